@@ -1,0 +1,123 @@
+# `make demo` and `make test` are all that a newcomer types; `make help` lists the rest.
+# Everything lives in .venv and build/; system packages are installed only where one is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+FUZZ_SECONDS ?= 3600
+KILL_ROUNDS ?= 1000
+PYTEST_ARGS ?=
+
+export PYTHON VENV JOBS
+
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+CMAKE := $(BIN)/cmake
+CTEST := $(BIN)/ctest --output-on-failure --no-tests=error
+SETUP_STAMP := $(VENV)/.setup-stamp
+INSTALL_STAMP := $(VENV)/.install-stamp
+
+CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
+# gcc 12's ThreadSanitizer does not know the address layout of newer kernels.
+NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+.DELETE_ON_ERROR:
+.PHONY: help setup build demo test test-cpp test-python test-all lint format asan tsan fuzz \
+        fuzz-short kill benchmark wheel clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+# ------------------------------------------------------------------------------------------ set-up
+
+setup: $(SETUP_STAMP)  ## create .venv with everything pinned
+
+$(SETUP_STAMP): requirements-dev.txt
+	tools/system_packages.sh python
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet -r $<
+	@touch $@
+
+build: $(SETUP_STAMP)  ## compile the extension in place and install ptsave (editable) into .venv
+	$(RUN) setup.py --quiet build_ext --inplace
+	@$(MAKE) --silent --no-print-directory $(INSTALL_STAMP)
+
+$(INSTALL_STAMP): $(SETUP_STAMP) setup.py pyproject.toml
+	$(RUN) -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+# --------------------------------------------------------------------------------------------- use
+
+demo: build  ## train one step, save and load it with stock torch and ptsave, print the table
+	$(RUN) benchmarks/demo.py
+
+benchmark: build  ## all benchmarks against stock torch and safetensors
+	tools/system_packages.sh benchmark
+	$(CONFIGURE) -B build/benchmark -DPTSAVE_BUILD_BENCHMARKS=ON
+	$(CMAKE) --build build/benchmark --parallel $(JOBS)
+	$(RUN) -m benchmarks
+
+wheel: $(SETUP_STAMP)  ## build a wheel into dist/
+	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+
+# ------------------------------------------------------------------------------------------- tests
+
+test: test-cpp test-python  ## C++ unit tests and pytest
+
+build/core/build.ninja: $(SETUP_STAMP)
+	tools/system_packages.sh tests
+	$(CONFIGURE) -B build/core -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON
+
+test-cpp: build/core/build.ninja  ## C++ unit tests of core
+	$(CMAKE) --build build/core --parallel $(JOBS)
+	$(CTEST) --test-dir build/core --parallel $(JOBS)
+
+test-python: build  ## pytest without what is slow or large
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all: test-cpp build  ## every test: also slow ones and ones that need several GiB
+	$(RUN) -m pytest -m "" $(PYTEST_ARGS)
+
+kill: build  ## kill a saving process KILL_ROUNDS times at random moments
+	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
+
+asan: $(SETUP_STAMP)  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	tools/system_packages.sh tests
+	$(CONFIGURE) -B build/asan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
+	  -DPTSAVE_SANITIZE=address,undefined
+	$(CMAKE) --build build/asan --parallel $(JOBS)
+	UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan --parallel $(JOBS)
+
+tsan: $(SETUP_STAMP)  ## C++ unit tests under ThreadSanitizer
+	tools/system_packages.sh tests
+	$(CONFIGURE) -B build/tsan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
+	  -DPTSAVE_SANITIZE=thread
+	$(NO_ASLR) $(CMAKE) --build build/tsan --parallel $(JOBS)
+	$(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
+
+fuzz: $(SETUP_STAMP)  ## fuzz the archive parser for FUZZ_SECONDS
+	tools/system_packages.sh fuzz
+	$(CONFIGURE) -B build/fuzz -DPTSAVE_BUILD_FUZZERS=ON -DCMAKE_CXX_COMPILER=clang++
+	$(CMAKE) --build build/fuzz --parallel $(JOBS)
+	$(RUN) tools/fuzz.py build/fuzz $(FUZZ_SECONDS)
+
+fuzz-short:  ## fuzz for one minute
+	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=60
+
+# ----------------------------------------------------------------------------------------- linters
+
+lint: build build/core/build.ninja  ## ruff, mypy, clang-format, clang-tidy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(RUN) tools/clang_tidy.py
+
+format: $(SETUP_STAMP)  ## let ruff and clang-format rewrite what they can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:  ## remove what was built, keep .venv
+	rm -rf build dist *.egg-info ptsave/_torch_build.py ptsave/_C*.so $(INSTALL_STAMP)

@@ -1,0 +1,4 @@
+from benchmarks.serialization import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What the benchmarks ask of Linux: the page cache, the memory peak, and what machine this is."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import re
+import shlex
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+# ------------------------------------------------------------------------------------- page cache
+
+
+def cached_fraction(path: Path) -> float:
+    """Return how much of the file is in the page cache now, from 0 to 1 (mincore)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        resident = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
+        first_byte = ctypes.c_char.from_buffer(mapping)
+        address = ctypes.c_void_p(ctypes.addressof(first_byte))
+        failed = libc.mincore(address, ctypes.c_size_t(len(mapping)), resident)
+        del first_byte  # or the mapping cannot be closed
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore", str(path))
+    return sum(page & 1 for page in resident) / len(resident)
+
+
+def make_cold(path: Path) -> None:
+    """Drop the file from the page cache; raise if it cannot be dropped."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    if cached_fraction(path) > 0 and os.geteuid() == 0:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    if (left := cached_fraction(path)) > 0:
+        raise RuntimeError(f"{left:.1%} of {path} stay in the page cache: not a cold start")
+
+
+def make_warm(path: Path) -> None:
+    """Read the whole file into the page cache; raise if it does not stay there."""
+    buffer = bytearray(8 * MIB)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    if (there := cached_fraction(path)) < 1:
+        raise RuntimeError(f"only {there:.1%} of {path} stay in the page cache: not a warm start")
+
+
+def sync_file_and_directory(path: Path) -> None:
+    """Do what it takes for a saved file to survive a power loss."""
+    for target in (path, path.parent):
+        fd = os.open(target, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def _status_nbytes(field: str) -> int:
+    """Return a size from this process's /proc status."""
+    status = Path("/proc/self/status").read_text()
+    match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(match[1]) * 1024
+
+
+class PeakMemory:
+    """The peak of this process's resident memory since construction."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts over from now
+        self._baseline_nbytes = _status_nbytes("VmRSS")
+
+    def above_baseline(self) -> int:
+        """Return the bytes by which the peak exceeds what was resident at construction."""
+        return _status_nbytes("VmHWM") - self._baseline_nbytes
+
+
+# ---------------------------------------------------------------------------------------- machine
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return match[1] if match else platform.machine()
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def filesystem_of(directory: Path) -> str:
+    """Return the type and device of the filesystem that holds the directory."""
+    device = directory.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return "{} on {}".format(*source.split()[:2])
+    return "unknown"
+
+
+def describe_machine(directory: Path, command: list[str]) -> str:
+    """Return a markdown list of what the figures depend on, without names of hosts or paths."""
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    facts = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores",
+        "memory": f"{memory_gib:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "transparent huge pages": huge_pages.read_text().strip() if huge_pages.exists() else "no",
+        "disk": filesystem_of(directory),
+        "Python": platform.python_version(),
+        **{name: _version_of(name) for name in ("torch", "safetensors", "ptsave")},
+        "command": f"`{shlex.join(command)}`",
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())

@@ -1,0 +1,29 @@
+"""What travels between the benchmark and its workers: neither side's imports are the other's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure."""
+
+    action: str  # "probe", "save" or "load"
+    contender: str  # "stock", "ptsave" or "safetensors"
+    path: str = ""
+    nbytes: int = 0  # at least so many bytes of tensors, for a save
+    fsync: bool = False
+    page_cache: str = "warm"  # or "cold", for a load
+    mmap: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured."""
+
+    seconds: float
+    nbytes: int  # of tensors
+    peak_nbytes: int  # resident memory above the tensors
+    checksum: int  # over one byte of every page of every tensor
+    touch_seconds: float = 0.0  # the part of `seconds` spent on touching every page, for a load

@@ -1,0 +1,167 @@
+"""One figure, in a fresh process: ``python -m benchmarks._worker TASK`` (JSON) prints JSON.
+
+What comes before the timed call (imports, faulting in the tensors to save, bringing the file into
+the page cache or out of it) and after it (checks, freeing memory) is not timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._system import PeakMemory, make_cold, make_warm, sync_file_and_directory
+from benchmarks._task import Figure, Task
+
+StateDict = dict[str, torch.Tensor]
+VOCABULARY = 50257
+CONTEXT = 1024
+PAGE = 4096
+
+
+# -------------------------------------------------------------------------------------- the tensors
+
+
+def decoder_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of a GPT-2-like decoder of at least ``nbytes`` bytes in float32."""
+    width = 1024 if nbytes >= 1 << 29 else 128
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (VOCABULARY, width),
+        "transformer.wpe.weight": (CONTEXT, width),
+        "transformer.ln_f.weight": (width,),
+        "transformer.ln_f.bias": (width,),
+    }
+    layer_shapes = _layer_shapes(width)
+    missing = nbytes - _nbytes_of(shapes)
+    for layer in range(max(1, -(-missing // _nbytes_of(layer_shapes)))):
+        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    return shapes
+
+
+def _layer_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, columns, rows in (
+        ("attn.c_attn", width, 3 * width),
+        ("attn.c_proj", width, width),
+        ("mlp.c_fc", width, 4 * width),
+        ("mlp.c_proj", 4 * width, width),
+    ):
+        shapes |= {f"{name}.weight": (columns, rows), f"{name}.bias": (rows,)}
+    for name in ("ln_1", "ln_2"):
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    return shapes
+
+
+def _nbytes_of(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+def state_dict(nbytes: int) -> StateDict:
+    """Return the same random tensors every time."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.empty(shape).uniform_(-1, 1, generator=generator)
+        for name, shape in decoder_shapes(nbytes).items()
+    }
+
+
+def touch_every_page(tensors: StateDict) -> int:
+    """Read one byte of every page of every tensor, and return their sum."""
+    return sum(int(tensor.view(-1).view(torch.uint8)[::PAGE].sum()) for tensor in tensors.values())
+
+
+# ----------------------------------------------------------------------------------- the contenders
+
+
+def save_call(task: Task) -> Callable[[StateDict], None]:
+    """Return what the contender's user would call."""
+    path = Path(task.path)
+    if task.contender == "ptsave":
+        import ptsave
+
+        ptsave_save = ptsave.save
+        return lambda tensors: ptsave_save(tensors, path, fsync=task.fsync)
+
+    save: Callable[[StateDict, Path], Any] = torch.save
+    if task.contender == "safetensors":
+        from safetensors.torch import save_file as save
+
+    def save_and_sync(tensors: StateDict) -> None:
+        save(tensors, path)
+        if task.fsync:
+            sync_file_and_directory(path)
+
+    return save_and_sync
+
+
+def load_call(task: Task) -> Callable[[], StateDict]:
+    """Return what the contender's user would call, with the contender's defaults."""
+    path = Path(task.path)
+    options: dict[str, Any] = {"mmap": True} if task.mmap else {}
+    if task.contender == "ptsave":
+        import ptsave
+
+        ptsave_load = ptsave.load
+        return lambda: ptsave_load(path, **options)
+    if task.contender == "safetensors":
+        from safetensors.torch import load_file
+
+        return lambda: load_file(path)
+    return lambda: torch.load(path, **options)
+
+
+# ------------------------------------------------------------------------------------- measurements
+
+
+def measure_save(task: Task) -> Figure:
+    tensors = state_dict(task.nbytes)
+    checksum = touch_every_page(tensors)
+    save = save_call(task)
+    gc.collect()
+    memory = PeakMemory()
+    start = time.perf_counter()
+    save(tensors)
+    seconds = time.perf_counter() - start
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return Figure(seconds, nbytes, memory.above_baseline(), checksum)
+
+
+def measure_load(task: Task) -> Figure:
+    load = load_call(task)
+    touch_every_page({"": torch.zeros(PAGE)})  # the operator's first call initialises torch
+    path = Path(task.path)
+    make_cold(path) if task.page_cache == "cold" else make_warm(path)
+    gc.collect()
+    memory = PeakMemory()
+    start = time.perf_counter()
+    tensors = load()
+    loaded = time.perf_counter()
+    checksum = touch_every_page(tensors)
+    end = time.perf_counter()
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    peak_nbytes = memory.above_baseline() - nbytes
+    return Figure(end - start, nbytes, peak_nbytes, checksum, touch_seconds=end - loaded)
+
+
+def probe(task: Task) -> Figure:
+    """Fail if the contender cannot be imported."""
+    save_call(task)
+    load_call(task)
+    return Figure(0.0, 0, 0, 0)
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.argv[1]))
+    measure = {"probe": probe, "save": measure_save, "load": measure_load}[task.action]
+    print(json.dumps(asdict(measure(task))))
+
+
+if __name__ == "__main__":
+    main()

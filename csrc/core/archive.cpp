@@ -1,0 +1,174 @@
+#include "core/archive.h"
+
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <unordered_set>
+#include <utility>
+
+#include "core/record_name.h"
+#include "core/zip.h"
+
+namespace ptsave {
+namespace {
+
+// Files are addressed by a signed off_t.
+constexpr auto kMaxFileNbytes =
+    static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+constexpr std::string_view kPaddingId = "FB";
+
+void check_root(std::string_view root) {
+  if (root.empty() || root.find_first_of(std::string_view("/\0", 2)) != std::string_view::npos) {
+    throw std::invalid_argument("invalid archive root " + quoted(root));
+  }
+}
+
+void check_record_name(std::string_view root, std::string_view name) {
+  const char* fault = record_name_fault(name);
+  if (fault == nullptr && name.back() == '/') fault = "ends with '/'";
+  if (fault == nullptr && root.size() + 1 + name.size() > zip::kMax16) fault = "is too long";
+  if (fault != nullptr) throw std::invalid_argument("record name " + quoted(name) + " " + fault);
+}
+
+// Bytes of "FB" padding extra, its head included, that bring the payload to `alignment`.
+// Everything in the extra block shares one 16-bit length: beyond it torch writes a file that no
+// reader can follow.
+std::size_t padding_extra_nbytes(const zip::Entry& entry, std::uint64_t alignment) {
+  const std::size_t zip64_nbytes = zip::zip64_extra_nbytes(entry);
+  const std::uint64_t start =
+      entry.header_offset + zip::local_header_nbytes(entry) + zip::kExtraHeadNbytes;
+  const std::uint64_t over = start % alignment;
+  const std::uint64_t padding = over == 0 ? 0 : alignment - over;
+  if (padding > zip::kMax16 - zip::kExtraHeadNbytes - zip64_nbytes) {
+    throw std::invalid_argument("alignment " + std::to_string(alignment) + " needs " +
+                                std::to_string(padding) + " bytes of padding before record " +
+                                quoted(entry.name) + ", more than an extra field can hold");
+  }
+  return zip::kExtraHeadNbytes + padding;
+}
+
+RecordLayout place(const zip::Entry& entry, std::uint64_t alignment) {
+  // Room for any header and descriptor, so that no sum below can overflow.
+  constexpr std::uint64_t kSlack = 4 * zip::kMax16;
+  if (entry.header_offset > kMaxFileNbytes - kSlack ||
+      entry.nbytes > kMaxFileNbytes - kSlack - entry.header_offset) {
+    throw std::length_error("archive too large at record " + quoted(entry.name));
+  }
+  return {.header_offset = entry.header_offset,
+          .payload_offset = entry.header_offset + zip::local_header_nbytes(entry) +
+                            padding_extra_nbytes(entry, alignment),
+          .nbytes = entry.nbytes,
+          .descriptor_nbytes = zip::descriptor_nbytes(entry)};
+}
+
+std::string join(std::string_view root, std::string_view name) {
+  std::string full;
+  full.reserve(root.size() + 1 + name.size());
+  return full.append(root).append(1, '/').append(name);
+}
+
+// hash_combine of c10, in 64 bits.
+std::uint64_t combine(std::uint64_t seed, std::uint64_t value) {
+  return seed ^ (value + 0x9e3779b9u + (seed << 6) + (seed >> 2));
+}
+
+std::string twenty_digits(std::uint64_t value) {
+  const std::string digits = std::to_string(value);
+  return std::string(20 - digits.size(), '0') + digits;
+}
+
+}  // namespace
+
+std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view full_name,
+                                   std::uint64_t nbytes, std::uint64_t alignment) {
+  return place({full_name, nbytes, header_offset}, alignment).payload_offset;
+}
+
+void ArchiveLayout::local_header(std::size_t i, std::byte* out) const {
+  const RecordLayout& at = records_[i];
+  const std::string full_name = join(root_, names_[i]);
+  const zip::Entry entry{full_name, at.nbytes, at.header_offset};
+  const std::size_t extra_nbytes =
+      at.payload_offset - at.header_offset - zip::local_header_nbytes(entry);
+  std::byte* p = zip::write_local_header(entry, extra_nbytes, out);
+  std::memcpy(p, kPaddingId.data(), kPaddingId.size());
+  p = zip::store16(p + kPaddingId.size(), extra_nbytes - zip::kExtraHeadNbytes);
+  std::memset(p, 'Z', extra_nbytes - zip::kExtraHeadNbytes);
+}
+
+void ArchiveLayout::data_descriptor(std::size_t i, std::uint32_t crc, std::byte* out) const {
+  zip::write_descriptor({{}, records_[i].nbytes, records_[i].header_offset}, crc, out);
+}
+
+std::string ArchiveLayout::central_directory(std::span<const std::uint32_t> crcs) const {
+  if (crcs.size() != records_.size()) throw std::invalid_argument("one CRC per record, please");
+  std::string bytes(nbytes_ - central_directory_offset_, '\0');
+  auto* p = reinterpret_cast<std::byte*>(bytes.data());
+  for (std::size_t i = 0; i < records_.size(); ++i) {
+    const std::string full_name = join(root_, names_[i]);
+    p = zip::write_central_header({full_name, records_[i].nbytes, records_[i].header_offset},
+                                  crcs[i], p);
+  }
+  zip::write_end_records({.offset = central_directory_offset_,
+                          .nbytes = bytes.size() - zip::kEndRecordsNbytes,
+                          .n_entries = records_.size()},
+                         p);
+  return bytes;
+}
+
+ArchiveLayout plan(std::string root, std::span<const RecordSpec> records, std::uint64_t alignment) {
+  check_root(root);
+  if (alignment == 0) throw std::invalid_argument("alignment must be at least 1");
+  ArchiveLayout layout;
+  layout.names_.reserve(records.size());
+  layout.records_.reserve(records.size());
+  std::unordered_set<std::string_view> seen(records.size());
+  std::string full_name = root + '/';
+  std::uint64_t cursor = 0;
+  std::uint64_t directory_nbytes = 0;
+  for (const RecordSpec& record : records) {
+    check_record_name(root, record.name);
+    if (!seen.insert(record.name).second) {
+      throw std::invalid_argument("duplicate record name " + quoted(record.name));
+    }
+    full_name.resize(root.size() + 1);
+    full_name += record.name;
+    const zip::Entry entry{full_name, record.nbytes, cursor};
+    // miniz wants room for the longest zip64 extra, whether the entry has one or not.
+    if (directory_nbytes + zip::kCentralHeaderNbytes + full_name.size() +
+            zip::kMaxZip64ExtraNbytes >=
+        zip::kMax32) {
+      throw std::length_error("central directory too large");
+    }
+    layout.names_.push_back(record.name);
+    layout.records_.push_back(place(entry, alignment));
+    cursor = layout.records_.back().end();
+    directory_nbytes += zip::central_header_nbytes(entry);
+  }
+  layout.root_ = std::move(root);
+  layout.central_directory_offset_ = cursor;
+  layout.nbytes_ = cursor + directory_nbytes + zip::kEndRecordsNbytes;
+  return layout;
+}
+
+std::string serialization_id(std::span<const std::string> names,
+                             std::span<const std::uint32_t> crcs) {
+  // torch folds the names in the iteration order of its std::unordered_set<std::string>.  That
+  // order depends on hashes and on growth one by one; a set of views has the same of both.
+  std::unordered_set<std::string_view> written;
+  for (const std::string& name : names) written.insert(name);
+  std::uint64_t names_hash = 0;
+  for (const std::string_view name : written) {
+    names_hash = combine(names_hash, std::hash<std::string_view>{}(name));
+  }
+  std::uint64_t crcs_hash = 0;
+  for (const std::uint32_t crc : crcs) crcs_hash = combine(crcs_hash, crc);
+  return twenty_digits(names_hash) + twenty_digits(crcs_hash);
+}
+
+std::optional<std::uint32_t> descriptor_lookalike(std::span<const std::byte> front) {
+  if (front.size() < 8 || zip::load32(front.data()) != zip::kDescriptorSignature) return {};
+  return zip::load32(front.data() + 4);
+}
+
+}  // namespace ptsave

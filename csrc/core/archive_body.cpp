@@ -1,0 +1,182 @@
+#include "core/archive_body.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "core/crc32.h"
+
+namespace ptsave {
+namespace {
+
+// Payloads are checksummed and handed on in pieces of this size, small enough that the second step
+// finds them in the cache.
+constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
+constexpr std::size_t kMaxDescriptorNbytes = 24;
+
+ByteRange intersect(ByteRange a, ByteRange b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+}
+
+}  // namespace
+
+RecordCrcs::RecordCrcs(const ArchiveLayout& layout, std::size_t n_chunks, std::size_t chunk_nbytes)
+    : layout_(layout), chunk_nbytes_(chunk_nbytes), whole_(layout.size()), pieces_(n_chunks) {}
+
+void RecordCrcs::add_piece(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i,
+                           std::uint32_t crc) {
+  const auto [first, last] = chunks_of(layout_.record(i));
+  if (first == last) {
+    whole_[i] = crc;
+  } else if (chunk == first) {
+    pieces_[chunk].leaving = crc;
+  } else {
+    pieces_[chunk].entering = crc;
+    publish(pipeline, chunk, kEntering);
+  }
+}
+
+void RecordCrcs::complete(ChunkPipeline& pipeline, std::size_t chunk) {
+  publish(pipeline, chunk, kComplete);
+}
+
+std::uint32_t RecordCrcs::record_crc(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i) {
+  const RecordLayout& record = layout_.record(i);
+  const auto [first, last] = chunks_of(record);
+  if (first == last) {
+    if (first < chunk) wait_for(pipeline, first, kComplete);
+    return whole_[i];
+  }
+  for (std::size_t c = first; c < last; ++c) wait_for(pipeline, c, kComplete);
+  wait_for(pipeline, last, kEntering);
+  const std::uint32_t crc = combine(record, first, last);
+  // Two chunks see a descriptor that their boundary cuts; one of them records the CRC.
+  if (record.payload_end() / chunk_nbytes_ == chunk) whole_[i] = crc;
+  return crc;
+}
+
+std::pair<std::size_t, std::size_t> RecordCrcs::chunks_of(const RecordLayout& record) const {
+  return {record.payload_offset / chunk_nbytes_, (record.payload_end() - 1) / chunk_nbytes_};
+}
+
+std::uint32_t RecordCrcs::combine(const RecordLayout& record, std::size_t first,
+                                  std::size_t last) const {
+  std::uint32_t crc = pieces_[first].leaving;
+  for (std::size_t c = first + 1; c < last; ++c) {
+    crc = crc32_combine(crc, pieces_[c].entering, chunk_nbytes_);
+  }
+  return crc32_combine(crc, pieces_[last].entering, record.payload_end() - last * chunk_nbytes_);
+}
+
+void RecordCrcs::publish(ChunkPipeline& pipeline, std::size_t chunk, State state) {
+  pieces_[chunk].state.store(state, std::memory_order_release);
+  pipeline.notify();
+}
+
+void RecordCrcs::wait_for(ChunkPipeline& pipeline, std::size_t chunk, State state) const {
+  const auto ready = [&] { return pieces_[chunk].state.load(std::memory_order_acquire) >= state; };
+  if (!ready()) pipeline.wait_in_worker(ready);
+}
+
+ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, bool compute_crcs,
+                         std::size_t chunk_nbytes)
+    : layout_(layout),
+      payloads_(payloads),
+      compute_crcs_(compute_crcs),
+      chunk_nbytes_(chunk_nbytes),
+      nbytes_(layout.record(layout.size() - 1).header_offset),
+      n_chunks_((nbytes_ + chunk_nbytes - 1) / chunk_nbytes),
+      crcs_(layout, n_chunks_, chunk_nbytes) {}
+
+ByteRange ArchiveBody::chunk_range(std::size_t chunk) const {
+  const std::uint64_t begin = std::uint64_t{chunk} * chunk_nbytes_;
+  return {begin, std::min<std::uint64_t>(begin + chunk_nbytes_, nbytes_)};
+}
+
+std::size_t ArchiveBody::first_record_after(std::uint64_t offset) const {
+  std::size_t low = 0;
+  std::size_t high = layout_.size();
+  while (low < high) {
+    const std::size_t middle = low + (high - low) / 2;
+    if (layout_.record(middle).end() <= offset) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+void ArchiveBody::produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) {
+  const ByteRange range = chunk_range(chunk);
+  std::vector<std::byte> scratch;
+  for (std::size_t i = first_record_after(range.begin); i + 1 < layout_.size(); ++i) {
+    const RecordLayout& record = layout_.record(i);
+    if (record.header_offset >= range.end) break;
+    put_header(i, intersect(range, {record.header_offset, record.payload_offset}), scratch, sink);
+    const ByteRange payload = intersect(range, {record.payload_offset, record.payload_end()});
+    if (!payload.empty()) crcs_.add_piece(pipeline, chunk, i, put_payload(i, payload, sink));
+    const ByteRange descriptor = intersect(range, {record.payload_end(), record.end()});
+    if (!descriptor.empty()) {
+      put_descriptor(i, crcs_.record_crc(pipeline, chunk, i), descriptor, sink);
+    }
+  }
+  crcs_.complete(pipeline, chunk);
+}
+
+void ArchiveBody::put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
+                             ChunkSink& sink) const {
+  if (part.empty()) return;
+  const RecordLayout& record = layout_.record(i);
+  scratch.resize(record.payload_offset - record.header_offset);
+  layout_.local_header(i, scratch.data());
+  sink.put_seam(scratch.data() + (part.begin - record.header_offset), part.nbytes());
+}
+
+std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, ChunkSink& sink) const {
+  const std::byte* data = payloads_(i);
+  if (data == nullptr) {
+    sink.put_hole(part.nbytes());
+    return 0;
+  }
+  data += part.begin - layout_.record(i).payload_offset;
+  std::uint32_t crc = 0;
+  for (std::size_t done = 0; done < part.nbytes();) {
+    const std::size_t piece = std::min(part.nbytes() - done, kCachePieceNbytes);
+    if (compute_crcs_) crc = crc32(crc, data + done, piece);
+    sink.put_payload(data + done, piece);
+    done += piece;
+  }
+  return crc;
+}
+
+void ArchiveBody::put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part,
+                                 ChunkSink& sink) const {
+  std::array<std::byte, kMaxDescriptorNbytes> descriptor{};
+  layout_.data_descriptor(i, crc, descriptor.data());
+  sink.put_seam(descriptor.data() + (part.begin - layout_.record(i).payload_end()), part.nbytes());
+}
+
+std::string ArchiveBody::tail() {
+  const std::size_t last = layout_.size() - 1;
+  std::vector<std::string> names;
+  names.reserve(last);
+  const std::span<std::uint32_t> crcs = crcs_.all();
+  std::vector<std::uint32_t> folded;
+  for (std::size_t i = 0; i < last; ++i) {
+    names.push_back(layout_.name(i));
+    if (layout_.record(i).nbytes > 0) folded.push_back(crcs[i]);
+  }
+  const std::string id = serialization_id(names, folded);
+  crcs[last] = compute_crcs_ ? crc32(0, id.data(), id.size()) : 0;
+
+  const RecordLayout& record = layout_.record(last);
+  std::string bytes(record.end() - record.header_offset, '\0');
+  auto* const out = reinterpret_cast<std::byte*>(bytes.data());
+  layout_.local_header(last, out);
+  std::memcpy(out + (record.payload_offset - record.header_offset), id.data(), id.size());
+  layout_.data_descriptor(last, crcs[last], out + (record.payload_end() - record.header_offset));
+  return bytes + layout_.central_directory(crcs);
+}
+
+}  // namespace ptsave

@@ -1,0 +1,120 @@
+// The bytes of an archive that is being written, chunk by chunk: headers, payloads (checksummed on the
+// way), descriptors and, at the end, the tail that depends on every CRC.  Decides what the bytes are;
+// where they go is a ChunkSink's business.
+//
+// A chunk that ends a record needs the CRC of the whole record for the data descriptor.  The chunks
+// before it are done or being worked on, so its worker waits for their CRCs (not for their writes):
+// every byte of the file is produced once and nothing is patched afterwards.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/archive.h"
+#include "core/pipeline.h"
+
+namespace ptsave {
+
+// Where the payload of record i of a layout is; null for a hole (bytes that are left unwritten, and
+// have CRC 0: torch's skip_data).  Asked for each piece of a payload, never for an empty one nor for
+// the last record, `.data/serialization_id`, which is computed.  Called by the workers; with no
+// workers on the waiting thread and in ascending order, so that it may then make one payload at a
+// time.
+using Payloads = std::function<const std::byte*(std::size_t i)>;
+
+// A half-open range of positions in the archive.
+struct ByteRange {
+  std::uint64_t begin;
+  std::uint64_t end;
+
+  std::uint64_t nbytes() const { return end - begin; }
+  bool empty() const { return begin >= end; }
+};
+
+// The records' CRCs while chunks are being worked on in any order.  Safe for concurrent use.
+//
+// A chunk boundary cuts at most one record, so a chunk holds at most two partial CRCs: of the record
+// that enters it from before, and of the one that leaves it at its end.
+class RecordCrcs {
+ public:
+  RecordCrcs(const ArchiveLayout& layout, std::size_t n_chunks, std::size_t chunk_nbytes);
+
+  // The CRC of the part of record i that lies in `chunk`.
+  void add_piece(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i, std::uint32_t crc);
+  // All of `chunk` has been checksummed.
+  void complete(ChunkPipeline& pipeline, std::size_t chunk);
+  // The CRC of record i, for the worker of `chunk`, which has passed the record's payload.  Waits for
+  // earlier chunks where the record began in one.
+  std::uint32_t record_crc(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i);
+  // Every record's CRC, once all chunks are complete.
+  std::span<std::uint32_t> all() { return whole_; }
+
+ private:
+  enum State : std::uint8_t { kNone, kEntering, kComplete };
+  struct Pieces {
+    std::uint32_t entering = 0;
+    std::uint32_t leaving = 0;
+    std::atomic<std::uint8_t> state{kNone};
+  };
+
+  std::pair<std::size_t, std::size_t> chunks_of(const RecordLayout& record) const;
+  std::uint32_t combine(const RecordLayout& record, std::size_t first, std::size_t last) const;
+  void publish(ChunkPipeline& pipeline, std::size_t chunk, State state);
+  void wait_for(ChunkPipeline& pipeline, std::size_t chunk, State state) const;
+
+  const ArchiveLayout& layout_;
+  const std::size_t chunk_nbytes_;
+  std::vector<std::uint32_t> whole_;
+  std::vector<Pieces> pieces_;
+};
+
+// Takes the bytes of one chunk, in file order.
+class ChunkSink {
+ public:
+  virtual ~ChunkSink() = default;
+  // `data` stays valid until the chunk is done.
+  virtual void put_payload(const std::byte* data, std::size_t nbytes) = 0;
+  // `data` is gone after the call.
+  virtual void put_seam(const std::byte* data, std::size_t nbytes) = 0;
+  virtual void put_hole(std::uint64_t nbytes) = 0;
+};
+
+class ArchiveBody {
+ public:
+  ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, bool compute_crcs,
+              std::size_t chunk_nbytes);
+
+  // The body ends where the last record (the serialization id) begins.
+  std::uint64_t nbytes() const { return nbytes_; }
+  std::size_t n_chunks() const { return n_chunks_; }
+  ByteRange chunk_range(std::size_t chunk) const;
+
+  // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
+  // different chunks of one pipeline.
+  void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink);
+  // The rest of the archive, once every chunk is produced.
+  std::string tail();
+
+ private:
+  std::size_t first_record_after(std::uint64_t offset) const;
+  void put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
+                  ChunkSink& sink) const;
+  std::uint32_t put_payload(std::size_t i, ByteRange part, ChunkSink& sink) const;
+  void put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part, ChunkSink& sink) const;
+
+  const ArchiveLayout& layout_;
+  const Payloads& payloads_;
+  const bool compute_crcs_;
+  const std::size_t chunk_nbytes_;
+  const std::uint64_t nbytes_;
+  const std::size_t n_chunks_;
+  RecordCrcs crcs_;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,39 @@
+// CRC-32 as zip uses it (reflected polynomial 0xEDB88320, initial value and final xor 0xFFFFFFFF).
+//
+// One facade over one kernel per CPU family; the CPU is asked once.  All functions are pure and
+// safe for concurrent use.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace ptsave {
+
+// The CRC of the bytes so far (`crc`, 0 for none) followed by `nbytes` bytes at `data`.  zlib's
+// crc32().
+std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes);
+
+// memcpy(dst, src, nbytes) and crc32(crc, src, nbytes) in one pass over memory.  The two regions
+// must not overlap.  A large destination bypasses the caches: right for bytes that the CPU does not
+// read again soon (bounce buffers of direct I/O, tensors being loaded).
+std::uint32_t crc32_copy(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes);
+
+// The CRC of A followed by B, given crc(A), crc(B) and B's length in bytes.  O(log nbytes_b).
+std::uint32_t crc32_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t nbytes_b);
+
+// One implementation, for tests and benchmarks that run over all of them.
+struct Crc32Kernel {
+  const char* name;  // "portable", "pclmulqdq", "vpclmulqdq_avx2", "vpclmulqdq", "arm64"
+  bool (*supported)();
+  std::uint32_t (*update)(std::uint32_t crc, const void* data, std::size_t nbytes);
+  std::uint32_t (*copy)(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes);
+};
+
+// Every kernel compiled for this architecture, slowest first.
+std::span<const Crc32Kernel> crc32_kernels();
+
+// The kernel that crc32() uses on this CPU.
+const Crc32Kernel& crc32_active_kernel();
+
+}  // namespace ptsave

@@ -1,0 +1,333 @@
+#include "core/file.h"
+
+#include <dirent.h>
+#include <sys/random.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <memory>
+#include <random>
+
+#include "core/error.h"
+#include "core/system.h"
+
+#ifndef STATX_DIOALIGN
+#define STATX_DIOALIGN 0x00002000U
+#endif
+
+namespace ptsave {
+namespace {
+
+// Linux transfers at most this many bytes a call; staying below keeps results representable.
+constexpr std::size_t kMaxTransferNbytes = std::size_t{1} << 30;
+
+template <typename Call>
+auto retry_interrupted(Call call) -> decltype(call()) {
+  for (;;) {
+    const auto result = call();
+    if (result >= 0 || errno != EINTR) return result;
+  }
+}
+
+[[noreturn]] void fail(const char* operation, const std::string& path) {
+  throw IoError(errno, operation, path);
+}
+
+int open_or_fail(int dir_fd, const char* path, int flags, const std::string& display,
+                 mode_t mode = 0) {
+  const int fd =
+      retry_interrupted([&] { return sys::openat(dir_fd, path, flags | O_CLOEXEC, mode); });
+  if (fd < 0) fail("open", display);
+  return fd;
+}
+
+// The call means "this file system does not do that", as opposed to "it went wrong".
+bool unsupported(int errnum) {
+  return errnum == EOPNOTSUPP || errnum == ENOSYS || errnum == ENOTTY;
+}
+
+std::string descriptor_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
+
+}  // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = other.release();
+  }
+  return *this;
+}
+
+int Descriptor::release() { return std::exchange(fd_, -1); }
+
+void Descriptor::reset() {
+  // An interrupted close has closed the descriptor on Linux: never retry it.
+  if (fd_ >= 0) sys::close(std::exchange(fd_, -1));
+}
+
+File File::open_for_reading(const std::string& path) {
+  return {Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_RDONLY, path)), path};
+}
+
+File File::reopen_for_reading(int fd, std::string path) {
+  const std::string link = descriptor_path(fd);
+  return {Descriptor(open_or_fail(AT_FDCWD, link.c_str(), O_RDONLY, path)), std::move(path)};
+}
+
+File File::open_for_writing(const std::string& path) {
+  constexpr mode_t kMode = 0666;  // less the umask
+  return {Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_RDWR | O_CREAT, path, kMode)), path};
+}
+
+File File::duplicate(int fd, std::string path) {
+  const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) fail("fcntl", path);
+  return {Descriptor(copy), std::move(path)};
+}
+
+std::uint64_t File::nbytes() const {
+  struct stat status {};
+  if (sys::fstat(fd(), &status) != 0) fail("fstat", path_);
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+Descriptor File::open_direct_reader() const {
+  if (!direct_io_alignment().supported()) return {};
+  const std::string link = descriptor_path(fd());
+  return Descriptor(retry_interrupted(
+      [&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC); }));
+}
+
+DirectIoAlignment File::direct_io_alignment() const {
+  struct statx status {};
+  if (::statx(fd(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return {};
+  if ((status.stx_mask & STATX_DIOALIGN) == 0) return {};
+  // glibc 2.36 does not name the two fields yet: they follow stx_mnt_id.
+  std::array<std::uint32_t, 2> alignment{};
+  constexpr std::size_t kFieldOffset = 0x98;
+  std::memcpy(alignment.data(), reinterpret_cast<const char*>(&status) + kFieldOffset,
+              sizeof alignment);
+  return {alignment[0], alignment[1]};
+}
+
+bool File::set_direct(bool on) {
+  const int flags = ::fcntl(fd(), F_GETFL);
+  if (flags < 0) return false;
+  return sys::set_flags(fd(), on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
+void File::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  auto* bytes = static_cast<std::byte*>(data);
+  while (nbytes > 0) {
+    const ssize_t n = retry_interrupted([&] {
+      return sys::pread(fd(), bytes, std::min(nbytes, kMaxTransferNbytes),
+                        static_cast<off_t>(offset));
+    });
+    if (n < 0) fail("pread", path_);
+    if (n == 0) throw IoError(0, "pread (unexpected end of file)", path_);
+    bytes += n;
+    offset += static_cast<std::uint64_t>(n);
+    nbytes -= static_cast<std::size_t>(n);
+  }
+}
+
+void File::write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const {
+  const auto* bytes = static_cast<const std::byte*>(data);
+  while (nbytes > 0) {
+    const ssize_t n = retry_interrupted([&] {
+      return sys::pwrite(fd(), bytes, std::min(nbytes, kMaxTransferNbytes),
+                         static_cast<off_t>(offset));
+    });
+    if (n < 0) fail("pwrite", path_);
+    if (n == 0) throw IoError(EIO, "pwrite", path_);
+    bytes += n;
+    offset += static_cast<std::uint64_t>(n);
+    nbytes -= static_cast<std::size_t>(n);
+  }
+}
+
+void File::preallocate(std::uint64_t nbytes) const {
+  const int result =
+      retry_interrupted([&] { return sys::fallocate(fd(), static_cast<off_t>(nbytes)); });
+  if (result != 0 && !unsupported(errno)) fail("fallocate", path_);
+}
+
+void File::truncate(std::uint64_t nbytes) const {
+  if (retry_interrupted([&] { return sys::ftruncate(fd(), static_cast<off_t>(nbytes)); }) != 0) {
+    fail("ftruncate", path_);
+  }
+}
+
+void File::sync() const {
+  if (retry_interrupted([&] { return sys::fsync(fd()); }) != 0) fail("fsync", path_);
+}
+
+namespace {
+
+constexpr std::string_view kTemporarySuffix = ".ptsave";
+constexpr std::size_t kTokenNdigits = 16;
+constexpr std::size_t kMaxNameNbytes = 255;
+constexpr std::size_t kLongNamePrefixNbytes = 200;
+
+std::string hex(std::uint64_t value) {
+  std::array<char, kTokenNdigits> digits{};
+  digits.fill('0');
+  std::array<char, kTokenNdigits> significant{};
+  const auto end = std::to_chars(significant.data(), significant.data() + significant.size(), value, 16);
+  std::copy_backward(significant.data(), end.ptr, digits.data() + digits.size());
+  return {digits.data(), digits.size()};
+}
+
+std::uint64_t random_token() {
+  std::uint64_t token = 0;
+  if (::getrandom(&token, sizeof token, GRND_NONBLOCK) == sizeof token) return token;
+  return std::random_device{}() ^ (std::uint64_t{std::random_device{}()} << 32);
+}
+
+// What every temporary file of target `name` begins with.  A name too long to be extended is cut and
+// told apart by its hash.
+std::string temporary_prefix(const std::string& name) {
+  std::string prefix(".");
+  if (name.size() + kTokenNdigits + kTemporarySuffix.size() + 2 <= kMaxNameNbytes) {
+    return prefix.append(name).append(".");
+  }
+  prefix.append(name, 0, kLongNamePrefixNbytes).append("~");
+  return prefix.append(hex(std::hash<std::string>{}(name))).append(".");
+}
+
+bool is_temporary(std::string_view entry, std::string_view prefix) {
+  if (entry.size() != prefix.size() + kTokenNdigits + kTemporarySuffix.size()) return false;
+  if (!entry.starts_with(prefix) || !entry.ends_with(kTemporarySuffix)) return false;
+  const std::string_view token = entry.substr(prefix.size(), kTokenNdigits);
+  return token.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+Descriptor open_directory(const std::string& path, const std::string& display) {
+  const int fd = retry_interrupted([&] {
+    return sys::openat(AT_FDCWD, path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  });
+  if (fd >= 0) return Descriptor(fd);
+  // A directory that may be searched but not read (mode 0300) can still be written to.
+  if (errno != EACCES) fail("open", display);
+  return Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_PATH | O_DIRECTORY, display));
+}
+
+// Locks without waiting.  File systems without locks count as locked: leftovers then stay, which is
+// safer than removing a file that is being written.
+enum class Lock { kTaken, kHeldElsewhere, kUnsupported };
+
+Lock try_lock(int fd) {
+  if (retry_interrupted([&] { return sys::flock(fd, LOCK_EX | LOCK_NB); }) == 0) return Lock::kTaken;
+  return errno == EWOULDBLOCK ? Lock::kHeldElsewhere : Lock::kUnsupported;
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(const std::string& path, std::string display)
+    : display_(std::move(display)), file_(Descriptor(), display_) {
+  const std::size_t slash = path.rfind('/');
+  name_ = slash == std::string::npos ? path : path.substr(slash + 1);
+  const std::string directory =
+      slash == std::string::npos ? "." : path.substr(0, std::max<std::size_t>(slash, 1));
+  directory_ = open_directory(directory, display_);
+  remove_leftovers();
+  create_temporary();
+  try {
+    adopt_ownership();
+  } catch (...) {
+    sys::unlinkat(directory_.get(), temporary_name_.c_str());
+    throw;
+  }
+}
+
+AtomicFile::~AtomicFile() {
+  if (temporary_name_.empty()) return;
+  // Nothing can be reported from here; a file that cannot be removed is removed by the next save.
+  retry_interrupted([&] { return sys::unlinkat(directory_.get(), temporary_name_.c_str()); });
+}
+
+void AtomicFile::create_temporary() {
+  constexpr mode_t kPrivate = 0600;  // until adopt_ownership() has set the final mode
+  constexpr mode_t kShared = 0666;   // less the umask
+  struct stat status {};
+  const bool replaces = sys::fstatat(directory_.get(), name_.c_str(), &status) == 0;
+  for (;;) {
+    const std::string name =
+        temporary_prefix(name_) + hex(random_token()) + std::string(kTemporarySuffix);
+    const int fd = retry_interrupted([&] {
+      return sys::openat(directory_.get(), name.c_str(),
+                         O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
+                         replaces ? kPrivate : kShared);
+    });
+    if (fd < 0 && errno == EEXIST) continue;
+    if (fd < 0) fail("open", display_);
+    file_ = File(Descriptor(fd), display_);
+    // Another save may have taken the file for a leftover between open and lock, and removed it.
+    const Lock lock = try_lock(fd);
+    struct stat created {};
+    if (lock != Lock::kHeldElsewhere && sys::fstat(fd, &created) == 0 && created.st_nlink > 0) {
+      temporary_name_ = name;
+      return;
+    }
+    retry_interrupted([&] { return sys::unlinkat(directory_.get(), name.c_str()); });
+    if (lock != Lock::kHeldElsewhere && created.st_nlink > 0) fail("fstat", display_);
+  }
+}
+
+void AtomicFile::adopt_ownership() {
+  struct stat old {};
+  if (sys::fstatat(directory_.get(), name_.c_str(), &old) != 0) {
+    if (errno == ENOENT) return;
+    fail("stat", display_);
+  }
+  struct stat fresh {};
+  if (sys::fstat(file_.fd(), &fresh) != 0) fail("fstat", display_);
+  if (old.st_uid != fresh.st_uid || old.st_gid != fresh.st_gid) {
+    // Only root may give files away: keeping the data matters more than keeping the owner.
+    static_cast<void>(sys::fchown(file_.fd(), old.st_uid, old.st_gid));
+  }
+  constexpr mode_t kModeBits = 07777;
+  if (sys::fchmod(file_.fd(), old.st_mode & kModeBits) != 0 && !unsupported(errno) &&
+      errno != EPERM) {
+    fail("fchmod", display_);
+  }
+}
+
+void AtomicFile::remove_leftovers() {
+  const int copy = ::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (copy < 0) return;  // a directory that cannot be listed keeps its leftovers
+  const std::unique_ptr<DIR, int (*)(DIR*)> listing(::fdopendir(copy), &::closedir);
+  if (!listing) {
+    sys::close(copy);
+    return;
+  }
+  const std::string prefix = temporary_prefix(name_);
+  while (const dirent* entry = ::readdir(listing.get())) {  // NOLINT(concurrency-mt-unsafe)
+    if (!is_temporary(entry->d_name, prefix)) continue;
+    const Descriptor leftover(
+        sys::openat(directory_.get(), entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+    if (leftover && try_lock(leftover.get()) == Lock::kTaken) {
+      retry_interrupted([&] { return sys::unlinkat(directory_.get(), entry->d_name); });
+    }
+  }
+}
+
+void AtomicFile::commit(bool durable) {
+  if (durable) file_.sync();
+  const int renamed = retry_interrupted([&] {
+    return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str());
+  });
+  if (renamed != 0) fail("rename", display_);
+  temporary_name_.clear();
+  if (durable && retry_interrupted([&] { return sys::fsync(directory_.get()); }) != 0 &&
+      errno != EINVAL) {  // EINVAL: a file system on which directories need no sync
+    fail("fsync", display_);
+  }
+}
+
+}  // namespace ptsave

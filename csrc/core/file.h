@@ -1,0 +1,118 @@
+// Files: descriptors with owner, loops over short transfers, direct I/O, and files that appear whole
+// or not at all.
+//
+// Every failure is an IoError that carries errno, the call and the file's name as the user gave it.
+// EINTR is retried here and nowhere else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace ptsave {
+
+// Owns a file descriptor.  Move-only.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release();
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// What direct I/O on a file demands; all zero where the file system has none.
+struct DirectIoAlignment {
+  std::uint32_t memory = 0;
+  std::uint32_t offset = 0;
+
+  bool supported() const { return offset != 0; }
+};
+
+// An open file of known name.  The transfer functions are safe for concurrent use.
+class File {
+ public:
+  File(Descriptor fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
+
+  // Opens an existing file for reading.
+  static File open_for_reading(const std::string& path);
+  // A second, independent description of the file behind `fd` (which stays the caller's).
+  static File reopen_for_reading(int fd, std::string path);
+  // Opens (creating, keeping what is there) a file for writing in place.
+  static File open_for_writing(const std::string& path);
+  // A duplicate of `fd`, sharing its position and flags.
+  static File duplicate(int fd, std::string path);
+
+  int fd() const { return fd_.get(); }
+  const std::string& path() const { return path_; }
+  std::uint64_t nbytes() const;  // the file's current size
+
+  // The same file opened once more for direct reads; empty where that is not supported.
+  Descriptor open_direct_reader() const;
+  DirectIoAlignment direct_io_alignment() const;
+  // Turns direct I/O of this description on or off; false where the file system refuses.
+  bool set_direct(bool on);
+
+  // Reads exactly `nbytes` bytes; a file that ends before is an IoError with errno 0 and operation
+  // "pread (unexpected end of file)".
+  void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Writes all of them.
+  void write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const;
+  // Reserves space so that later writes cannot fail for lack of it; does nothing where the file system
+  // cannot (never writes zeros).
+  void preallocate(std::uint64_t nbytes) const;
+  void truncate(std::uint64_t nbytes) const;
+  void sync() const;
+
+ private:
+  Descriptor fd_;
+  std::string path_;
+};
+
+// Replaces a file atomically.  The data goes to a temporary file in the same directory; commit()
+// renames it over the target, the destructor discards it.  Names, mode and owner:
+//
+// - the temporary file is called ".<name>.<16 hex digits>.ptsave" and is locked (flock) while its
+//   writer lives, so that one left behind by a killed process can be told from one being written;
+// - constructing an AtomicFile removes such leftovers of the same target;
+// - the new file gets the replaced file's mode and, where permitted, owner; else 0666 and the umask.
+//
+// `path` must not be a symbolic link (resolve it first).  Not safe for concurrent use.
+class AtomicFile {
+ public:
+  // `display` is the name used in errors.
+  AtomicFile(const std::string& path, std::string display);
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+  ~AtomicFile();
+
+  File& file() { return file_; }
+  // Publishes what was written.  With `durable`, file and directory are synced, so that the new file
+  // survives power loss once commit() has returned.
+  void commit(bool durable);
+
+ private:
+  void create_temporary();
+  void adopt_ownership();
+  void remove_leftovers();
+
+  std::string display_;
+  std::string name_;
+  std::string temporary_name_;  // empty once published or discarded
+  Descriptor directory_;
+  File file_;
+};
+
+
+}  // namespace ptsave

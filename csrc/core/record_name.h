@@ -1,0 +1,16 @@
+// What a record may be called, and how to show a name that came from a file.  Internal to archive.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace ptsave {
+
+// What forbids `name` (without the archive's root) for a record, or nullptr.
+const char* record_name_fault(std::string_view name);
+
+// `text` as it may appear in a message: cut if long, control characters masked.  Not always UTF-8.
+std::string printable(std::string_view text);
+std::string quoted(std::string_view text);
+
+}  // namespace ptsave

@@ -1,0 +1,79 @@
+// The system calls that core makes, each behind one inline function, so that a test build
+// (PTSAVE_FAULT_INJECTION) can make any of them fail or transfer fewer bytes.  Nothing else lives here:
+// retries and error translation are file.cpp's.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+
+namespace ptsave::sys {
+
+#ifdef PTSAVE_FAULT_INJECTION
+// Called before every call with its name and, for transfers, the byte count, which it may lower.
+// Returns 0 to let the call happen, else the errno it shall fail with.  Set by tests; may be null.
+using FaultHook = int (*)(const char* call, std::size_t* nbytes);
+inline FaultHook fault_hook = nullptr;
+
+inline bool fault(const char* call, std::size_t* nbytes = nullptr) {
+  const int errnum = fault_hook != nullptr ? fault_hook(call, nbytes) : 0;
+  if (errnum != 0) errno = errnum;
+  return errnum != 0;
+}
+#else
+inline constexpr bool fault(const char* /*call*/, std::size_t* /*nbytes*/ = nullptr) {
+  return false;
+}
+#endif
+
+inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
+  return fault("openat") ? -1 : ::openat(dir_fd, path, flags, mode);
+}
+inline int close(int fd) {
+  return ::close(fd);  // never injected: a failed close leaves no fd that a retry could use
+}
+inline ssize_t pread(int fd, void* data, std::size_t nbytes, off_t offset) {
+  return fault("pread", &nbytes) ? -1 : ::pread(fd, data, nbytes, offset);
+}
+inline ssize_t pread_nowait(int fd, void* data, std::size_t nbytes, off_t offset) {
+  if (fault("preadv2", &nbytes)) return -1;
+  const iovec piece{data, nbytes};
+  return ::preadv2(fd, &piece, 1, offset, RWF_NOWAIT);
+}
+inline ssize_t pwrite(int fd, const void* data, std::size_t nbytes, off_t offset) {
+  return fault("pwrite", &nbytes) ? -1 : ::pwrite(fd, data, nbytes, offset);
+}
+inline int fstat(int fd, struct stat* status) { return fault("fstat") ? -1 : ::fstat(fd, status); }
+inline int fstatat(int dir_fd, const char* path, struct stat* status) {
+  return fault("fstatat") ? -1 : ::fstatat(dir_fd, path, status, 0);
+}
+inline int fallocate(int fd, off_t nbytes) {
+  return fault("fallocate") ? -1 : ::fallocate(fd, 0, 0, nbytes);
+}
+inline int ftruncate(int fd, off_t nbytes) {
+  return fault("ftruncate") ? -1 : ::ftruncate(fd, nbytes);
+}
+inline int fsync(int fd) { return fault("fsync") ? -1 : ::fsync(fd); }
+inline int fchmod(int fd, mode_t mode) { return fault("fchmod") ? -1 : ::fchmod(fd, mode); }
+inline int fchown(int fd, uid_t uid, gid_t gid) {
+  return fault("fchown") ? -1 : ::fchown(fd, uid, gid);
+}
+inline int flock(int fd, int operation) { return fault("flock") ? -1 : ::flock(fd, operation); }
+inline int renameat(int dir_fd, const char* from, const char* to) {
+  return fault("renameat") ? -1 : ::renameat(dir_fd, from, dir_fd, to);
+}
+inline int unlinkat(int dir_fd, const char* path) {
+  return fault("unlinkat") ? -1 : ::unlinkat(dir_fd, path, 0);
+}
+inline int set_flags(int fd, int flags) {
+  return fault("fcntl") ? -1 : ::fcntl(fd, F_SETFL, flags);
+}
+
+}  // namespace ptsave::sys

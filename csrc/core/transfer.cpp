@@ -1,0 +1,249 @@
+#include "core/transfer.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/crc32.h"
+#include "core/error.h"
+
+namespace ptsave {
+namespace {
+
+constexpr std::size_t kChunkNbytes = 2 * kHugePageNbytes;
+// What is read is checked in pieces of this size, which are then still in the cache.
+constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
+// A gap between wanted records that is cheaper to read than to skip.
+constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
+// Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
+constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
+// Below this a transfer is over before a thread has started.
+constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
+
+}  // namespace
+
+Transfer::Transfer(const ArchiveSource& source, const ArchiveIndex& index,
+                   std::vector<WantedRecord> records, std::size_t n_threads, bool verify)
+    : source_(source), index_(index), verify_(verify && index.has_crcs()), slots_(records.size()) {
+  std::ranges::sort(records, {}, &WantedRecord::payload_offset);
+  const std::vector<Run> runs = plan_runs(records);
+  region_ = std::make_shared<Mapping>(runs.empty() ? 0 : runs.back().region_end);
+  plan_chunks(runs);
+  plan_segments();
+  pipeline_ = std::make_unique<ChunkPipeline>(
+      chunks_.size(), nbytes_to_read_ < kThreadedNbytes ? 0 : n_threads,
+      [this](ChunkPipeline& /*pipeline*/, std::size_t number) { read_chunk(number); });
+}
+
+std::vector<Transfer::Run> Transfer::plan_runs(const std::vector<WantedRecord>& records) {
+  std::vector<Run> runs;
+  std::uint64_t archive_end = 0;
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const IndexedRecord& record = index_.records()[records[i].index];
+    const std::uint64_t page = align_down(record.header_offset, kPageNbytes);
+    if (runs.empty() || page > align_up(archive_end, kPageNbytes) + kMaxGapNbytes) {
+      const std::size_t region_begin = runs.empty() ? 0 : runs.back().region_end;
+      runs.push_back({page, region_begin, region_begin, i});
+    }
+    Run& run = runs.back();
+    archive_end = records[i].payload_offset + record.nbytes;
+    run.region_end = run.region_begin + align_up(archive_end - run.archive_begin, kPageNbytes);
+    Slot& slot = slots_[i];
+    slot.index = records[i].index;
+    slot.header = run.region_begin + (record.header_offset - run.archive_begin);
+    slot.payload = run.region_begin + (records[i].payload_offset - run.archive_begin);
+    slot.end = slot.payload + record.nbytes;
+    slot_by_index_.emplace(slot.index, i);
+    nbytes_to_read_ += record.nbytes;
+  }
+  return runs;
+}
+
+void Transfer::plan_chunks(const std::vector<Run>& runs) {
+  for (std::size_t r = 0; r < runs.size(); ++r) {
+    const Run& run = runs[r];
+    const std::size_t end_slot = r + 1 < runs.size() ? runs[r + 1].first_slot : slots_.size();
+    const std::size_t run_end = slots_[end_slot - 1].end;
+    std::size_t slot = run.first_slot;
+    for (std::size_t begin = run.region_begin; begin < run_end;) {
+      // Boundaries at multiples of the chunk size: no two threads fault in the same huge page.
+      const std::size_t end = std::min(run_end, align_down(begin, kChunkNbytes) + kChunkNbytes);
+      while (slots_[slot].end <= begin) ++slot;
+      Chunk chunk{begin, end, run.archive_begin + (begin - run.region_begin), slot, slot};
+      while (chunk.end_slot < end_slot && slots_[chunk.end_slot].header < end) {
+        slots_[chunk.end_slot++].n_chunks_left.fetch_add(1, std::memory_order_relaxed);
+      }
+      chunks_.push_back(chunk);
+      begin = end;
+    }
+  }
+}
+
+void Transfer::plan_segments() {
+  std::size_t filled = 0;
+  bool alone = true;
+  for (const Slot& slot : slots_) {
+    const std::size_t nbytes = slot.end - slot.header;
+    const bool large = nbytes >= kSegmentNbytes / 4;
+    if (alone || large || filled + nbytes > kSegmentNbytes) {
+      const std::size_t begin = align_down(slot.header, kPageNbytes);
+      if (segment_begins_.empty() || begin > segment_begins_.back()) segment_begins_.push_back(begin);
+      filled = 0;
+    }
+    filled += nbytes;
+    alone = large;
+  }
+  for (std::size_t i = 0; i < segment_begins_.size(); ++i) {
+    const std::size_t end =
+        i + 1 < segment_begins_.size() ? segment_begins_[i + 1] : region_->nbytes();
+    segments_.push_back(std::make_shared<Segment>(region_, segment_begins_[i], end));
+  }
+}
+
+// Checksums a chunk's bytes as they arrive, front to back.
+class Transfer::ChunkCheck {
+ public:
+  ChunkCheck(Transfer& transfer, Chunk& chunk)
+      : transfer_(transfer), chunk_(chunk), slot_(chunk.first_slot) {}
+
+  void add(std::size_t begin, std::size_t end) {
+    if (!transfer_.verify_) return;
+    while (slot_ < chunk_.end_slot) {
+      Slot& slot = transfer_.slots_[slot_];
+      const std::size_t from = std::max(begin, slot.payload);
+      const std::size_t to = std::min(end, slot.end);
+      if (from < to) crc_ = crc32(crc_, transfer_.region_->data() + from, to - from);
+      if (slot.end > end) return;
+      record_piece(slot);
+      ++slot_;
+    }
+  }
+
+  void finish() {
+    if (transfer_.verify_ && slot_ < chunk_.end_slot) record_piece(transfer_.slots_[slot_]);
+  }
+
+ private:
+  void record_piece(Slot& slot) {
+    if (slot.payload < chunk_.begin) {
+      chunk_.entering = crc_;
+    } else if (slot.end > chunk_.end) {
+      chunk_.leaving = crc_;
+    } else {
+      slot.actual_crc = crc_;
+    }
+    crc_ = 0;
+  }
+
+  Transfer& transfer_;
+  Chunk& chunk_;
+  std::size_t slot_;
+  std::uint32_t crc_ = 0;
+};
+
+void Transfer::read_chunk(std::size_t number) {
+  Chunk& chunk = chunks_[number];
+  std::byte* const region = region_->data();
+  const auto archive_offset = [&](std::size_t at) { return chunk.archive_offset + (at - chunk.begin); };
+  ChunkCheck check(*this, chunk);
+  std::size_t at = chunk.begin;
+  const auto arrived = [&](std::size_t nbytes) {
+    const std::size_t begin = std::exchange(at, std::min(at + nbytes, chunk.end));
+    check.add(begin, at);
+  };
+  // What the page cache holds comes from there; at the first gap the rest is read past it.
+  while (at < chunk.end) {
+    const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - at);
+    const std::size_t cached = source_.read_cached(archive_offset(at), region + at, wanted);
+    arrived(cached);
+    if (cached < wanted) break;
+  }
+  if (at < chunk.end && at % kPageNbytes == 0 &&
+      source_.read_direct(archive_offset(at), region + at, align_up(chunk.end - at, kPageNbytes))) {
+    arrived(chunk.end - at);
+  }
+  while (at < chunk.end) {
+    const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - at);
+    source_.read_at(archive_offset(at), region + at, wanted);
+    arrived(wanted);
+  }
+  check.finish();
+  nbytes_read_.fetch_add(chunk.end - chunk.begin, std::memory_order_relaxed);
+  for (std::size_t i = chunk.first_slot; i < chunk.end_slot; ++i) {
+    if (slots_[i].n_chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_slot(slots_[i]);
+  }
+}
+
+void Transfer::finish_slot(Slot& slot) {
+  if (!header_agrees(slot)) throw LayoutMismatch(index_.records()[slot.index].name);
+  if (verify_) {
+    slot.actual_crc = combined_crc(slot);
+    slot.damaged = slot.actual_crc != index_.records()[slot.index].crc;
+  }
+  slot.done.store(true, std::memory_order_release);
+}
+
+bool Transfer::header_agrees(const Slot& slot) const {
+  const IndexedRecord& record = index_.records()[slot.index];
+  const std::span header(region_->data() + slot.header, slot.payload - slot.header);
+  try {
+    const std::uint64_t promised = record.header_offset + (slot.payload - slot.header);
+    return payload_offset(header, record, index_.root().size(),
+                          promised + record.nbytes) == promised;
+  } catch (const FormatError&) {
+    return false;  // reading with exact offsets says what is wrong
+  }
+}
+
+std::uint32_t Transfer::combined_crc(const Slot& slot) const {
+  const auto chunk_of = [this](std::size_t at) {
+    const auto next = std::ranges::upper_bound(chunks_, at, {}, &Chunk::begin);
+    return static_cast<std::size_t>(next - chunks_.begin()) - 1;
+  };
+  const std::size_t first = chunk_of(slot.payload);
+  const std::size_t last = chunk_of(slot.end - 1);
+  if (first == last) return slot.actual_crc;
+  std::uint32_t crc = chunks_[first].leaving;
+  for (std::size_t c = first + 1; c <= last; ++c) {
+    const std::size_t end = std::min(chunks_[c].end, slot.end);
+    crc = crc32_combine(crc, chunks_[c].entering, end - chunks_[c].begin);
+  }
+  return crc;
+}
+
+const Transfer::Slot& Transfer::slot_of(std::size_t index) const {
+  return slots_[slot_by_index_.at(index)];
+}
+
+DamagedRecord Transfer::damage(const Slot& slot) const {
+  const IndexedRecord& record = index_.records()[slot.index];
+  return {record.name, record.header_offset + (slot.payload - slot.header), record.crc,
+          slot.actual_crc};
+}
+
+void Transfer::wait(std::size_t index, const Poll& poll) {
+  const Slot& slot = slot_of(index);
+  if (slot.done.load(std::memory_order_acquire)) return;
+  pipeline_->wait_until([&] { return slot.done.load(std::memory_order_acquire); }, poll);
+}
+
+std::vector<DamagedRecord> Transfer::wait_all(const Poll& poll) {
+  pipeline_->finish(poll);
+  std::vector<DamagedRecord> damaged;
+  for (const Slot& slot : slots_) {
+    if (slot.damaged) damaged.push_back(damage(slot));
+  }
+  return damaged;
+}
+
+LoadedPayload Transfer::payload(std::size_t index) const {
+  const Slot& slot = slot_of(index);
+  LoadedPayload payload{region_->data() + slot.payload, slot.end - slot.payload, {}};
+  const auto next = std::ranges::upper_bound(segment_begins_, slot.payload);
+  for (auto i = static_cast<std::size_t>(next - segment_begins_.begin()) - 1;
+       i < segment_begins_.size() && segment_begins_[i] < slot.end; ++i) {
+    payload.owners.push_back(segments_[i]);
+  }
+  return payload;
+}
+
+}  // namespace ptsave

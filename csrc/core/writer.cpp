@@ -1,0 +1,166 @@
+#include "core/writer.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "core/buffer.h"
+#include "core/error.h"
+
+namespace ptsave {
+namespace {
+
+// Payload pieces below this are gathered with their neighbours into one write.
+constexpr std::size_t kGatherNbytes = std::size_t{64} << 10;
+// Gathered bytes are written when they reach this size.
+constexpr std::size_t kMaxGatheredNbytes = std::size_t{256} << 10;
+
+// Copies a chunk into memory.
+class MemoryChunk final : public ChunkSink {
+ public:
+  explicit MemoryChunk(std::byte* out) : out_(out) {}
+
+  void put_payload(const std::byte* data, std::size_t nbytes) override { put_seam(data, nbytes); }
+  void put_seam(const std::byte* data, std::size_t nbytes) override {
+    std::memcpy(out_, data, nbytes);
+    out_ += nbytes;
+  }
+  void put_hole(std::uint64_t nbytes) override {
+    std::memset(out_, 0, nbytes);
+    out_ += nbytes;
+  }
+
+ private:
+  std::byte* out_;
+};
+
+// Hands a chunk on in large pieces: large payload pieces from where they are, the rest gathered.
+class GatheringChunk final : public ChunkSink {
+ public:
+  explicit GatheringChunk(const StreamSink& sink) : sink_(sink) {}
+
+  void put_payload(const std::byte* data, std::size_t nbytes) override {
+    if (nbytes < kGatherNbytes) return put_seam(data, nbytes);
+    flush();
+    sink_(data, nbytes);
+  }
+  void put_seam(const std::byte* data, std::size_t nbytes) override {
+    if (gathered_.size() + nbytes > kMaxGatheredNbytes) flush();
+    gathered_.insert(gathered_.end(), data, data + nbytes);
+  }
+  void put_hole(std::uint64_t nbytes) override {
+    flush();
+    sink_(nullptr, nbytes);
+  }
+  void flush() {
+    if (!gathered_.empty()) sink_(gathered_.data(), gathered_.size());
+    gathered_.clear();
+  }
+
+ private:
+  const StreamSink& sink_;
+  std::vector<std::byte> gathered_;
+};
+
+// Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
+void run_chunks(const ArchiveBody& body, std::size_t n_threads, Progress& progress,
+                const Poll& poll, const ChunkPipeline::Work& write_chunk) {
+  ChunkPipeline pipeline(body.n_chunks(), body.n_chunks() > 1 ? n_threads : 0,
+                         [&](ChunkPipeline& self, std::size_t chunk) {
+                           write_chunk(self, chunk);
+                           progress.fetch_add(body.chunk_range(chunk).nbytes(),
+                                              std::memory_order_relaxed);
+                         });
+  pipeline.finish(poll);
+}
+
+// Writes an aligned buffer to a file in direct mode.  A kernel that refuses (EINVAL) although it
+// promised direct I/O gets the rest of the file through the page cache.
+void write_aligned(File& file, std::uint64_t offset, const std::byte* data, std::size_t nbytes) {
+  try {
+    file.write_at(offset, data, nbytes);
+  } catch (const IoError& error) {
+    if (error.errnum() != EINVAL || !file.set_direct(false)) throw;
+    file.write_at(offset, data, nbytes);
+  }
+}
+
+}  // namespace
+
+void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                    std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
+                    const Poll& poll) {
+  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
+    std::uint64_t offset = base_offset + body.chunk_range(i).begin;
+    const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
+      if (data != nullptr) file.write_at(offset, data, nbytes);
+      offset += nbytes;
+    };
+    GatheringChunk chunk(sink);
+    body.produce(pipeline, i, chunk);
+    chunk.flush();
+  });
+  const std::string tail = body.tail();
+  file.write_at(base_offset + body.nbytes(), tail.data(), tail.size());
+  progress.store(layout.nbytes(), std::memory_order_relaxed);
+}
+
+void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                  const WriteOptions& options, Progress& progress, const Poll& poll) {
+  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  const std::uint64_t alignment =
+      std::max<std::uint64_t>(kPageNbytes, file.direct_io_alignment().offset);
+  // Only whole blocks can be written directly; what is left of the body goes with the tail.
+  const std::uint64_t aligned_end = align_down(body.nbytes(), alignment);
+  std::string rest;
+  BufferPool buffers(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
+                     options.chunk_nbytes);
+  file.set_direct(true);
+  run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
+    const ByteRange range = body.chunk_range(i);
+    const BufferPool::Lease buffer(buffers);
+    MemoryChunk chunk(buffer.data());
+    body.produce(pipeline, i, chunk);
+    const std::size_t nbytes = std::min(range.end, aligned_end) - range.begin;
+    if (range.end > aligned_end) {
+      rest.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes, range.nbytes() - nbytes);
+    }
+    if (nbytes > 0) write_aligned(file, range.begin, buffer.data(), nbytes);
+  });
+  file.set_direct(false);
+  rest += body.tail();
+  file.write_at(aligned_end, rest.data(), rest.size());
+  progress.store(layout.nbytes(), std::memory_order_relaxed);
+}
+
+void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
+                     const WriteOptions& options, Progress& progress, const Poll& poll) {
+  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
+    MemoryChunk chunk(out + body.chunk_range(i).begin);
+    body.produce(pipeline, i, chunk);
+  });
+  const std::string tail = body.tail();
+  std::memcpy(out + body.nbytes(), tail.data(), tail.size());
+  progress.store(layout.nbytes(), std::memory_order_relaxed);
+}
+
+void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
+                     const WriteOptions& options, Progress& progress) {
+  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  run_chunks(
+      body, 0, progress, [] {},
+      [&](ChunkPipeline& pipeline, std::size_t i) {
+        GatheringChunk chunk(sink);
+        body.produce(pipeline, i, chunk);
+        chunk.flush();
+      });
+  const std::string tail = body.tail();
+  sink(reinterpret_cast<const std::byte*>(tail.data()), tail.size());
+  progress.store(layout.nbytes(), std::memory_order_relaxed);
+}
+
+}  // namespace ptsave

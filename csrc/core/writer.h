@@ -1,0 +1,46 @@
+// Writes an archive whose layout is planned to a file, to memory or to a stream.  Workers take chunks
+// of the file in order; each byte of a payload is read from memory once, for checksum and copy.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "core/archive_body.h"
+#include "core/file.h"
+
+namespace ptsave {
+
+struct WriteOptions {
+  bool compute_crcs = true;   // false writes 0 for every CRC, as torch does
+  std::size_t n_threads = 0;  // 0: on the calling thread
+  std::size_t chunk_nbytes = std::size_t{4} << 20;
+};
+
+// Bytes of the archive written so far; may be read from the poll callback.
+using Progress = std::atomic<std::uint64_t>;
+
+// Into a file, beginning at `base_offset`, through the page cache.  The file must have been cut or
+// created so that holes read as zero.
+void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                    std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
+                    const Poll& poll);
+
+// Into a fresh file past the page cache, through n_threads buffers of one chunk each.  Falls back to
+// the page cache where the kernel refuses direct writes.
+void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                  const WriteOptions& options, Progress& progress, const Poll& poll);
+
+// Into memory: layout.nbytes() bytes at `out`.  Holes become zeros.
+void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
+                     const WriteOptions& options, Progress& progress, const Poll& poll);
+
+// Takes one piece after another, on the calling thread; `data` is null for a hole to skip.  May throw.
+using StreamSink = std::function<void(const std::byte* data, std::uint64_t nbytes)>;
+
+// A payload piece is handed on from where it is, so it must stay until `sink` returns.
+void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
+                     const WriteOptions& options, Progress& progress);
+
+}  // namespace ptsave

@@ -1,0 +1,45 @@
+#include "storage/storage.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace ptsave {
+namespace {
+
+constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s memory
+
+using Owners = std::vector<std::shared_ptr<Segment>>;
+
+void release_owners(void* context) {
+  const std::unique_ptr<Owners> owners(static_cast<Owners*>(context));
+}
+
+}  // namespace
+
+bool must_copy(const LoadedPayload& payload) {
+  return reinterpret_cast<std::uintptr_t>(payload.data) % kTorchAlignment != 0;
+}
+
+c10::Storage make_storage(LoadedPayload payload) {
+  c10::Allocator* const allocator = c10::GetCPUAllocator();
+  const auto wrap = [&](c10::DataPtr data) {
+    return c10::Storage(c10::Storage::use_byte_size_t(), payload.nbytes, std::move(data), allocator,
+                        /*resizable=*/true);
+  };
+  if (payload.nbytes == 0 || must_copy(payload)) {
+    c10::DataPtr copy = allocator->allocate(payload.nbytes);
+    if (payload.nbytes > 0) std::memcpy(copy.get(), payload.data, payload.nbytes);
+    return wrap(std::move(copy));
+  }
+  auto owners = std::make_unique<Owners>(std::move(payload.owners));
+  return wrap(c10::DataPtr(payload.data, owners.release(), &release_owners,
+                           c10::Device(c10::DeviceType::CPU)));
+}
+
+}  // namespace ptsave

@@ -1,0 +1,18 @@
+// torch storages over memory that ptsave has filled.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include "core/reader.h"
+
+namespace ptsave {
+
+// An ordinary CPU storage of the payload's bytes: resizable, shareable, freed by itself.  It keeps the
+// payload's segments alive.  A payload at an address that torch's allocator would not have chosen
+// (not a multiple of 64) is copied; it must be complete then.
+c10::Storage make_storage(LoadedPayload payload);
+
+// Whether make_storage() looks at the payload's bytes.
+bool must_copy(const LoadedPayload& payload);
+
+}  // namespace ptsave

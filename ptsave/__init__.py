@@ -1,0 +1,20 @@
+"""torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
+
+from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
+from ptsave.installation import install, installed, uninstall
+from ptsave.serialization import load, save
+
+__version__: str = _torch_version.PTSAVE_VERSION
+
+__all__ = [
+    "CheckpointWarning",
+    "CorruptCheckpointError",
+    "SaveError",
+    "__version__",
+    "install",
+    "installed",
+    "load",
+    "save",
+    "uninstall",
+]

@@ -1,0 +1,63 @@
+"""Tuning: the only reader of ptsave's environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["Config", "current"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much of the machine a save or load may use.
+
+    Attributes
+    ----------
+    n_threads : int
+        Threads that copy and checksum.
+    n_direct_threads : int
+        Threads that wait for the disk, in direct reads and writes; more than cores, so that
+        submission overlaps with checksumming.
+    write_chunk_nbytes : int
+        Unit of writing, in bytes; times `n_direct_threads` it is the memory a direct save needs.
+    direct_io : bool
+        Whether reads and writes may go past the page cache.
+    """
+
+    n_threads: int
+    n_direct_threads: int
+    write_chunk_nbytes: int = 4 * MIB
+    direct_io: bool = True
+
+
+def current() -> Config:
+    """Return the configuration that the environment asks for.
+
+    ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
+    most 16); ``PTSAVE_DIRECT_IO=0`` turns direct I/O off.
+
+    Examples
+    --------
+    >>> from ptsave import config
+    >>> config.current().n_threads >= 1
+    True
+    """
+    cores = len(os.sched_getaffinity(0))
+    n_threads = _positive_int("PTSAVE_NUM_THREADS", min(cores, 16))
+    return Config(
+        n_threads=n_threads,
+        n_direct_threads=min(max(2 * n_threads, 4), 12),
+        direct_io=os.environ.get("PTSAVE_DIRECT_IO", "1") != "0",
+    )
+
+
+def _positive_int(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{variable} must be a positive integer, not {text!r}")
+    return int(text)

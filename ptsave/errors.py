@@ -1,0 +1,90 @@
+"""What ptsave raises, and the one place where the engine's errors become it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+
+__all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError"]
+
+
+class CorruptCheckpointError(RuntimeError):
+    """A checkpoint's bytes are damaged: not an archive, cut short, or not matching its checksums.
+
+    Attributes
+    ----------
+    path : str
+        The file, or a description of the file-like object.
+    record : str or None
+        The damaged archive record, for example ``"data/7"``.
+    offset : int or None
+        Where in the archive the damage was found, in bytes.
+    entries : list of str
+        The entries of the saved object that use the record, for example
+        ``["model.layers.0.weight"]``; empty where that cannot be told.
+
+    Examples
+    --------
+    >>> import io, ptsave
+    >>> try:
+    ...     ptsave.load(io.BytesIO(b"PK\\x03\\x04 and then nothing"))
+    ... except ptsave.CorruptCheckpointError as error:
+    ...     print("failed finding central directory" in str(error))
+    True
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str = "",
+        record: str | None = None,
+        offset: int | None = None,
+        entries: list[str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.record = record
+        self.offset = offset
+        self.entries = entries or []
+
+
+class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
+    """The damaged record is the pickle: also the error that torch raises when it runs into that."""
+
+
+class SaveError(OSError, RuntimeError):
+    """A checkpoint could not be written; the file that was there before is unchanged.
+
+    An :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because that is
+    what :func:`torch.save` raises.
+
+    Examples
+    --------
+    >>> import ptsave
+    >>> try:
+    ...     ptsave.save([1, 2], "/no/such/directory/list.pt")
+    ... except OSError as error:
+    ...     print(error.errno, error.filename)
+    2 /no/such/directory/list.pt
+    """
+
+    @classmethod
+    def from_os_error(cls, error: OSError, path: str) -> SaveError:
+        """Translate, adding the wording that torch's writer uses for any failure to write."""
+        number = error.errno or errno.EIO
+        reason = os.strerror(number)
+        if operation_of(error) == "open":
+            return cls(number, f"open file failed with strerror: {reason}", path)
+        message = f"PytorchStreamWriter failed writing file: file write failed ({reason})"
+        return cls(number, message, path)
+
+
+class CheckpointWarning(UserWarning):
+    """Something about a checkpoint that its owner should know, though the call succeeded."""
+
+
+def operation_of(error: OSError) -> str:
+    """Return the system call whose failure the engine reports, or ""."""
+    return str(getattr(error, "operation", ""))

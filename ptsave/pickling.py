@@ -1,0 +1,94 @@
+"""The object graph on its way out: a pickle, and the storages it refers to."""
+
+from __future__ import annotations
+
+import functools
+import io
+from typing import Any
+
+import torch
+from torch.serialization import location_tag, normalize_storage_type
+
+__all__ = ["pickle_object"]
+
+Storage = torch.UntypedStorage
+
+
+class _StorageTable:
+    """Numbers storages in the order in which the pickler meets them."""
+
+    def __init__(self) -> None:
+        self.storages: dict[str, Storage] = {}
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        """Return torch's reference to a storage, or None for any other object."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage = obj._untyped_storage
+            dtype = obj.dtype
+            storage_type = getattr(torch, obj._pickle_storage_type())
+            numel = obj._size()
+        elif torch.is_storage(obj):
+            storage = obj
+            dtype = torch.uint8
+            storage_type = normalize_storage_type(type(obj))
+            numel = storage.nbytes()
+        else:
+            return None
+        self._check_dtype(storage, dtype)
+        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        fake_device = getattr(obj, "_fake_device", None)
+        location = str(fake_device) if fake_device is not None else location_tag(storage)
+        self.storages[key] = storage
+        return ("storage", storage_type, key, location, numel)
+
+    def _check_dtype(self, storage: Storage, dtype: torch.dtype) -> None:
+        # A file records one dtype for each storage, so views of other dtypes cannot be saved.
+        if storage.device.type == "meta" or storage.data_ptr() == 0:
+            return
+        if self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
+            raise RuntimeError(
+                "Cannot save multiple tensors or storages that view the same data as different types"
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def _pickler_class(pickle_module: Any) -> Any:
+    # One class for all saves: a class is in a reference cycle with itself, so one made for each save
+    # would keep that save's storages alive until the garbage collector comes by.
+    class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+        table: _StorageTable
+
+        def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+            return self.table.persistent_id(obj)
+
+    return Pickler
+
+
+def pickle_object(
+    obj: object, pickle_module: Any, pickle_protocol: int
+) -> tuple[bytes, dict[str, Storage]]:
+    """Pickle `obj` as :func:`torch.save` does.
+
+    Parameters
+    ----------
+    obj : object
+        What to save.
+    pickle_module : module
+        Has a ``Pickler`` class: ``pickle``, ``dill``, ...
+    pickle_protocol : int
+        Passed to that class.
+
+    Returns
+    -------
+    data : bytes
+        The contents of the record ``data.pkl``.
+    storages : dict of str to torch.UntypedStorage
+        Storage key to storage, in the order of their records.
+    """
+    stream = io.BytesIO()
+    pickler = _pickler_class(pickle_module)(stream, protocol=pickle_protocol)
+    pickler.table = _StorageTable()
+    pickler.dump(obj)
+    return stream.getvalue(), pickler.table.storages

@@ -1,0 +1,38 @@
+"""Progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+__all__ = ["ProgressCallback", "progress_bar"]
+
+ProgressCallback: TypeAlias = Callable[[int], None]
+
+
+@contextmanager
+def progress_bar(show: bool, description: str, nbytes: int) -> Iterator[ProgressCallback | None]:
+    """Show a bar that the yielded function moves to an absolute number of bytes.
+
+    Parameters
+    ----------
+    show : bool
+        If false, nothing is shown and None is yielded.
+    description : str
+        What stands in front of the bar.
+    nbytes : int
+        The total.
+    """
+    if not show:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=nbytes, desc=description, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+
+        def move_to(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield move_to
+        move_to(nbytes)

@@ -1,0 +1,249 @@
+"""An archive on its way in: records, storages that are filled in the background, and what is damaged."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ptsave import _C, config
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
+from ptsave.progress import ProgressCallback
+
+__all__ = ["RecordReader", "open_archive", "raise_corrupt"]
+
+_ZIP_MAGIC = b"PK\x03\x04"
+# What torch says when miniz fails; people search for it.
+_MINIZ_ADVICE = (
+    ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
+    "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
+    "properly, was transferred incorrectly, or the file was modified after saving."
+)
+
+
+def open_archive(f: Any) -> _C.Reader | None:
+    """Open `f` with ptsave's own reader.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        What :func:`torch.load` takes.
+
+    Returns
+    -------
+    _C.Reader or None
+        None if `f` does not begin as a zip archive, or is of a kind that only torch's loader reads.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If it begins as an archive and is none.
+    """
+    try:
+        if isinstance(f, (str, os.PathLike)):
+            return _open_path(os.fspath(f))
+        if type(f) is io.BytesIO:
+            begin = f.tell()
+            with f.getbuffer() as view:
+                if view[begin : begin + 4] != _ZIP_MAGIC:
+                    return None
+                return _C.Reader.open_memory(view[begin:], name="BytesIO")
+        raw = f.file if type(f) is tempfile._TemporaryFileWrapper else f
+        if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO):
+            return _open_file_object(raw)
+    except _C.FormatError as error:
+        raise_corrupt(error, str(getattr(f, "name", f)))
+    return None
+
+
+def _open_path(path: str | bytes) -> _C.Reader | None:
+    if not isinstance(path, str) or path.endswith(".safetensors") or "\0" in path:
+        return None
+    with open(path, "rb", buffering=0) as stream:
+        return _open_file_object(stream)
+
+
+def _open_file_object(stream: Any) -> _C.Reader | None:
+    if stream.closed or not stream.readable():
+        return None
+    fd = stream.fileno()
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return None
+    begin = stream.tell()
+    if os.pread(fd, 4, begin) != _ZIP_MAGIC:
+        return None
+    return _C.Reader.open_descriptor(fd, begin, os.fsencode(str(stream.name)))
+
+
+def raise_corrupt(
+    error: _C.FormatError, path: str, entries: list[str] | None = None
+) -> None:
+    """Raise what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
+    reason, detail, record, offset = error.args
+    parts = [f"{reason}{_MINIZ_ADVICE} {detail}"]
+    if record is not None:
+        parts.append(f"record {record}")
+    if offset is not None:
+        parts.append(f"offset {offset}")
+    if entries:
+        parts.append(f"used by {', '.join(entries[:8])}{', ...' if len(entries) > 8 else ''}")
+    kind = CorruptPickleError if record == "data.pkl" else CorruptCheckpointError
+    raise kind(
+        f"{path}: {'; '.join(parts)}", path=path, record=record, offset=offset, entries=entries
+    ) from None
+
+
+class RecordReader:
+    """What torch's unpickling asks of an archive, answered by ptsave's engine.
+
+    It has the methods of ``torch._C.PyTorchFileReader`` that :func:`torch.serialization._load` uses.
+
+    Parameters
+    ----------
+    engine : _C.Reader
+        An open archive.
+    path : str
+        What to call it in messages.
+    verify : bool
+        Whether checksums are compared.
+    progress : ProgressCallback or None
+        Called while waiting, with the bytes read so far.
+    """
+
+    def __init__(
+        self, engine: _C.Reader, path: str, *, verify: bool, progress: ProgressCallback | None
+    ) -> None:
+        self.engine = engine
+        self.path = path
+        self.wait_for_bytes = True
+        self._verify = verify
+        self._progress = progress
+        self._records = engine.records()
+
+    def close(self) -> None:
+        """Let go of the archive, even if something still refers to this reader."""
+        del self.engine
+        self._records = []
+
+    # ------------------------------------------------------------------- torch's reader interface
+
+    def has_record(self, name: str) -> bool:
+        return self.engine.find(name) is not None
+
+    def get_all_records(self) -> list[str]:
+        return [record.name for record in self._records]
+
+    def get_record(self, name: str) -> bytes:
+        try:
+            return self.engine.read(self._find(name), verify=self._verify)
+        except _C.FormatError as error:
+            raise_corrupt(error, self.path)
+            raise
+
+    def get_record_size(self, name: str) -> int:
+        return self._records[self._find(name)].nbytes
+
+    def get_record_offset(self, name: str) -> int:
+        try:
+            return self.engine.payload_offset(self._find(name))
+        except _C.FormatError as error:
+            raise_corrupt(error, self.path)
+            raise
+
+    def get_record_header_offset(self, name: str) -> int:
+        return self._records[self._find(name)].header_offset
+
+    def get_record_offset_no_read(
+        self, cursor: int, name: str, nbytes: int, alignment: int
+    ) -> int:
+        full_name = f"{self.engine.root}/{name}"
+        return _C.payload_offset_after(cursor, full_name, nbytes, alignment)
+
+    def serialization_id(self) -> str:
+        name = ".data/serialization_id"
+        return self.get_record(name).decode("ascii", "replace") if self.has_record(name) else ""
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
+        """Return a tensor over the storage of a record, which may still be being filled."""
+        record = self._find(name)
+        found = self._records[record].nbytes
+        if found != nbytes:
+            raise CorruptCheckpointError(
+                f"record size ({found} bytes) does not match expected size ({nbytes} bytes = "
+                f"{nbytes} elements * 1 bytes/element) for dtype Byte: {self.path}, record {name}",
+                path=self.path,
+                record=name,
+                offset=self._records[record].header_offset,
+            )
+        if self.wait_for_bytes:
+            self.engine.wait(record, progress=self._progress)
+        return self.engine.storage(record)
+
+    def _find(self, name: str) -> int:
+        record = self.engine.find(name)
+        if record is None:
+            message = f"PytorchStreamReader failed locating file {name}: file not found"
+            raise CorruptCheckpointError(
+                f"{message}{_MINIZ_ADVICE} ({self.path})", path=self.path, record=name
+            )
+        return record
+
+    # ------------------------------------------------------------------------- filling of storages
+
+    @contextmanager
+    def reading_storages(self, *, exact_offsets: bool) -> Iterator[None]:
+        """Fill the storages of all tensors in the background; what is not done at the end stops."""
+        records = [i for i, record in enumerate(self._records) if record.name.startswith("data/")]
+        options = config.current()
+        nbytes = sum(self._records[i].nbytes for i in records)
+        if self._verify and nbytes and not self.engine.has_crcs:
+            warnings.warn(
+                f"{self.path} was written without checksums (set_crc32_options(False)); "
+                "it is loaded unverified",
+                CheckpointWarning,
+                stacklevel=5,
+            )
+        try:
+            self.engine.start(
+                records,
+                n_threads=options.n_direct_threads,
+                verify=self._verify,
+                exact_offsets=exact_offsets,
+            )
+            yield
+        except _C.FormatError as error:
+            raise_corrupt(error, self.path)
+        finally:
+            self.engine.cancel()
+
+    def wait_for_storages(self) -> None:
+        """Wait until every storage is filled, and refuse the archive if any is damaged."""
+        damaged = self.engine.wait_all(progress=self._progress)
+        if damaged:
+            self._raise_damaged(damaged)
+
+    def _raise_damaged(self, damaged: list[_C.DamagedRecord]) -> None:
+        from ptsave.entries import entries_using
+
+        first = damaged[0]
+        entries = entries_using(self, {record.name for record in damaged})
+        others = f"; {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
+        used_by = f"; used by {', '.join(entries[:8])}" if entries else ""
+        more = ", ..." if len(entries) > 8 else ""
+        raise CorruptCheckpointError(
+            f"{self.path}: record {first.name} at offset {first.payload_offset} is damaged: its "
+            f"CRC-32 is {first.actual_crc:08x}, not {first.expected_crc:08x}"
+            f"{others}{used_by}{more}. "
+            "Restore the file from a copy, or pass verify=False to load it as it is.",
+            path=self.path,
+            record=first.name,
+            offset=first.payload_offset,
+            entries=entries,
+        )

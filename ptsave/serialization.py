@@ -1,0 +1,384 @@
+"""`save` and `load`: torch's signatures and semantics, and every rule of who does what."""
+
+from __future__ import annotations
+
+import functools
+import mmap as mmap_module
+import os
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+from torch.serialization import (
+    DEFAULT_PROTOCOL,
+    UNSAFE_MESSAGE,
+    _check_dill_version,
+    _check_save_filelike,
+    _default_to_weights_only,
+    _get_storage_alignment,
+    _is_path,
+    _serialization_tls,
+    get_crc32_options,
+    get_default_mmap_options,
+)
+
+from ptsave import _C, stock
+from ptsave.pickling import pickle_object
+from ptsave.progress import progress_bar
+from ptsave.reading import RecordReader, open_archive
+from ptsave.unpickling import unpickle
+from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
+
+__all__ = ["load", "save"]
+
+_SERIALIZATION_ID_NBYTES = 40
+# The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
+_MAX_ALIGNMENT = 32768
+_TRUE_VALUES = ("1", "y", "yes", "true")
+
+
+def save(
+    obj: object,
+    f: Any,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = DEFAULT_PROTOCOL,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
+    *,
+    fsync: bool = False,
+    atomic: bool = True,
+    progress: bool = False,
+) -> None:
+    """Save an object to a file, as :func:`torch.save` does: the same bytes, faster and safely.
+
+    Data is checksummed and written by several threads, read from memory once, and needs at most
+    64 MiB above the object.  The GIL is released meanwhile.
+
+    Parameters
+    ----------
+    obj : object
+        What to save.
+    f : str, os.PathLike or file-like
+        A path, or an object with ``write`` and ``flush``.  A real file is written through its
+        descriptor, at its current position.
+    pickle_module : module, default pickle
+        As for :func:`torch.save`.
+    pickle_protocol : int, default 2
+        As for :func:`torch.save`.
+    fsync : bool, default False
+        Whether the data must survive power loss once `save` has returned: file and directory are
+        synced.
+    atomic : bool, default True
+        Whether a path gets its new contents by rename, so that a reader sees the old file or the
+        new one, whatever happens.  If only the file itself may be written, not its directory, the
+        file is overwritten in place.  Ignored for file-like objects.
+    progress : bool, default False
+        Whether to show a progress bar.
+
+    Raises
+    ------
+    SaveError
+        An :class:`OSError` (with ``errno`` and ``filename``) that is also a :class:`RuntimeError`:
+        disk full, no permission, missing directory, ...  The old file is unchanged and nothing is
+        left beside it.
+
+    Notes
+    -----
+    ``_use_new_zipfile_serialization=False`` (the format before torch 1.6) is written by torch.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "tensor.pt")
+    ...     ptsave.save({"weight": torch.ones(3)}, path, fsync=True)
+    ...     torch.load(path)
+    {'weight': tensor([1., 1., 1.])}
+    """
+    _check_dill_version(pickle_module)
+    _check_save_filelike(f)
+    if not _engine_can_save(_use_new_zipfile_serialization):
+        return stock.save(
+            obj,
+            f,
+            pickle_module,
+            pickle_protocol,
+            _use_new_zipfile_serialization,
+            _disable_byteorder_record,
+        )
+    torch._C._log_api_usage_once("torch.save")
+    if isinstance(f, os.PathLike):
+        f = os.fspath(f)
+    if isinstance(f, str):
+        check_path(f)
+    else:
+        check_stream(f)
+    data, storages = pickle_object(obj, pickle_module, pickle_protocol)
+    records = _records_before_storages(data, _disable_byteorder_record)
+    records += _storage_records(storages)
+    records += _records_after_storages(_disable_byteorder_record)
+    root = root_for_path(f) if isinstance(f, str) else "archive"
+    plan = _C.WritePlan(root, records, _get_storage_alignment())
+    with progress_bar(progress, "saving", plan.nbytes) as callback:
+        writer = ArchiveWriter(
+            plan,
+            compute_crcs=get_crc32_options(),
+            sequential=any(callable(payload) for _, payload, _ in records),
+            has_holes=any(payload is None and nbytes for _, payload, nbytes in records),
+            fsync=fsync,
+            atomic=atomic,
+            progress=callback,
+        )
+        if isinstance(f, str):
+            writer.write_path(f)
+        else:
+            writer.write_object(f)
+    return None
+
+
+def _engine_can_save(new_format: bool) -> bool:
+    """Decide who saves: the engine writes the zip format, torch the one before it."""
+    return new_format and _get_storage_alignment() <= _MAX_ALIGNMENT
+
+
+def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_C.PlannedRecord]:
+    alignment = str(_get_storage_alignment()).encode()
+    records: list[_C.PlannedRecord] = [
+        ("data.pkl", data, len(data)),
+        (".format_version", b"1", 1),
+        (".storage_alignment", alignment, len(alignment)),
+    ]
+    return records if no_byte_order else [*records, _byte_order_record()]
+
+
+def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
+    # torch's C++ writer adds what the Python part has left out.
+    byte_order = [_byte_order_record()] if no_byte_order else []
+    return [
+        ("version", b"3\n", 2),
+        *byte_order,
+        (".data/serialization_id", None, _SERIALIZATION_ID_NBYTES),
+    ]
+
+
+def _byte_order_record() -> _C.PlannedRecord:
+    return ("byteorder", sys.byteorder.encode(), len(sys.byteorder))
+
+
+def _storage_records(storages: dict[str, torch.UntypedStorage]) -> list[_C.PlannedRecord]:
+    records: list[_C.PlannedRecord] = []
+    staged: list[torch.UntypedStorage] = []  # at most one: the CPU copy being written
+    for key, storage in storages.items():
+        payload: int | None | Callable[[], int]
+        if _serialization_tls.skip_data:
+            payload = None
+        elif storage.device.type == "cpu":
+            payload = storage.data_ptr() or None
+        else:
+            payload = functools.partial(_stage, storage, staged)
+        records.append((f"data/{key}", payload, storage.nbytes()))
+    return records
+
+
+def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:
+    """Copy a storage to CPU memory, dropping the copy of the one before; returns its address."""
+    from torch.utils.serialization import config
+
+    staged.clear()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    same_device = accelerator is not None and accelerator.type == storage.device.type
+    if config.save.use_pinned_memory_for_d2h and same_device:
+        pinned = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        copy = pinned.untyped_storage()
+        copy.copy_(storage)
+        torch.accelerator.current_stream(storage.device.index).synchronize()
+    else:
+        copy = storage.cpu()
+    staged.append(copy)
+    return copy.data_ptr()
+
+
+def load(
+    f: Any,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    verify: bool = True,
+    progress: bool = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Load an object saved by :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
+
+    Storages are filled by several threads, directly in their final memory, from the page cache or
+    past it, whichever is faster for what is cached.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A path, or a seekable object with ``read``.
+    map_location : callable, torch.device, str, dict or None
+        As for :func:`torch.load`.
+    pickle_module : module or None
+        As for :func:`torch.load`.
+    weights_only : bool or None
+        As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
+        are built, and no code of the file runs.
+    mmap : bool or None
+        Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
+        verified.
+    verify : bool, default True
+        Whether every record is compared with its CRC-32, while its bytes are in the cache.
+    progress : bool, default False
+        Whether to show a progress bar.
+    **pickle_load_args
+        Passed to the unpickler if ``weights_only=False``.
+
+    Returns
+    -------
+    object
+        What was saved.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        A :class:`RuntimeError` that names the damaged record, its offset and the entries using it.
+    pickle.UnpicklingError
+        As from :func:`torch.load`.
+
+    Notes
+    -----
+    Formats before torch 1.6, TorchScript archives, compressed archives, ``.safetensors`` paths and
+    file-like objects that are neither real files nor :class:`io.BytesIO` are loaded by torch.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> stream = io.BytesIO()
+    >>> torch.save([torch.arange(3), "three"], stream)
+    >>> _ = stream.seek(0)
+    >>> ptsave.load(stream)
+    [tensor([0, 1, 2]), 'three']
+    """
+    engine = _engine_for(f, mmap)
+    if engine is None:
+        return stock.load(
+            f,
+            map_location,
+            pickle_module,
+            weights_only=weights_only,
+            mmap=mmap,
+            **pickle_load_args,
+        )
+    torch._C._log_api_usage_once("torch.load")
+    restricted = _resolve_weights_only(weights_only, pickle_module)
+    if pickle_load_args and restricted:
+        warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
+    module = _weights_only_unpickler if restricted else pickle_module or pickle
+    _check_dill_version(pickle_module)
+    pickle_load_args.setdefault("encoding", "utf-8")
+    path = os.fspath(f) if _is_path(f) else str(getattr(f, "name", f))
+    nbytes = engine.nbytes
+    with progress_bar(progress, "loading", nbytes) as callback:
+        reader = RecordReader(engine, path, verify=verify, progress=callback)
+        try:
+            overall_storage = _map_file(f) if _wants_mmap(mmap) else None
+            return unpickle(reader, map_location, module, overall_storage, pickle_load_args)
+        except pickle.UnpicklingError as error:
+            if not restricted or isinstance(error, RuntimeError):
+                raise
+            raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+        finally:
+            reader.close()
+
+
+def _engine_for(f: Any, mmap: bool | None) -> _C.Reader | None:
+    """Decide who loads: an open archive for ptsave's engine, or None for torch's own loader.
+
+    torch's loader gets whatever the engine does not read: files that are no zip archive (the formats
+    before torch 1.6, or not a checkpoint at all), TorchScript, compressed members, ``.safetensors``
+    paths, and file-like objects that are neither real files nor ``io.BytesIO``; and it raises the
+    error for arguments that do not go together.
+    """
+    if _wants_mmap(mmap) and not _is_path(f):
+        return None
+    engine = open_archive(f)
+    if engine is None or engine.find("constants.pkl") is not None:
+        return None
+    return engine if all(record.stored for record in engine.records()) else None
+
+
+def _resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
+    """Apply torch's default and its environment variables."""
+    force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    if force and force_not:
+        raise RuntimeError(
+            "Only one of `TORCH_FORCE_WEIGHTS_ONLY_LOAD` or `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` "
+            "should be set, but both were set."
+        )
+    restricted = _default_to_weights_only(pickle_module) if weights_only is None else weights_only
+    if force:
+        restricted = True
+    elif force_not and weights_only is None:
+        warnings.warn(
+            "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected, since the"
+            "`weights_only` argument was not explicitly passed to `torch.load`, forcing "
+            "weights_only=False.",
+            UserWarning,
+            stacklevel=3,
+        )
+        restricted = False
+    if restricted and pickle_module is not None:
+        raise RuntimeError(
+            "Can not safely load weights when explicit pickle_module is specified"
+        )
+    return bool(restricted)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0").lower() in _TRUE_VALUES
+
+
+def _wants_mmap(mmap: bool | None) -> bool:
+    from torch.utils.serialization import config
+
+    return config.load.mmap if mmap is None else mmap
+
+
+def _map_file(f: Any) -> torch.UntypedStorage:
+    shared = get_default_mmap_options() == mmap_module.MAP_SHARED
+    return torch.UntypedStorage.from_file(os.fspath(f), shared, os.path.getsize(f))
+
+
+def _weights_only_message(message: str) -> str:
+    """Put torch's advice around an error of its restricted unpickler."""
+    documentation = (
+        "\n\nCheck the documentation of torch.load to learn more about types accepted by default "
+        "with weights_only https://pytorch.org/docs/stable/generated/torch.load.html."
+    )
+    if re.search(r"GLOBAL (\S+) was not an allowed global by default.", message):
+        return (
+            "Weights only load failed. This file can still be loaded, to do so you have two "
+            "options, \033[1mdo those steps only if you trust the source of the checkpoint\033[0m. "
+            f"\n\t(1) {UNSAFE_MESSAGE}\n\t(2) Alternatively, to load with `weights_only=True` "
+            "please check the recommended steps in the following error message.\n\t"
+            f"WeightsUnpickler error: {message}{documentation}"
+        )
+    if re.search(r"(\S+) must be (\S+) to load", message):
+        return f"Weights only load failed. {message}\n {UNSAFE_MESSAGE}\n"
+    advice = (
+        ""
+        if re.search(r"whose module (\S+) is blocked", message)
+        else "Please file an issue with the following so that we can make `weights_only=True` "
+        "compatible with your use case: WeightsUnpickler error: "
+    )
+    return (
+        f"Weights only load failed. {UNSAFE_MESSAGE}\n{advice}\n\n{message}{documentation}"
+    )

@@ -1,0 +1,159 @@
+"""The object graph on its way in: torch's own unpicklers, overlapped with reading where that is safe.
+
+The rule: nothing that can look at a tensor's values may run before the bytes of the storages it can
+reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages along.
+So the pickle is scanned first, and only if it names nothing else does unpickling start while bytes are
+still arriving; in every other case it starts when all of them have.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+from ptsave import _C
+from ptsave.reading import RecordReader
+
+__all__ = ["unpickle"]
+
+# Rebuild functions and types that pass storages along without looking at their bytes.
+_BLIND_GLOBALS = {
+    "torch._utils _rebuild_tensor",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+    "collections OrderedDict",
+    "torch Size",
+    "torch device",
+    "torch.storage UntypedStorage",
+    "torch.storage TypedStorage",
+    "__builtin__ set",
+    "builtins set",
+    "_codecs encode",
+}
+
+
+def unpickle(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    overall_storage: torch.UntypedStorage | None,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """Rebuild the object of an archive.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    map_location : callable, device, str, dict or None
+        As for :func:`torch.load`.
+    pickle_module : module
+        ``torch._weights_only_unpickler`` for the restricted machine.
+    overall_storage : torch.UntypedStorage or None
+        The memory-mapped file, with ``mmap=True``.
+    pickle_load_args : dict
+        Keyword arguments of the unpickler.
+
+    Returns
+    -------
+    object
+        As from :func:`torch.load`.
+    """
+
+    def load(module: Any) -> Any:
+        return torch.serialization._load(
+            reader, map_location, module, overall_storage=overall_storage, **pickle_load_args
+        )
+
+    if overall_storage is not None or not _fills_storages(map_location):
+        return load(pickle_module)
+    for exact_offsets in (False, True):
+        try:
+            with reader.reading_storages(exact_offsets=exact_offsets):
+                if not _may_overlap(reader, map_location, pickle_module):
+                    reader.wait_for_storages()
+                    return load(pickle_module)
+                result = load(_overlapping(reader, pickle_module))
+                reader.wait_for_storages()
+                return result
+        except _C.LayoutMismatch:
+            # The payloads are not where torch's writer would have put them.  Nothing but blind
+            # rebuilding has happened so far, so it can happen again.
+            if exact_offsets:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _fills_storages(map_location: Any) -> bool:
+    """Whether loading puts bytes into storages at all."""
+    return not (
+        torch.serialization._is_meta_location(map_location)
+        or torch.serialization._serialization_tls.skip_data
+        or torch._guards.detect_fake_mode(None) is not None
+    )
+
+
+def _may_overlap(reader: RecordReader, map_location: Any, pickle_module: Any) -> bool:
+    """Whether unpickling may start before the bytes have arrived."""
+    if pickle_module not in (pickle, _weights_only_unpickler):
+        return False
+    if map_location is not None and str(map_location) != "cpu":
+        return False
+    if not _is_native_byte_order(reader) or not _restores_cpu_blindly() or _modes_are_active():
+        return False
+    if copyreg._extension_registry:  # type: ignore[attr-defined]
+        return False
+    globals_ = _C.scan_globals(reader.get_record("data.pkl"))
+    return globals_ is not None and all(_is_blind(name) for name in globals_)
+
+
+def _is_blind(name: str) -> bool:
+    if name in _BLIND_GLOBALS:
+        return True
+    module, _, attribute = name.partition(" ")
+    if module != "torch":
+        return False
+    return attribute.endswith("Storage") or isinstance(getattr(torch, attribute, None), torch.dtype)
+
+
+def _is_native_byte_order(reader: RecordReader) -> bool:
+    if reader.has_record("byteorder"):
+        return reader.get_record("byteorder").decode("ascii", "replace") == sys.byteorder
+    default = torch.serialization.get_default_load_endianness()
+    return default is None and sys.byteorder == "little"
+
+
+def _restores_cpu_blindly() -> bool:
+    """Whether torch's own rule for CPU storages, which returns them as they are, comes first."""
+    _, _, deserialize = torch.serialization._package_registry[0]
+    return deserialize is torch.serialization._cpu_deserialize
+
+
+def _modes_are_active() -> bool:
+    return bool(
+        torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    )
+
+
+def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
+    """Return a stand-in for `pickle_module` that waits for storages that are not left on the CPU."""
+
+    class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
+        def load(self) -> Any:
+            load_storage = self.persistent_load
+
+            def persistent_load(saved_id: Any) -> Any:
+                stays = isinstance(saved_id, tuple) and len(saved_id) > 3 and saved_id[3] == "cpu"
+                reader.wait_for_bytes = not stays
+                return load_storage(saved_id)
+
+            self.persistent_load = persistent_load
+            return super().load()
+
+    return SimpleNamespace(Unpickler=Unpickler)

@@ -1,0 +1,327 @@
+"""Where a checkpoint's bytes go: a path, a real file, memory, or anything with ``write``."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ptsave import _C, config
+from ptsave.errors import SaveError, operation_of
+from ptsave.progress import ProgressCallback
+
+__all__ = ["ArchiveWriter", "check_path", "check_stream", "root_for_path"]
+
+# Errors of rename that say "not this file, not here", as opposed to "the disk failed".
+_RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
+# Below this a durable save is one write and one sync either way.
+_MIN_DIRECT_NBYTES = 16 << 20
+
+
+def root_for_path(path: str) -> str:
+    """Return the archive's root folder for a file saved at `path`: its stem, as torch takes it."""
+    if not path.isascii():
+        return "archive"  # torch opens such files in Python, and so does not see the name
+    name = path.replace("\\", "/").rpartition("/")[2]
+    stem, dot, _ = name.rpartition(".")
+    return stem if dot else name
+
+
+def check_path(path: str) -> None:
+    """Raise now what writing to `path` would raise later, before the object is pickled."""
+    if "\0" in path:
+        raise ValueError("embedded null byte")
+    if not root_for_path(path):
+        raise RuntimeError(f"invalid file name: {path}")
+    parent = os.path.dirname(path) or "."
+    if not os.path.isdir(parent):
+        message = f"Parent directory {parent} does not exist."
+        raise SaveError(errno.ENOENT, message, path)
+    if os.path.isdir(path):
+        message = f"File {path} cannot be opened: open file failed with strerror: Is a directory"
+        raise SaveError(errno.EISDIR, message, path)
+
+
+def check_stream(stream: object) -> None:
+    """Refuse an object that cannot be written to, as torch does."""
+    if callable(getattr(stream, "write", None)):
+        return
+    message = f"Buffer of {str(type(stream)).strip('<>')} has no callable attribute 'write'"
+    if not hasattr(stream, "write"):
+        raise AttributeError(message)
+    raise TypeError(message)
+
+
+class ArchiveWriter:
+    """Writes one planned archive to one target.
+
+    Parameters
+    ----------
+    plan : _C.WritePlan
+        The records and their places.
+    compute_crcs : bool
+        False writes zeros for every checksum, as torch can be told to.
+    sequential : bool
+        Whether payloads are made one at a time (storages that are not in CPU memory).
+    has_holes : bool
+        Whether payloads are left out (torch's ``skip_data``).
+    fsync, atomic : bool
+        See :func:`ptsave.save`.
+    progress : ProgressCallback or None
+        Called about ten times a second with the bytes written so far.
+    """
+
+    def __init__(
+        self,
+        plan: _C.WritePlan,
+        *,
+        compute_crcs: bool,
+        sequential: bool,
+        has_holes: bool,
+        fsync: bool,
+        atomic: bool,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._plan = plan
+        self._compute_crcs = compute_crcs
+        self._sequential = sequential
+        self._has_holes = has_holes
+        self._fsync = fsync
+        self._atomic = atomic
+        self._progress = progress
+        self._config = config.current()
+
+    # ------------------------------------------------------------------------------------- paths
+
+    def write_path(self, path: str) -> None:
+        """Write to a path: atomically where a regular file is or will be there."""
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            status = None
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            with _translated_errors(path), open(path, "wb", buffering=0) as stream:
+                self._write_stream(stream.write, _zero_writer(stream.write))
+            return
+        if status is not None and not os.access(path, os.W_OK, effective_ids=True):
+            raise SaveError(errno.EACCES, f"File {path} cannot be opened", path)
+        target = os.path.realpath(path)
+        if status is not None and not _same_file(target, status):
+            target = path  # a link that no name resolves, such as /proc/self/fd/3
+            self._write_in_place(target, path)
+        elif self._atomic and _can_replace(target, status):
+            self._replace(target, path)
+        elif _is_mapped(status):
+            self._replace(target, path)  # overwriting would change the tensors while they are read
+        else:
+            self._write_in_place(target, path)
+
+    def _replace(self, target: str, path: str) -> None:
+        direct = self._config.direct_io and not self._has_holes and self._wants_direct()
+        try:
+            self._plan.write_file(
+                os.fsencode(target),
+                os.fsencode(path),
+                durable=self._fsync,
+                direct=direct,
+                options=self._options(direct=direct),
+                progress=self._progress,
+            )
+        except OSError as error:
+            refused = _RENAME_REFUSED if os.path.exists(target) else set()
+            if operation_of(error) != "rename" or error.errno not in refused | _UNSUPPORTED:
+                raise SaveError.from_os_error(error, path) from None
+            self._write_in_place(target, path)
+
+    def _write_in_place(self, target: str, path: str) -> None:
+        with _translated_errors(path):
+            self._plan.write_in_place(
+                os.fsencode(target),
+                durable=self._fsync,
+                options=self._options(direct=False),
+                progress=self._progress,
+            )
+
+    def _wants_direct(self) -> bool:
+        # The page cache is faster as long as it only has to remember; once the kernel makes writers
+        # wait for the disk, or the caller does, going past it is.
+        nbytes = self._plan.nbytes
+        return nbytes >= _MIN_DIRECT_NBYTES and (self._fsync or nbytes > _dirty_limit_nbytes() // 2)
+
+    # ----------------------------------------------------------------------------------- streams
+
+    def write_object(self, stream: Any) -> None:
+        """Write to a file-like object at its current position."""
+        raw = stream.file if type(stream) is tempfile._TemporaryFileWrapper else stream
+        if type(stream) is io.BytesIO:
+            self._write_bytesio(stream)
+        elif type(raw) in (io.BufferedWriter, io.BufferedRandom, io.FileIO) and _is_plain(raw):
+            self._write_descriptor(raw)
+        else:
+            self._write_stream(stream.write, lambda nbytes: stream.seek(nbytes, os.SEEK_CUR))
+        stream.flush()
+
+    def _write_bytesio(self, stream: io.BytesIO) -> None:
+        begin = stream.tell()
+        end = begin + self._plan.nbytes
+        old_nbytes = stream.getbuffer().nbytes
+        try:
+            if old_nbytes < end:
+                stream.seek(end - 1)
+                stream.write(b"\0")
+            with stream.getbuffer() as view:
+                self._plan.write_memory(
+                    view[begin:end], options=self._options(direct=False), progress=self._progress
+                )
+        except BaseException:
+            stream.truncate(max(old_nbytes, begin))
+            stream.seek(begin)
+            raise
+        stream.seek(end)
+
+    def _write_descriptor(self, stream: Any) -> None:
+        stream.flush()
+        begin = stream.tell()
+        with _translated_errors(str(stream.name)):
+            self._plan.write_descriptor(
+                stream.fileno(),
+                begin,
+                os.fsencode(str(stream.name)),
+                durable=self._fsync,
+                options=self._options(direct=False),
+                progress=self._progress,
+            )
+        stream.seek(begin + self._plan.nbytes)
+
+    def _write_stream(
+        self, write: Callable[[memoryview], object], skip: Callable[[int], object]
+    ) -> None:
+        self._plan.write_stream(
+            _complete_writer(write),
+            skip,
+            options=self._options(direct=False),
+            progress=self._progress,
+        )
+
+    def _options(self, *, direct: bool) -> _C.WriteOptions:
+        n_threads = self._config.n_direct_threads if direct else self._config.n_threads
+        return _C.WriteOptions(
+            compute_crcs=self._compute_crcs,
+            n_threads=0 if self._sequential else n_threads,
+            chunk_nbytes=self._config.write_chunk_nbytes,
+        )
+
+
+@contextmanager
+def _translated_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        raise SaveError.from_os_error(error, path) from None
+
+
+def _same_file(path: str, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except OSError:
+        return False
+
+
+def _can_replace(target: str, status: os.stat_result | None) -> bool:
+    """Whether a new file can take the place of `target`: its directory must allow it."""
+    if status is None:
+        return True  # if not, creating it says why
+    parent = os.path.dirname(target)
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        return False
+    directory = os.stat(parent)
+    owners = {0, directory.st_uid, status.st_uid}
+    return not directory.st_mode & stat.S_ISVTX or os.geteuid() in owners
+
+
+def _is_mapped(status: os.stat_result | None) -> bool:
+    """Whether this process has the file memory-mapped."""
+    if status is None:
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        fields = (line.split(maxsplit=5) for line in maps)
+        return any(f[3] == device and f[4] == str(status.st_ino) for f in fields)
+
+
+def _is_plain(stream: Any) -> bool:
+    """Whether a file object is an open regular file that can be written at any position."""
+    import fcntl
+
+    if stream.closed or not stream.writable() or not stream.seekable():
+        return False
+    flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
+    if flags & (os.O_APPEND | os.O_DIRECT):
+        return False
+    return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+
+def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
+    """Return a function that writes all of its argument, however little `write` takes at a time.
+
+    What `write` returns counts only if it can be a number of bytes: many file-like objects return
+    None or something else.
+    """
+
+    def write_all(view: memoryview) -> None:
+        rest = view
+        while rest.nbytes:
+            n = write(rest)
+            if not isinstance(n, int) or n >= rest.nbytes or n < 0:
+                break
+            if n == 0:
+                raise OSError(errno.EIO, "write() took none of the bytes")
+            rest = rest[n:]
+        # The memory behind the view is about to be reused: whoever kept it gets an error instead.
+        _release(rest)
+        _release(view)
+
+    return write_all
+
+
+def _release(view: memoryview) -> None:
+    try:
+        view.release()
+    except BufferError:
+        pass  # something still uses it, as it could with torch's own writer
+
+
+def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]:
+    """Return a function that writes `nbytes` zeros, for targets that cannot seek."""
+    write_all = _complete_writer(write)
+    zeros = bytes(1 << 20)
+
+    def write_zeros(nbytes: int) -> None:
+        while nbytes:
+            piece = min(nbytes, len(zeros))
+            write_all(memoryview(zeros)[:piece])
+            nbytes -= piece
+
+    return write_zeros
+
+
+def _dirty_limit_nbytes() -> int:
+    """Return how much written data the kernel holds in memory before writers must wait."""
+    try:
+        limit = int(Path("/proc/sys/vm/dirty_bytes").read_text())
+        if limit > 0:
+            return limit
+        ratio = int(Path("/proc/sys/vm/dirty_ratio").read_text())
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 1 << 30
+    return available * ratio // 100

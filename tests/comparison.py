@@ -1,0 +1,282 @@
+"""What the compatibility tests share: stock torch as it was, and "the same" for objects and errors.
+
+Importable by every test module (pytest puts this directory on ``sys.path``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.serialization import load as stock_load
+from torch.serialization import save as stock_save
+
+import ptsave
+
+__all__ = [
+    "assert_interchangeable",
+    "assert_same_bytes",
+    "assert_same_failure",
+    "assert_same_object",
+    "failure_of",
+    "saved_bytes",
+    "stock_load",
+    "stock_save",
+    "typed_storage",
+    "zip_records",
+]
+
+_ATOMS = (type(None), bool, int, str, bytes, type, FunctionType, ModuleType)
+_TORCH_ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme)
+# Where in torch's sources an error was raised is not part of what people match on.
+_SOURCE_PLACE = re.compile(r"\[enforce fail at [\w.]+:\d+\] *\. *")
+
+
+# ------------------------------------------------------------------------------------ saving
+
+
+def saved_bytes(save: Callable[..., object], obj: object, **options: Any) -> bytes:
+    """Save to memory."""
+    stream = io.BytesIO()
+    save(obj, stream, **options)
+    return stream.getvalue()
+
+
+def assert_same_bytes(obj: object, folder: Path, **options: Any) -> bytes:
+    """Both engines must write the same file, to a path and to memory; returns the latter."""
+    expected = saved_bytes(stock_save, obj, **options)
+    assert saved_bytes(ptsave.save, obj, **options) == expected, "in memory"
+    stock_path, path = folder / "stock" / "file.pt", folder / "ptsave" / "file.pt"
+    for each in (stock_path, path):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    stock_save(obj, stock_path, **options)
+    ptsave.save(obj, path, **options)
+    assert path.read_bytes() == stock_path.read_bytes(), "to a path"
+    return expected
+
+
+def assert_interchangeable(
+    obj: object,
+    folder: Path,
+    *,
+    weights_only: Sequence[bool] = (True, False),
+    load_options: dict[str, Any] | None = None,
+    **save_options: Any,
+) -> None:
+    """Either engine must read what either has written, with the same result.
+
+    As the files are the same bytes, comparing two loads of one file covers both directions.
+    """
+    data = assert_same_bytes(obj, folder, **save_options)
+    path = folder / "ptsave" / "file.pt"
+    for restricted in weights_only:
+        options = {"weights_only": restricted, **(load_options or {})}
+        expected = stock_load(io.BytesIO(data), **options)
+        assert_same_object(ptsave.load(io.BytesIO(data), **options), expected)
+        assert_same_object(ptsave.load(path, **options), expected)
+        with path.open("rb") as stream:
+            assert_same_object(ptsave.load(stream, **options), expected)
+
+
+def zip_records(data: bytes) -> dict[str, bytes]:
+    """Return the records of an archive, without their root folder, as another zip reader sees them."""
+    import zipfile
+
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def typed_storage(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor's ``TypedStorage``, without the warning that torch gives for the type."""
+    return torch.storage.TypedStorage(
+        wrap_storage=tensor.untyped_storage(), dtype=dtype or tensor.dtype, _internal=True
+    )
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+def failure_of(call: Callable[[], object]) -> BaseException:
+    """Return what a call raises; it must raise."""
+    try:
+        result = call()
+    except Exception as error:
+        return error
+    raise AssertionError(f"nothing was raised; the result is {result!r}")
+
+
+def assert_same_failure(
+    ours: Callable[[], object], stock: Callable[[], object], *, ignore: str = ""
+) -> BaseException:
+    """Our error must be of stock's type, or a subclass, and its message must contain stock's.
+
+    `ignore` is a regular expression for what cannot be the same (addresses, paths).
+    """
+    expected, actual = failure_of(stock), failure_of(ours)
+    assert isinstance(actual, type(expected)), f"{actual!r} in place of {expected!r}"
+    wanted, found = (_message(error, ignore) for error in (expected, actual))
+    assert wanted in found, f"\n{found}\ndoes not contain\n{wanted}"
+    return actual
+
+
+def _message(error: BaseException, ignore: str) -> str:
+    text = _SOURCE_PLACE.sub("", str(error))
+    return re.sub(ignore, "", text) if ignore else text
+
+
+# ----------------------------------------------------------------------------------- objects
+
+
+def assert_same_object(actual: Any, expected: Any) -> None:
+    """Compare two object graphs: types, values bit by bit, and which parts are shared.
+
+    Sharing of storages and of objects must be the same in both: what is one storage (or one list)
+    in one graph is one in the other.
+    """
+    _Comparison().compare(actual, expected, "object")
+
+
+class _Comparison:
+    def __init__(self) -> None:
+        self._partners: dict[tuple[str, int], int] = {}
+        self._kept: list[object] = []  # so that no id is used twice
+
+    def compare(self, actual: Any, expected: Any, where: str) -> None:
+        if type(actual) is not type(expected):
+            raise AssertionError(f"{where}: {type(actual)} is not {type(expected)}")
+        if isinstance(expected, _ATOMS + _TORCH_ATOMS):
+            assert actual == expected, where
+        elif isinstance(expected, (float, complex)):
+            assert repr(actual) == repr(expected), where  # NaN is NaN, -0.0 is not 0.0
+        elif self._pair("object", id(actual), id(expected), where):
+            self._kept += [actual, expected]
+            self._compare_parts(actual, expected, where)
+
+    def _pair(self, kind: str, actual: int, expected: int, where: str) -> bool:
+        """Note that two things correspond; returns whether that is new."""
+        known = self._partners.setdefault((f"actual {kind}", actual), expected)
+        back = self._partners.setdefault((f"expected {kind}", expected), actual)
+        assert known == expected, f"{where}: shares its {kind} where stock's does not"
+        assert back == actual, f"{where}: does not share its {kind} where stock's does"
+        seen = self._partners.setdefault((f"pair {kind}", expected), 0)
+        self._partners[f"pair {kind}", expected] = 1
+        return not seen
+
+    def _compare_parts(self, actual: Any, expected: Any, where: str) -> None:
+        if isinstance(expected, torch.Tensor):
+            self._compare_tensors(actual, expected, where)
+        elif isinstance(expected, torch.storage.TypedStorage):
+            assert actual.dtype == expected.dtype, where
+            self._compare_storages(actual._untyped_storage, expected._untyped_storage, where)
+        elif isinstance(expected, torch.UntypedStorage):
+            self._compare_storages(actual, expected, where)
+        elif isinstance(expected, (np.ndarray, np.generic)):
+            assert actual.dtype == expected.dtype, where
+            assert actual.shape == expected.shape, where
+            assert actual.tobytes() == expected.tobytes(), where
+        else:
+            self._compare_containers(actual, expected, where)
+        self._compare_attributes(actual, expected, where)
+
+    def _compare_containers(self, actual: Any, expected: Any, where: str) -> None:
+        if isinstance(expected, dict):
+            assert len(actual) == len(expected), where
+            pairs = zip(actual.items(), expected.items(), strict=True)
+            for i, ((key, value), (expected_key, expected_value)) in enumerate(pairs):
+                self.compare(key, expected_key, f"{where}, key {i}")
+                self.compare(value, expected_value, f"{where}[{expected_key!r:.40}]")
+        elif isinstance(expected, (list, tuple)):
+            assert len(actual) == len(expected), where
+            for i, (part, expected_part) in enumerate(zip(actual, expected, strict=True)):
+                self.compare(part, expected_part, f"{where}[{i}]")
+        elif not hasattr(expected, "__dict__") and not hasattr(expected, "__slots__"):
+            assert actual == expected, where
+
+    def _compare_attributes(self, actual: Any, expected: Any, where: str) -> None:
+        if hasattr(expected, "__dict__"):
+            mine, theirs = (dict(vars(each)) for each in (actual, expected))
+            self.compare(mine, theirs, f"{where}.__dict__")
+        names = (name for cls in type(expected).__mro__ for name in vars(cls).get("__slots__", ()))
+        for name in names:
+            if name not in ("__dict__", "__weakref__") and hasattr(expected, name):
+                self.compare(getattr(actual, name), getattr(expected, name), f"{where}.{name}")
+        if dataclasses.is_dataclass(expected):
+            assert repr(actual) == repr(expected), where
+
+    def _compare_tensors(self, actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+        for name in ("dtype", "device", "layout", "shape", "requires_grad", "is_leaf"):
+            mine, theirs = getattr(actual, name), getattr(expected, name)
+            assert mine == theirs, f"{where}.{name}: {mine} is not {theirs}"
+        if hasattr(expected, "__tensor_flatten__"):
+            names, context = expected.__tensor_flatten__()
+            actual_names, actual_context = actual.__tensor_flatten__()  # type: ignore[attr-defined]
+            assert (actual_names, actual_context) == (names, context), where
+            for name in names:
+                self.compare(getattr(actual, name), getattr(expected, name), f"{where}.{name}")
+        elif expected.layout is not torch.strided or expected.is_nested:
+            mine, theirs = _components(actual), _components(expected)
+            for i, (part, expected_part) in enumerate(zip(mine, theirs, strict=True)):
+                self.compare(part, expected_part, f"{where}, component {i}")
+        else:
+            self._compare_strided(actual, expected, where)
+
+    def _compare_strided(self, actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+        assert actual.stride() == expected.stride(), where
+        assert actual.storage_offset() == expected.storage_offset(), where
+        assert actual.is_conj() == expected.is_conj(), where
+        assert actual.is_neg() == expected.is_neg(), where
+        if expected.is_quantized:
+            assert _quantizer(actual) == _quantizer(expected), where
+        self._compare_storages(actual.untyped_storage(), expected.untyped_storage(), where)
+
+    def _compare_storages(self, actual: Any, expected: Any, where: str) -> None:
+        assert actual.nbytes() == expected.nbytes(), where
+        assert actual.device == expected.device, where
+        offsets = [getattr(each, "_checkpoint_offset", None) for each in (actual, expected)]
+        assert offsets[0] == offsets[1], f"{where}: checkpoint offsets {offsets}"
+        if not self._pair("storage", actual._cdata, expected._cdata, where):
+            return
+        self._kept += [actual, expected]
+        if expected.device.type != "meta":
+            mine, theirs = (
+                torch.empty(0, dtype=torch.uint8, device=each.device).set_(each)
+                for each in (actual, expected)
+            )
+            assert torch.equal(mine, theirs), f"{where}: other bytes in the storage"
+
+
+def _components(tensor: torch.Tensor) -> list[Any]:
+    """Return the strided tensors that a sparse or nested tensor consists of, and its flags."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values(), tensor.is_coalesced()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout is torch.jagged:
+        return [tensor.values(), tensor.offsets()]
+    return [
+        tensor._nested_tensor_size(),
+        tensor._nested_tensor_strides(),
+        tensor._nested_tensor_storage_offsets(),
+        tensor.values(),
+    ]
+
+
+def _quantizer(tensor: torch.Tensor) -> list[object]:
+    scheme = tensor.qscheme()
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [scheme, tensor.q_scale(), tensor.q_zero_point()]
+    return [
+        scheme,
+        tensor.q_per_channel_axis(),
+        tensor.q_per_channel_scales().tolist(),
+        tensor.q_per_channel_zero_points().tolist(),
+    ]

@@ -1,0 +1,65 @@
+"""Fixtures of all Python tests: nothing that a test changes in torch outlives it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch.utils.serialization import config
+
+pytest.register_assert_rewrite("comparison")
+
+settings.register_profile(
+    "ptsave",
+    deadline=None,  # the first example pays for imports and page faults
+    max_examples=int(os.environ.get("PTSAVE_HYPOTHESIS_EXAMPLES", "60")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("ptsave")
+
+_ENVIRONMENT = (
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+    "TORCH_SERIALIZATION_DEBUG",
+    "PTSAVE_NUM_THREADS",
+    "PTSAVE_DIRECT_IO",
+)
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Isolate tests: seeds, safe globals, device registry, options, environment, installation."""
+    for variable in _ENVIRONMENT:
+        monkeypatch.delenv(variable, raising=False)
+    torch.manual_seed(0)
+    serialization = torch.serialization
+    functions = (torch.save, torch.load, serialization.save, serialization.load)
+    safe_globals = serialization.get_safe_globals()
+    packages = list(serialization._package_registry)
+    with config.load.patch({}), config.save.patch({}):
+        options = config.get_config_copy()
+        yield
+        config.load_config(options)
+    serialization.clear_safe_globals()
+    serialization.add_safe_globals(safe_globals)
+    serialization._package_registry[:] = packages
+    now = (torch.save, torch.load, serialization.save, serialization.load)
+    assert now == functions, "the test has left ptsave installed"
+    assert not serialization._serialization_tls.skip_data
+
+
+@pytest.fixture
+def stays_open() -> Iterator[None]:
+    """Fail if the test leaves file descriptors or threads behind."""
+    descriptors, threads = _n_descriptors(), threading.active_count()
+    yield
+    assert _n_descriptors() == descriptors
+    assert threading.active_count() == threads
+
+
+def _n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,72 @@
+"""Run clang-tidy over csrc, several files at once, and say how many were clean.
+
+A file that was clean is not read again until it, one of csrc's headers, or .clang-tidy changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CLANG_TIDY = Path(sys.executable).parent / "clang-tidy"
+CLEAN = ROOT / "build" / "clang-tidy-clean"
+PYTHON_BUILD = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
+CORE_BUILD = ROOT / "build" / "core"
+
+
+def build_of(source: Path) -> Path:
+    """Return the build folder whose compile commands cover ``source``."""
+    return CORE_BUILD if source.parent.name == "core" else PYTHON_BUILD
+
+
+def digest(source: Path, shared: bytes) -> str:
+    return hashlib.sha256(shared + bytes(source) + source.read_bytes()).hexdigest()
+
+
+def check(source: Path) -> str:
+    """Return what clang-tidy has to say about ``source``: nothing if it is clean."""
+    result = subprocess.run(
+        [CLANG_TIDY, "--quiet", "-p", build_of(source), source],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode == 0:
+        return ""
+    return result.stdout + result.stderr
+
+
+def main() -> None:
+    sources = sorted((ROOT / "csrc").rglob("*.cpp"))
+    headers = sorted((ROOT / "csrc").rglob("*.h"))
+    commands = [
+        entry["command"]
+        for build in (CORE_BUILD, PYTHON_BUILD)
+        for entry in json.loads((build / "compile_commands.json").read_text())
+        if "csrc" in entry["file"]
+    ]
+    shared = b"".join(path.read_bytes() for path in [ROOT / ".clang-tidy", *headers])
+    shared += "".join(sorted(commands)).encode()
+    clean = set(CLEAN.read_text().split()) if CLEAN.exists() else set()
+    digests = {source: digest(source, shared) for source in sources}
+    stale = [source for source in sources if digests[source] not in clean]
+
+    jobs = int(os.environ.get("JOBS") or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(jobs) as pool:
+        reports = dict(zip(stale, pool.map(check, stale), strict=True))
+    bad = {source for source, report in reports.items() if report}
+    CLEAN.write_text("\n".join(digests[source] for source in sources if source not in bad))
+    for source in sorted(bad):
+        print(reports[source])
+    print(f"clang-tidy: {len(sources) - len(bad)} of {len(sources)} files clean")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
