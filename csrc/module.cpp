@@ -60,7 +60,7 @@ void register_errors(py::module_& module) {
                                 "(reason, detail, record, offset) of what is wrong with an archive.",
                                 PyExc_RuntimeError, nullptr);
   module.attr("FormatError") = py::reinterpret_borrow<py::object>(format_error);
-  py::register_exception<LayoutMismatch>(module, "LayoutMismatch", PyExc_RuntimeError);
+  py::register_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

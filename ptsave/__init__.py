@@ -5,7 +5,7 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.installation import install, installed, uninstall
 from ptsave.serialization import load, save
 
-__version__: str = _torch_version.PTSAVE_VERSION
+__version__: str = _torch_version.VERSION
 
 __all__ = [
     "CheckpointWarning",

@@ -10,7 +10,7 @@ __all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError"]
 
 
 class CorruptCheckpointError(RuntimeError):
-    """A checkpoint's bytes are damaged: not an archive, cut short, or not matching its checksums.
+    r"""A checkpoint's bytes are damaged: no archive, cut short, or not matching its checksums.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class CorruptCheckpointError(RuntimeError):
     --------
     >>> import io, ptsave
     >>> try:
-    ...     ptsave.load(io.BytesIO(b"PK\\x03\\x04 and then nothing"))
+    ...     ptsave.load(io.BytesIO(b"PK\x03\x04 and then nothing"))
     ... except ptsave.CorruptCheckpointError as error:
     ...     print("failed finding central directory" in str(error))
     True

@@ -24,9 +24,9 @@ _NAMES = {
 def install() -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
-    Both ``torch`` and ``torch.serialization`` are changed, and so is what calls them inside torch and
-    in libraries.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any thread;
-    the change is seen by all.
+    Both ``torch`` and ``torch.serialization`` are changed, and so is what calls them inside torch
+    and in libraries.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
+    thread; the change is seen by all.
 
     Examples
     --------

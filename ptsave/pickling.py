@@ -25,7 +25,7 @@ class _StorageTable:
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         """Return torch's reference to a storage, or None for any other object."""
         if isinstance(obj, torch.storage.TypedStorage):
-            storage = obj._untyped_storage
+            storage: Any = obj._untyped_storage
             dtype = obj.dtype
             storage_type = getattr(torch, obj._pickle_storage_type())
             numel = obj._size()
@@ -49,14 +49,15 @@ class _StorageTable:
             return
         if self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
             raise RuntimeError(
-                "Cannot save multiple tensors or storages that view the same data as different types"
+                "Cannot save multiple tensors or storages that view the same data as "
+                "different types"
             )
 
 
 @functools.lru_cache(maxsize=8)
 def _pickler_class(pickle_module: Any) -> Any:
-    # One class for all saves: a class is in a reference cycle with itself, so one made for each save
-    # would keep that save's storages alive until the garbage collector comes by.
+    # One class for all saves: a class is in a reference cycle with itself, so one made for each
+    # save would keep that save's storages alive until the garbage collector comes by.
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         table: _StorageTable
 

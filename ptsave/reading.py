@@ -1,4 +1,4 @@
-"""An archive on its way in: records, storages that are filled in the background, and what is damaged."""
+"""An archive on its way in: its records, storages filled in the background, and the damage."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def _open_file_object(stream: Any) -> _C.Reader | None:
     return _C.Reader.open_descriptor(fd, begin, os.fsencode(str(stream.name)))
 
 
-def raise_corrupt(
-    error: _C.FormatError, path: str, entries: list[str] | None = None
-) -> None:
+def raise_corrupt(error: _C.FormatError, path: str, entries: list[str] | None = None) -> None:
     """Raise what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
     reason, detail, record, offset = error.args
     parts = [f"{reason}{_MINIZ_ADVICE} {detail}"]
@@ -103,7 +101,7 @@ def raise_corrupt(
 class RecordReader:
     """What torch's unpickling asks of an archive, answered by ptsave's engine.
 
-    It has the methods of ``torch._C.PyTorchFileReader`` that :func:`torch.serialization._load` uses.
+    It has the methods of ``torch._C.PyTorchFileReader`` that ``torch.serialization._load`` uses.
 
     Parameters
     ----------
@@ -160,9 +158,7 @@ class RecordReader:
     def get_record_header_offset(self, name: str) -> int:
         return self._records[self._find(name)].header_offset
 
-    def get_record_offset_no_read(
-        self, cursor: int, name: str, nbytes: int, alignment: int
-    ) -> int:
+    def get_record_offset_no_read(self, cursor: int, name: str, nbytes: int, alignment: int) -> int:
         full_name = f"{self.engine.root}/{name}"
         return _C.payload_offset_after(cursor, full_name, nbytes, alignment)
 

@@ -174,7 +174,7 @@ def _storage_records(storages: dict[str, torch.UntypedStorage]) -> list[_C.Plann
     records: list[_C.PlannedRecord] = []
     staged: list[torch.UntypedStorage] = []  # at most one: the CPU copy being written
     for key, storage in storages.items():
-        payload: int | None | Callable[[], int]
+        payload: int | Callable[[], int] | None
         if _serialization_tls.skip_data:
             payload = None
         elif storage.device.type == "cpu":
@@ -214,7 +214,7 @@ def load(
     progress: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load an object saved by :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
+    """Load what :func:`torch.save` or :func:`ptsave.save` has saved, as :func:`torch.load` does.
 
     Storages are filled by several threads, directly in their final memory, from the page cache or
     past it, whichever is faster for what is cached.
@@ -301,10 +301,10 @@ def load(
 def _engine_for(f: Any, mmap: bool | None) -> _C.Reader | None:
     """Decide who loads: an open archive for ptsave's engine, or None for torch's own loader.
 
-    torch's loader gets whatever the engine does not read: files that are no zip archive (the formats
-    before torch 1.6, or not a checkpoint at all), TorchScript, compressed members, ``.safetensors``
-    paths, and file-like objects that are neither real files nor ``io.BytesIO``; and it raises the
-    error for arguments that do not go together.
+    torch's loader gets whatever the engine does not read: files that are no zip archive (the
+    formats before torch 1.6, or not a checkpoint at all), TorchScript, compressed members,
+    ``.safetensors`` paths, and file-like objects that are neither real files nor ``io.BytesIO``;
+    and it raises the error for arguments that do not go together.
     """
     if _wants_mmap(mmap) and not _is_path(f):
         return None
@@ -336,9 +336,7 @@ def _resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool
         )
         restricted = False
     if restricted and pickle_module is not None:
-        raise RuntimeError(
-            "Can not safely load weights when explicit pickle_module is specified"
-        )
+        raise RuntimeError("Can not safely load weights when explicit pickle_module is specified")
     return bool(restricted)
 
 
@@ -352,7 +350,7 @@ def _wants_mmap(mmap: bool | None) -> bool:
     return config.load.mmap if mmap is None else mmap
 
 
-def _map_file(f: Any) -> torch.UntypedStorage:
+def _map_file(f: Any) -> Any:
     shared = get_default_mmap_options() == mmap_module.MAP_SHARED
     return torch.UntypedStorage.from_file(os.fspath(f), shared, os.path.getsize(f))
 
@@ -379,6 +377,4 @@ def _weights_only_message(message: str) -> str:
         else "Please file an issue with the following so that we can make `weights_only=True` "
         "compatible with your use case: WeightsUnpickler error: "
     )
-    return (
-        f"Weights only load failed. {UNSAFE_MESSAGE}\n{advice}\n\n{message}{documentation}"
-    )
+    return f"Weights only load failed. {UNSAFE_MESSAGE}\n{advice}\n\n{message}{documentation}"

@@ -1,9 +1,9 @@
-"""The object graph on its way in: torch's own unpicklers, overlapped with reading where that is safe.
+"""The object graph on its way in: torch's unpicklers, overlapped with reading where that is safe.
 
-The rule: nothing that can look at a tensor's values may run before the bytes of the storages it can
-reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages along.
-So the pickle is scanned first, and only if it names nothing else does unpickling start while bytes are
-still arriving; in every other case it starts when all of them have.
+The rule: nothing that can look at a tensor's values may run before the bytes of the storages it
+can reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages
+along.  So the pickle is scanned first, and only if it names nothing else does unpickling start
+while bytes are still arriving; in every other case it starts when all of them have.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,7 @@ def unpickle(
                 result = load(_overlapping(reader, pickle_module))
                 reader.wait_for_storages()
                 return result
-        except _C.LayoutMismatch:
+        except _C.LayoutMismatchError:
             # The payloads are not where torch's writer would have put them.  Nothing but blind
             # rebuilding has happened so far, so it can happen again.
             if exact_offsets:
@@ -136,15 +137,15 @@ def _restores_cpu_blindly() -> bool:
 
 
 def _modes_are_active() -> bool:
-    return bool(
-        torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    )
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
-    """Return a stand-in for `pickle_module` that waits for storages that are not left on the CPU."""
+    """Return a stand-in for `pickle_module` that waits for storages that leave the CPU."""
 
     class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
+        persistent_load: Callable[[Any], Any]  # set by torch
+
         def load(self) -> Any:
             load_storage = self.persistent_load
 

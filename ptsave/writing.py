@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -294,10 +294,9 @@ def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryv
 
 
 def _release(view: memoryview) -> None:
-    try:
+    # A view that something still uses stays, as it could with torch's own writer.
+    with suppress(BufferError):
         view.release()
-    except BufferError:
-        pass  # something still uses it, as it could with torch's own writer
 
 
 def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]:

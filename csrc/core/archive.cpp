@@ -1,6 +1,8 @@
 #include "core/archive.h"
 
+#include <bit>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
@@ -60,6 +62,39 @@ RecordLayout place(const zip::Entry& entry, std::uint64_t alignment) {
           .nbytes = entry.nbytes,
           .descriptor_nbytes = zip::descriptor_nbytes(entry)};
 }
+
+// miniz wants room for the longest zip64 extra, whether the entry has one or not.
+void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entry) {
+  if (directory_nbytes + zip::kCentralHeaderNbytes + entry.name.size() +
+          zip::kMaxZip64ExtraNbytes >=
+      zip::kMax32) {
+    throw std::length_error("central directory too large at record " + quoted(entry.name));
+  }
+}
+
+// Which of `names` are taken: a flat table of their indices.  Nodes of a std::unordered_set would
+// cost more than all the rest of plan() when records are many.
+class NameSet {
+ public:
+  NameSet(const std::vector<std::string>& names, std::size_t capacity)
+      : names_(names), slots_(std::bit_ceil(2 * capacity + 1), kFree) {}
+
+  // False if an earlier index has the same name.
+  bool insert(std::size_t index) {
+    const std::size_t mask = slots_.size() - 1;
+    std::size_t at = std::hash<std::string>{}(names_[index]) & mask;
+    for (; slots_[at] != kFree; at = (at + 1) & mask) {
+      if (names_[slots_[at]] == names_[index]) return false;
+    }
+    slots_[at] = static_cast<std::uint32_t>(index);  // the central directory's limit keeps it small
+    return true;
+  }
+
+ private:
+  static constexpr std::uint32_t kFree = 0xFFFFFFFF;
+  const std::vector<std::string>& names_;
+  std::vector<std::uint32_t> slots_;
+};
 
 std::string join(std::string_view root, std::string_view name) {
   std::string full;
@@ -122,25 +157,20 @@ ArchiveLayout plan(std::string root, std::span<const RecordSpec> records, std::u
   ArchiveLayout layout;
   layout.names_.reserve(records.size());
   layout.records_.reserve(records.size());
-  std::unordered_set<std::string_view> seen(records.size());
+  NameSet seen(layout.names_, records.size());
   std::string full_name = root + '/';
   std::uint64_t cursor = 0;
   std::uint64_t directory_nbytes = 0;
   for (const RecordSpec& record : records) {
     check_record_name(root, record.name);
-    if (!seen.insert(record.name).second) {
-      throw std::invalid_argument("duplicate record name " + quoted(record.name));
-    }
     full_name.resize(root.size() + 1);
     full_name += record.name;
     const zip::Entry entry{full_name, record.nbytes, cursor};
-    // miniz wants room for the longest zip64 extra, whether the entry has one or not.
-    if (directory_nbytes + zip::kCentralHeaderNbytes + full_name.size() +
-            zip::kMaxZip64ExtraNbytes >=
-        zip::kMax32) {
-      throw std::length_error("central directory too large");
-    }
+    check_directory_room(directory_nbytes, entry);
     layout.names_.push_back(record.name);
+    if (!seen.insert(layout.names_.size() - 1)) {
+      throw std::invalid_argument("duplicate record name " + quoted(record.name));
+    }
     layout.records_.push_back(place(entry, alignment));
     cursor = layout.records_.back().end();
     directory_nbytes += zip::central_header_nbytes(entry);
