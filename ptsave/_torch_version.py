@@ -16,9 +16,11 @@ def _minor_series(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-if _minor_series(torch.__version__) != _minor_series(TORCH_VERSION):
+_BUILT_FOR = _minor_series(TORCH_VERSION)
+
+if _minor_series(torch.__version__) != _BUILT_FOR:
     raise ImportError(
-        f"this ptsave was built for torch {_minor_series(TORCH_VERSION)} and torch "
-        f"{torch.__version__} is installed: rebuild it with `pip install --no-build-isolation --force-reinstall "
-        f"--no-deps ptsave`, or install torch=={_minor_series(TORCH_VERSION)}.*"
+        f"this ptsave was built for torch {_BUILT_FOR} and torch {torch.__version__} is installed: "
+        "reinstall ptsave with `pip install --no-build-isolation --force-reinstall --no-deps`, "
+        f"or install torch=={_BUILT_FOR}.*"
     )
