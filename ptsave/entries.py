@@ -42,9 +42,16 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
     return found
 
 
+def _offset(tensor: torch.Tensor) -> int | None:
+    try:
+        return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
+        return None
+
+
 def _collect(obj: Any, path: str, offsets: set[int], found: list[str], depth: int) -> None:
     if isinstance(obj, torch.Tensor):
-        if getattr(obj.untyped_storage(), "_checkpoint_offset", None) in offsets:
+        if _offset(obj) in offsets:
             found.append(path or "the tensor itself")
     elif depth < _MAX_DEPTH:
         for key, value in _children(obj):

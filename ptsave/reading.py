@@ -17,7 +17,7 @@ from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
 from ptsave.progress import ProgressCallback
 
-__all__ = ["RecordReader", "open_archive", "raise_corrupt"]
+__all__ = ["RecordReader", "is_open_for_update", "open_archive", "raise_corrupt", "real_file"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # What torch says when miniz fails; people search for it.
@@ -55,12 +55,29 @@ def open_archive(f: Any) -> _C.Reader | None:
                 if view[begin : begin + 4] != _ZIP_MAGIC:
                     return None
                 return _C.Reader.open_memory(view[begin:], name="BytesIO")
-        raw = f.file if type(f) is tempfile._TemporaryFileWrapper else f
-        if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO):
+        raw = real_file(f)
+        if raw is not None:
             return _open_file_object(raw)
     except _C.FormatError as error:
         raise_corrupt(error, str(getattr(f, "name", f)))
     return None
+
+
+def real_file(f: Any) -> Any:
+    """Return the file object whose bytes are those behind its descriptor, or None if `f` is none.
+
+    Subclasses may do anything with the bytes, and a buffered object may sit on one.
+    """
+    f = f.file if type(f) is tempfile._TemporaryFileWrapper else f
+    if type(f) in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
+        return f if not f.closed and type(f.raw) is io.FileIO else None
+    return f if type(f) is io.FileIO and not f.closed else None
+
+
+def is_open_for_update(f: Any) -> bool:
+    """Whether `f` is a file object through which its file can be read and changed."""
+    raw = real_file(f)
+    return raw is not None and raw.readable() and raw.writable()
 
 
 def _open_path(path: str | bytes) -> _C.Reader | None:
@@ -71,7 +88,7 @@ def _open_path(path: str | bytes) -> _C.Reader | None:
 
 
 def _open_file_object(stream: Any) -> _C.Reader | None:
-    if stream.closed or not stream.readable():
+    if not stream.readable():
         return None
     fd = stream.fileno()
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -111,17 +128,27 @@ class RecordReader:
         What to call it in messages.
     verify : bool
         Whether checksums are compared.
+    may_be_edited : bool
+        Whether storages may have been changed in place on purpose: then one that does not match its
+        checksum is a warning, not an error.
     progress : ProgressCallback or None
         Called while waiting, with the bytes read so far.
     """
 
     def __init__(
-        self, engine: _C.Reader, path: str, *, verify: bool, progress: ProgressCallback | None
+        self,
+        engine: _C.Reader,
+        path: str,
+        *,
+        verify: bool,
+        may_be_edited: bool,
+        progress: ProgressCallback | None,
     ) -> None:
         self.engine = engine
         self.path = path
         self.wait_for_bytes = True
         self._verify = verify
+        self._may_be_edited = may_be_edited
         self._progress = progress
         self._records = engine.records()
 
@@ -198,19 +225,19 @@ class RecordReader:
         """Fill the storages of all tensors in the background; what is not done at the end stops."""
         records = [i for i, record in enumerate(self._records) if record.name.startswith("data/")]
         options = config.current()
-        nbytes = sum(self._records[i].nbytes for i in records)
-        if self._verify and nbytes and not self.engine.has_crcs:
+        verify = self._verify and self._have_crcs(records)
+        if self._verify and not verify:
             warnings.warn(
-                f"{self.path} was written without checksums (set_crc32_options(False)); "
-                "it is loaded unverified",
+                f"{self.path} was written without checksums of its storages "
+                "(set_crc32_options(False) or skip_data()): they are loaded unverified",
                 CheckpointWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         try:
             self.engine.start(
                 records,
                 n_threads=options.n_direct_threads,
-                verify=self._verify,
+                verify=verify,
                 exact_offsets=exact_offsets,
             )
             yield
@@ -219,13 +246,23 @@ class RecordReader:
         finally:
             self.engine.cancel()
 
+    def _have_crcs(self, records: list[int]) -> bool:
+        """Whether the storages have checksums: torch writes zero for all of them or for none."""
+        filled = [self._records[i] for i in records if self._records[i].nbytes]
+        return not filled or any(record.crc for record in filled)
+
     def wait_for_storages(self) -> None:
         """Wait until every storage is filled, and refuse the archive if any is damaged."""
         damaged = self.engine.wait_all(progress=self._progress)
-        if damaged:
-            self._raise_damaged(damaged)
+        if damaged and self._may_be_edited:
+            message = (
+                f"{self._damage(damaged)}, but {self.path} is open for writing: loaded as it is"
+            )
+            warnings.warn(message, CheckpointWarning, stacklevel=5)
+        elif damaged:
+            raise self._damage(damaged)
 
-    def _raise_damaged(self, damaged: list[_C.DamagedRecord]) -> None:
+    def _damage(self, damaged: list[_C.DamagedRecord]) -> CorruptCheckpointError:
         from ptsave.entries import entries_using
 
         first = damaged[0]
@@ -233,7 +270,7 @@ class RecordReader:
         others = f"; {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
         used_by = f"; used by {', '.join(entries[:8])}" if entries else ""
         more = ", ..." if len(entries) > 8 else ""
-        raise CorruptCheckpointError(
+        return CorruptCheckpointError(
             f"{self.path}: record {first.name} at offset {first.payload_offset} is damaged: its "
             f"CRC-32 is {first.actual_crc:08x}, not {first.expected_crc:08x}"
             f"{others}{used_by}{more}. "

@@ -30,7 +30,7 @@ from torch.serialization import (
 from ptsave import _C, stock
 from ptsave.pickling import pickle_object
 from ptsave.progress import progress_bar
-from ptsave.reading import RecordReader, open_archive
+from ptsave.reading import RecordReader, is_open_for_update, open_archive
 from ptsave.unpickling import unpickle
 from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
 
@@ -40,6 +40,10 @@ _SERIALIZATION_ID_NBYTES = 40
 # The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
 _MAX_ALIGNMENT = 32768
 _TRUE_VALUES = ("1", "y", "yes", "true")
+_TORCHSCRIPT_WARNING = (
+    "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
+    "'torch.jit.load' (call 'torch.jit.load' directly to silence this warning)"
+)
 
 
 def save(
@@ -234,7 +238,10 @@ def load(
         Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
         verified.
     verify : bool, default True
-        Whether every record is compared with its CRC-32, while its bytes are in the cache.
+        Whether every record is compared with its CRC-32, while its bytes are in the cache.  A file
+        object that is open for updating (``"r+b"``) may have been edited in place on purpose, as
+        torch's layout control does it: there a storage that does not match is a
+        :class:`CheckpointWarning`, not an error.
     progress : bool, default False
         Whether to show a progress bar.
     **pickle_load_args
@@ -267,17 +274,15 @@ def load(
     [tensor([0, 1, 2]), 'three']
     """
     engine = _engine_for(f, mmap)
-    if engine is None:
+    restricted = _resolve_weights_only(weights_only, pickle_module)
+    if engine is not None and engine.find("constants.pkl") is not None:
+        warnings.warn(_TORCHSCRIPT_WARNING, UserWarning, stacklevel=2)
+        return _load_torchscript(f, map_location, restricted)
+    if engine is None or not all(record.stored for record in engine.records()):
         return stock.load(
-            f,
-            map_location,
-            pickle_module,
-            weights_only=weights_only,
-            mmap=mmap,
-            **pickle_load_args,
+            f, map_location, pickle_module, weights_only=restricted, mmap=mmap, **pickle_load_args
         )
     torch._C._log_api_usage_once("torch.load")
-    restricted = _resolve_weights_only(weights_only, pickle_module)
     if pickle_load_args and restricted:
         warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
     module = _weights_only_unpickler if restricted else pickle_module or pickle
@@ -286,7 +291,13 @@ def load(
     path = os.fspath(f) if _is_path(f) else str(getattr(f, "name", f))
     nbytes = engine.nbytes
     with progress_bar(progress, "loading", nbytes) as callback:
-        reader = RecordReader(engine, path, verify=verify, progress=callback)
+        reader = RecordReader(
+            engine,
+            path,
+            verify=verify,
+            may_be_edited=is_open_for_update(f),
+            progress=callback,
+        )
         try:
             overall_storage = _map_file(f) if _wants_mmap(mmap) else None
             return unpickle(reader, map_location, module, overall_storage, pickle_load_args)
@@ -299,19 +310,25 @@ def load(
 
 
 def _engine_for(f: Any, mmap: bool | None) -> _C.Reader | None:
-    """Decide who loads: an open archive for ptsave's engine, or None for torch's own loader.
+    """Decide who loads: an open archive for ptsave, or None for torch's own loader.
 
     torch's loader gets whatever the engine does not read: files that are no zip archive (the
-    formats before torch 1.6, or not a checkpoint at all), TorchScript, compressed members,
-    ``.safetensors`` paths, and file-like objects that are neither real files nor ``io.BytesIO``;
-    and it raises the error for arguments that do not go together.
+    formats before torch 1.6, or not a checkpoint at all), ``.safetensors`` paths, and file-like
+    objects that are neither real files nor ``io.BytesIO``; and it raises the error for arguments
+    that do not go together.
     """
     if _wants_mmap(mmap) and not _is_path(f):
         return None
-    engine = open_archive(f)
-    if engine is None or engine.find("constants.pkl") is not None:
-        return None
-    return engine if all(record.stored for record in engine.records()) else None
+    return open_archive(f)
+
+
+def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
+    if restricted:
+        raise RuntimeError(
+            "Cannot use ``weights_only=True`` with TorchScript archives passed to "
+            "``torch.load``. " + UNSAFE_MESSAGE
+        )
+    return torch.jit.load(f, map_location=map_location)
 
 
 def _resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:

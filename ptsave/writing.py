@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from ptsave import _C, config
 from ptsave.errors import SaveError, operation_of
 from ptsave.progress import ProgressCallback
+from ptsave.reading import real_file
 
 __all__ = ["ArchiveWriter", "check_path", "check_stream", "root_for_path"]
 
@@ -159,10 +159,10 @@ class ArchiveWriter:
 
     def write_object(self, stream: Any) -> None:
         """Write to a file-like object at its current position."""
-        raw = stream.file if type(stream) is tempfile._TemporaryFileWrapper else stream
+        raw = real_file(stream)
         if type(stream) is io.BytesIO:
             self._write_bytesio(stream)
-        elif type(raw) in (io.BufferedWriter, io.BufferedRandom, io.FileIO) and _is_plain(raw):
+        elif raw is not None and _is_plain(raw):
             self._write_descriptor(raw)
         else:
             self._write_stream(stream.write, lambda nbytes: stream.seek(nbytes, os.SEEK_CUR))
@@ -262,7 +262,7 @@ def _is_plain(stream: Any) -> bool:
     """Whether a file object is an open regular file that can be written at any position."""
     import fcntl
 
-    if stream.closed or not stream.writable() or not stream.seekable():
+    if not stream.writable() or not stream.seekable():
         return False
     flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
     if flags & (os.O_APPEND | os.O_DIRECT):

@@ -9,9 +9,6 @@
 namespace ptsave {
 namespace {
 
-// Payloads are checksummed and handed on in pieces of this size, small enough that the second step
-// finds them in the cache.
-constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 constexpr std::size_t kMaxDescriptorNbytes = 24;
 
 ByteRange intersect(ByteRange a, ByteRange b) {
@@ -140,14 +137,8 @@ std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, ChunkSink&
     return 0;
   }
   data += part.begin - layout_.record(i).payload_offset;
-  std::uint32_t crc = 0;
-  for (std::size_t done = 0; done < part.nbytes();) {
-    const std::size_t piece = std::min(part.nbytes() - done, kCachePieceNbytes);
-    if (compute_crcs_) crc = crc32(crc, data + done, piece);
-    sink.put_payload(data + done, piece);
-    done += piece;
-  }
-  return crc;
+  const std::uint32_t crc = sink.put_payload(data, part.nbytes(), 0);
+  return compute_crcs_ ? crc : 0;
 }
 
 void ArchiveBody::put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part,

@@ -78,8 +78,10 @@ class RecordCrcs {
 class ChunkSink {
  public:
   virtual ~ChunkSink() = default;
-  // `data` stays valid until the chunk is done.
-  virtual void put_payload(const std::byte* data, std::size_t nbytes) = 0;
+  // A piece of a payload; returns `crc` continued over it, or anything if checksums are off.  `data`
+  // stays valid until the chunk is done.
+  virtual std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
+                                    std::uint32_t crc) = 0;
   // `data` is gone after the call.
   virtual void put_seam(const std::byte* data, std::size_t nbytes) = 0;
   virtual void put_hole(std::uint64_t nbytes) = 0;

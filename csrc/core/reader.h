@@ -103,7 +103,8 @@ class ArchiveReader {
   // The whole payload of a STORED record.  Verified if asked: FormatError.
   std::string read(std::size_t i, bool verify) const;
 
-  // Begins filling the payloads of `records` (indices; STORED only) in the background.  Once only.
+  // Begins filling the payloads of `records` (indices; STORED only) in the background.  A second call
+  // ends and replaces the first.
   // With exact_offsets every local header is read first instead of being checked on arrival.
   void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
              bool exact_offsets);

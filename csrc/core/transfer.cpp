@@ -23,7 +23,7 @@ constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 
 Transfer::Transfer(const ArchiveSource& source, const ArchiveIndex& index,
                    std::vector<WantedRecord> records, std::size_t n_threads, bool verify)
-    : source_(source), index_(index), verify_(verify && index.has_crcs()), slots_(records.size()) {
+    : source_(source), index_(index), verify_(verify), slots_(records.size()) {
   std::ranges::sort(records, {}, &WantedRecord::payload_offset);
   const std::vector<Run> runs = plan_runs(records);
   region_ = std::make_shared<Mapping>(runs.empty() ? 0 : runs.back().region_end);

@@ -23,7 +23,8 @@ struct WantedRecord {
 
 class Transfer {
  public:
-  // Starts reading at once.  `source` and `index` must outlive it.
+  // Starts reading at once; `verify` says whether CRCs are compared.  `source` and `index` must outlive
+  // it.
   Transfer(const ArchiveSource& source, const ArchiveIndex& index,
            std::vector<WantedRecord> records, std::size_t n_threads, bool verify);
   Transfer(const Transfer&) = delete;

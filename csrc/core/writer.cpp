@@ -4,9 +4,11 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/buffer.h"
+#include "core/crc32.h"
 #include "core/error.h"
 
 namespace ptsave {
@@ -17,12 +19,24 @@ constexpr std::size_t kGatherNbytes = std::size_t{64} << 10;
 // Gathered bytes are written when they reach this size.
 constexpr std::size_t kMaxGatheredNbytes = std::size_t{256} << 10;
 
+// Payloads that are written from where they are go in pieces of this size, small enough that writing
+// finds in the cache what checksumming has read.
+constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
+
 // Copies a chunk into memory.
 class MemoryChunk final : public ChunkSink {
  public:
-  explicit MemoryChunk(std::byte* out) : out_(out) {}
+  MemoryChunk(std::byte* out, bool compute_crcs) : out_(out), compute_crcs_(compute_crcs) {}
 
-  void put_payload(const std::byte* data, std::size_t nbytes) override { put_seam(data, nbytes); }
+  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
+                            std::uint32_t crc) override {
+    if (!compute_crcs_) {
+      put_seam(data, nbytes);
+      return crc;
+    }
+    std::byte* const out = std::exchange(out_, out_ + nbytes);
+    return crc32_copy(crc, out, data, nbytes);
+  }
   void put_seam(const std::byte* data, std::size_t nbytes) override {
     std::memcpy(out_, data, nbytes);
     out_ += nbytes;
@@ -34,17 +48,24 @@ class MemoryChunk final : public ChunkSink {
 
  private:
   std::byte* out_;
+  bool compute_crcs_;
 };
 
 // Hands a chunk on in large pieces: large payload pieces from where they are, the rest gathered.
 class GatheringChunk final : public ChunkSink {
  public:
-  explicit GatheringChunk(const StreamSink& sink) : sink_(sink) {}
+  GatheringChunk(const StreamSink& sink, bool compute_crcs)
+      : sink_(sink), compute_crcs_(compute_crcs) {}
 
-  void put_payload(const std::byte* data, std::size_t nbytes) override {
-    if (nbytes < kGatherNbytes) return put_seam(data, nbytes);
-    flush();
-    sink_(data, nbytes);
+  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
+                            std::uint32_t crc) override {
+    for (std::size_t done = 0; done < nbytes;) {
+      const std::size_t piece = std::min(nbytes - done, kCachePieceNbytes);
+      if (compute_crcs_) crc = crc32(crc, data + done, piece);
+      put_piece(data + done, piece);
+      done += piece;
+    }
+    return crc;
   }
   void put_seam(const std::byte* data, std::size_t nbytes) override {
     if (gathered_.size() + nbytes > kMaxGatheredNbytes) flush();
@@ -60,7 +81,14 @@ class GatheringChunk final : public ChunkSink {
   }
 
  private:
+  void put_piece(const std::byte* data, std::size_t nbytes) {
+    if (nbytes < kGatherNbytes) return put_seam(data, nbytes);
+    flush();
+    sink_(data, nbytes);
+  }
+
   const StreamSink& sink_;
+  bool compute_crcs_;
   std::vector<std::byte> gathered_;
 };
 
@@ -99,7 +127,7 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
       if (data != nullptr) file.write_at(offset, data, nbytes);
       offset += nbytes;
     };
-    GatheringChunk chunk(sink);
+    GatheringChunk chunk(sink, options.compute_crcs);
     body.produce(pipeline, i, chunk);
     chunk.flush();
   });
@@ -122,7 +150,7 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     const ByteRange range = body.chunk_range(i);
     const BufferPool::Lease buffer(buffers);
-    MemoryChunk chunk(buffer.data());
+    MemoryChunk chunk(buffer.data(), options.compute_crcs);
     body.produce(pipeline, i, chunk);
     const std::size_t nbytes = std::min(range.end, aligned_end) - range.begin;
     if (range.end > aligned_end) {
@@ -140,7 +168,7 @@ void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std:
                      const WriteOptions& options, Progress& progress, const Poll& poll) {
   ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
-    MemoryChunk chunk(out + body.chunk_range(i).begin);
+    MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
     body.produce(pipeline, i, chunk);
   });
   const std::string tail = body.tail();
@@ -154,7 +182,7 @@ void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, cons
   run_chunks(
       body, 0, progress, [] {},
       [&](ChunkPipeline& pipeline, std::size_t i) {
-        GatheringChunk chunk(sink);
+        GatheringChunk chunk(sink, options.compute_crcs);
         body.produce(pipeline, i, chunk);
         chunk.flush();
       });
