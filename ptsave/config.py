@@ -25,19 +25,23 @@ class Config:
         Unit of writing, in bytes; times `n_direct_threads` it is the memory a direct save needs.
     direct_io : bool
         Whether reads and writes may go past the page cache.
+    verify : bool
+        Whether loads compare checksums at all.
     """
 
     n_threads: int
     n_direct_threads: int
     write_chunk_nbytes: int = 4 * MIB
     direct_io: bool = True
+    verify: bool = True
 
 
 def current() -> Config:
     """Return the configuration that the environment asks for.
 
     ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
-    most 16); ``PTSAVE_DIRECT_IO=0`` turns direct I/O off.
+    most 16); ``PTSAVE_DIRECT_IO=0`` turns direct I/O off; ``PTSAVE_VERIFY=0`` turns verification
+    off, for storages that are edited in place by code that calls ``torch.load``.
 
     Examples
     --------
@@ -51,6 +55,7 @@ def current() -> Config:
         n_threads=n_threads,
         n_direct_threads=min(max(2 * n_threads, 4), 12),
         direct_io=os.environ.get("PTSAVE_DIRECT_IO", "1") != "0",
+        verify=os.environ.get("PTSAVE_VERIFY", "1") != "0",
     )
 
 

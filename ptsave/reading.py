@@ -17,7 +17,7 @@ from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
 from ptsave.progress import ProgressCallback
 
-__all__ = ["RecordReader", "is_open_for_update", "open_archive", "raise_corrupt", "real_file"]
+__all__ = ["RecordReader", "open_archive", "raise_corrupt", "real_file"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # What torch says when miniz fails; people search for it.
@@ -74,12 +74,6 @@ def real_file(f: Any) -> Any:
     return f if type(f) is io.FileIO and not f.closed else None
 
 
-def is_open_for_update(f: Any) -> bool:
-    """Whether `f` is a file object through which its file can be read and changed."""
-    raw = real_file(f)
-    return raw is not None and raw.readable() and raw.writable()
-
-
 def _open_path(path: str | bytes) -> _C.Reader | None:
     if not isinstance(path, str) or path.endswith(".safetensors") or "\0" in path:
         return None
@@ -128,9 +122,6 @@ class RecordReader:
         What to call it in messages.
     verify : bool
         Whether checksums are compared.
-    may_be_edited : bool
-        Whether storages may have been changed in place on purpose: then one that does not match its
-        checksum is a warning, not an error.
     progress : ProgressCallback or None
         Called while waiting, with the bytes read so far.
     """
@@ -141,14 +132,12 @@ class RecordReader:
         path: str,
         *,
         verify: bool,
-        may_be_edited: bool,
         progress: ProgressCallback | None,
     ) -> None:
         self.engine = engine
         self.path = path
         self.wait_for_bytes = True
-        self._verify = verify
-        self._may_be_edited = may_be_edited
+        self._verify = verify and config.current().verify
         self._progress = progress
         self._records = engine.records()
 
@@ -254,12 +243,7 @@ class RecordReader:
     def wait_for_storages(self) -> None:
         """Wait until every storage is filled, and refuse the archive if any is damaged."""
         damaged = self.engine.wait_all(progress=self._progress)
-        if damaged and self._may_be_edited:
-            message = (
-                f"{self._damage(damaged)}, but {self.path} is open for writing: loaded as it is"
-            )
-            warnings.warn(message, CheckpointWarning, stacklevel=5)
-        elif damaged:
+        if damaged:
             raise self._damage(damaged)
 
     def _damage(self, damaged: list[_C.DamagedRecord]) -> CorruptCheckpointError:

@@ -30,7 +30,7 @@ from torch.serialization import (
 from ptsave import _C, stock
 from ptsave.pickling import pickle_object
 from ptsave.progress import progress_bar
-from ptsave.reading import RecordReader, is_open_for_update, open_archive
+from ptsave.reading import RecordReader, open_archive
 from ptsave.unpickling import unpickle
 from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
 
@@ -238,10 +238,9 @@ def load(
         Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
         verified.
     verify : bool, default True
-        Whether every record is compared with its CRC-32, while its bytes are in the cache.  A file
-        object that is open for updating (``"r+b"``) may have been edited in place on purpose, as
-        torch's layout control does it: there a storage that does not match is a
-        :class:`CheckpointWarning`, not an error.
+        Whether every record is compared with its CRC-32, while its bytes are in the cache.  Files
+        whose storages were overwritten in place on purpose need ``verify=False``, or
+        ``PTSAVE_VERIFY=0`` in the environment where the call cannot be edited.
     progress : bool, default False
         Whether to show a progress bar.
     **pickle_load_args
@@ -291,13 +290,7 @@ def load(
     path = os.fspath(f) if _is_path(f) else str(getattr(f, "name", f))
     nbytes = engine.nbytes
     with progress_bar(progress, "loading", nbytes) as callback:
-        reader = RecordReader(
-            engine,
-            path,
-            verify=verify,
-            may_be_edited=is_open_for_update(f),
-            progress=callback,
-        )
+        reader = RecordReader(engine, path, verify=verify, progress=callback)
         try:
             overall_storage = _map_file(f) if _wants_mmap(mmap) else None
             return unpickle(reader, map_location, module, overall_storage, pickle_load_args)

@@ -83,7 +83,8 @@ ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, 
       chunk_nbytes_(chunk_nbytes),
       nbytes_(layout.record(layout.size() - 1).header_offset),
       n_chunks_((nbytes_ + chunk_nbytes - 1) / chunk_nbytes),
-      crcs_(layout, n_chunks_, chunk_nbytes) {}
+      crcs_(layout, n_chunks_, chunk_nbytes),
+      lookalikes_(layout.size()) {}
 
 ByteRange ArchiveBody::chunk_range(std::size_t chunk) const {
   const std::uint64_t begin = std::uint64_t{chunk} * chunk_nbytes_;
@@ -130,13 +131,17 @@ void ArchiveBody::put_header(std::size_t i, ByteRange part, std::vector<std::byt
   sink.put_seam(scratch.data() + (part.begin - record.header_offset), part.nbytes());
 }
 
-std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, ChunkSink& sink) const {
+std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, ChunkSink& sink) {
   const std::byte* data = payloads_(i);
   if (data == nullptr) {
     sink.put_hole(part.nbytes());
     return 0;
   }
-  data += part.begin - layout_.record(i).payload_offset;
+  const RecordLayout& record = layout_.record(i);
+  if (part.begin == record.payload_offset) {
+    lookalikes_[i] = descriptor_lookalike(std::span(data, record.nbytes));
+  }
+  data += part.begin - record.payload_offset;
   const std::uint32_t crc = sink.put_payload(data, part.nbytes(), 0);
   return compute_crcs_ ? crc : 0;
 }
@@ -156,7 +161,9 @@ std::string ArchiveBody::tail() {
   std::vector<std::uint32_t> folded;
   for (std::size_t i = 0; i < last; ++i) {
     names.push_back(layout_.name(i));
-    if (layout_.record(i).nbytes > 0) folded.push_back(crcs[i]);
+    if (layout_.record(i).nbytes == 0) continue;
+    if (lookalikes_[i]) folded.push_back(*lookalikes_[i]);
+    folded.push_back(crcs[i]);
   }
   const std::string id = serialization_id(names, folded);
   crcs[last] = compute_crcs_ ? crc32(0, id.data(), id.size()) : 0;

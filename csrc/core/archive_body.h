@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -107,7 +108,7 @@ class ArchiveBody {
   std::size_t first_record_after(std::uint64_t offset) const;
   void put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
                   ChunkSink& sink) const;
-  std::uint32_t put_payload(std::size_t i, ByteRange part, ChunkSink& sink) const;
+  std::uint32_t put_payload(std::size_t i, ByteRange part, ChunkSink& sink);
   void put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part, ChunkSink& sink) const;
 
   const ArchiveLayout& layout_;
@@ -117,6 +118,7 @@ class ArchiveBody {
   const std::uint64_t nbytes_;
   const std::size_t n_chunks_;
   RecordCrcs crcs_;
+  std::vector<std::optional<std::uint32_t>> lookalikes_;  // see serialization_id()
 };
 
 }  // namespace ptsave

@@ -66,6 +66,14 @@ bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nb
 
 namespace {
 
+// The size that the directory claims for any other record is not bounded by the file's.
+void require_stored(const IndexedRecord& record) {
+  if (record.stored() && !record.encrypted()) return;
+  throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name,
+                    record.encrypted() ? "unsupported encryption" : "unsupported method",
+                    record.name, record.header_offset);
+}
+
 ArchiveIndex read_index(const ArchiveSource& source) {
   std::vector<std::byte> tail(std::min(source.nbytes(), kMaxTailNbytes));
   source.read_at(source.nbytes() - tail.size(), tail.data(), tail.size());
@@ -84,7 +92,7 @@ ArchiveReader::~ArchiveReader() = default;
 
 std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
   const IndexedRecord& record = index_.records()[i];
-  const std::uint64_t limit = index_.central_directory_offset();
+  const std::uint64_t limit = record.limit;
   const std::size_t full_name_nbytes = index_.root().size() + 1 + record.name.size();
   std::vector<std::byte> header(
       std::min<std::uint64_t>(kLocalHeaderNbytes + full_name_nbytes, limit - record.header_offset));
@@ -94,6 +102,7 @@ std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
 
 std::string ArchiveReader::read(std::size_t i, bool verify) const {
   const IndexedRecord& record = index_.records()[i];
+  require_stored(record);
   const std::uint64_t offset = payload_offset(i);
   std::string payload(record.nbytes, '\0');
   source_.read_at(offset, payload.data(), payload.size());
@@ -109,6 +118,7 @@ void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n
   wanted.reserve(records.size());
   for (const std::size_t i : records) {
     const IndexedRecord& record = index_.records()[i];
+    require_stored(record);
     if (record.nbytes == 0) continue;
     wanted.push_back({i, exact_offsets ? payload_offset(i) : record.payload_offset});
   }
