@@ -3,11 +3,26 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <ctime>
 #include <limits>
 #include <new>
 #include <utility>
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 namespace ptsave {
+namespace {
+
+// Waiting for a core does not count.
+std::chrono::nanoseconds thread_cpu_time() {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
+
+}  // namespace
 
 Mapping::Mapping(std::size_t nbytes) {
   if (nbytes == 0) return;
@@ -41,6 +56,16 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 
 Mapping::~Mapping() {
   if (data_ != nullptr) ::munmap(data_, nbytes_);
+}
+
+std::chrono::nanoseconds Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
+  const auto start = thread_cpu_time();
+  static_cast<void>(::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE));
+  return thread_cpu_time() - start;
+}
+
+void Mapping::use_small_pages() const noexcept {
+  static_cast<void>(::madvise(data_, nbytes_, MADV_NOHUGEPAGE));
 }
 
 void Mapping::discard(std::size_t begin, std::size_t end) const noexcept {

@@ -4,6 +4,7 @@
 // everything large here is aligned to, and advised to use, huge pages.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -36,6 +37,11 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
+  // Makes the pages of [begin, end) present, and returns the CPU time that took.  Does nothing on
+  // kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
+  std::chrono::nanoseconds populate(std::size_t begin, std::size_t end) const noexcept;
+  // Pages that are not present yet will be small ones.
+  void use_small_pages() const noexcept;
   // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero after.
   void discard(std::size_t begin, std::size_t end) const noexcept;
 

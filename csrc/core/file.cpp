@@ -51,6 +51,12 @@ bool unsupported(int errnum) {
   return errnum == EOPNOTSUPP || errnum == ENOSYS || errnum == ENOTTY;
 }
 
+struct stat status_or_fail(int fd, const std::string& display) {
+  struct stat status{};
+  if (retry_interrupted([&] { return sys::fstat(fd, &status); }) != 0) fail("fstat", display);
+  return status;
+}
+
 std::string descriptor_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
 
 }  // namespace
@@ -91,9 +97,7 @@ File File::duplicate(int fd, std::string path) {
 }
 
 std::uint64_t File::nbytes() const {
-  struct stat status {};
-  if (sys::fstat(fd(), &status) != 0) fail("fstat", path_);
-  return static_cast<std::uint64_t>(status.st_size);
+  return static_cast<std::uint64_t>(status_or_fail(fd(), path_).st_size);
 }
 
 Descriptor File::open_direct_reader() const {
@@ -104,7 +108,7 @@ Descriptor File::open_direct_reader() const {
 }
 
 DirectIoAlignment File::direct_io_alignment() const {
-  struct statx status {};
+  struct statx status{};
   if (::statx(fd(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return {};
   if ((status.stx_mask & STATX_DIOALIGN) == 0) return {};
   // glibc 2.36 does not name the two fields yet: they follow stx_mnt_id.
@@ -118,7 +122,8 @@ DirectIoAlignment File::direct_io_alignment() const {
 bool File::set_direct(bool on) {
   const int flags = ::fcntl(fd(), F_GETFL);
   if (flags < 0) return false;
-  return sys::set_flags(fd(), on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+  return retry_interrupted(
+             [&] { return sys::set_flags(fd(), on ? flags | O_DIRECT : flags & ~O_DIRECT); }) == 0;
 }
 
 void File::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
@@ -178,7 +183,8 @@ std::string hex(std::uint64_t value) {
   std::array<char, kTokenNdigits> digits{};
   digits.fill('0');
   std::array<char, kTokenNdigits> significant{};
-  const auto end = std::to_chars(significant.data(), significant.data() + significant.size(), value, 16);
+  const auto end =
+      std::to_chars(significant.data(), significant.data() + significant.size(), value, 16);
   std::copy_backward(significant.data(), end.ptr, digits.data() + digits.size());
   return {digits.data(), digits.size()};
 }
@@ -189,8 +195,8 @@ std::uint64_t random_token() {
   return std::random_device{}() ^ (std::uint64_t{std::random_device{}()} << 32);
 }
 
-// What every temporary file of target `name` begins with.  A name too long to be extended is cut and
-// told apart by its hash.
+// What every temporary file of target `name` begins with.  A name too long to be extended is cut
+// and told apart by its hash.
 std::string temporary_prefix(const std::string& name) {
   std::string prefix(".");
   if (name.size() + kTokenNdigits + kTemporarySuffix.size() + 2 <= kMaxNameNbytes) {
@@ -208,9 +214,8 @@ bool is_temporary(std::string_view entry, std::string_view prefix) {
 }
 
 Descriptor open_directory(const std::string& path, const std::string& display) {
-  const int fd = retry_interrupted([&] {
-    return sys::openat(AT_FDCWD, path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  });
+  const int fd = retry_interrupted(
+      [&] { return sys::openat(AT_FDCWD, path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
   if (fd >= 0) return Descriptor(fd);
   // A directory that may be searched but not read (mode 0300) can still be written to.
   if (errno != EACCES) fail("open", display);
@@ -222,7 +227,8 @@ Descriptor open_directory(const std::string& path, const std::string& display) {
 enum class Lock { kTaken, kHeldElsewhere, kUnsupported };
 
 Lock try_lock(int fd) {
-  if (retry_interrupted([&] { return sys::flock(fd, LOCK_EX | LOCK_NB); }) == 0) return Lock::kTaken;
+  if (retry_interrupted([&] { return sys::flock(fd, LOCK_EX | LOCK_NB); }) == 0)
+    return Lock::kTaken;
   return errno == EWOULDBLOCK ? Lock::kHeldElsewhere : Lock::kUnsupported;
 }
 
@@ -236,26 +242,30 @@ AtomicFile::AtomicFile(const std::string& path, std::string display)
       slash == std::string::npos ? "." : path.substr(0, std::max<std::size_t>(slash, 1));
   directory_ = open_directory(directory, display_);
   remove_leftovers();
-  create_temporary();
   try {
+    create_temporary();
     adopt_ownership();
   } catch (...) {
-    sys::unlinkat(directory_.get(), temporary_name_.c_str());
+    discard();
     throw;
   }
 }
 
-AtomicFile::~AtomicFile() {
+AtomicFile::~AtomicFile() { discard(); }
+
+void AtomicFile::discard() {
   if (temporary_name_.empty()) return;
   // Nothing can be reported from here; a file that cannot be removed is removed by the next save.
   retry_interrupted([&] { return sys::unlinkat(directory_.get(), temporary_name_.c_str()); });
+  temporary_name_.clear();
 }
 
 void AtomicFile::create_temporary() {
   constexpr mode_t kPrivate = 0600;  // until adopt_ownership() has set the final mode
   constexpr mode_t kShared = 0666;   // less the umask
-  struct stat status {};
-  const bool replaces = sys::fstatat(directory_.get(), name_.c_str(), &status) == 0;
+  struct stat old{};
+  const bool replaces =
+      retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) == 0;
   for (;;) {
     const std::string name =
         temporary_prefix(name_) + hex(random_token()) + std::string(kTemporarySuffix);
@@ -268,34 +278,33 @@ void AtomicFile::create_temporary() {
     if (fd < 0) fail("open", display_);
     file_ = File(Descriptor(fd), display_);
     // Another save may have taken the file for a leftover between open and lock, and removed it.
-    const Lock lock = try_lock(fd);
-    struct stat created {};
-    if (lock != Lock::kHeldElsewhere && sys::fstat(fd, &created) == 0 && created.st_nlink > 0) {
-      temporary_name_ = name;
-      return;
-    }
-    retry_interrupted([&] { return sys::unlinkat(directory_.get(), name.c_str()); });
-    if (lock != Lock::kHeldElsewhere && created.st_nlink > 0) fail("fstat", display_);
+    temporary_name_ = name;
+    if (try_lock(fd) != Lock::kHeldElsewhere && status_or_fail(fd, display_).st_nlink > 0) return;
+    discard();
   }
 }
 
 void AtomicFile::adopt_ownership() {
-  struct stat old {};
-  if (sys::fstatat(directory_.get(), name_.c_str(), &old) != 0) {
+  struct stat old{};
+  if (retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) != 0) {
     if (errno == ENOENT) return;
     fail("stat", display_);
   }
-  struct stat fresh {};
-  if (sys::fstat(file_.fd(), &fresh) != 0) fail("fstat", display_);
-  if (old.st_uid != fresh.st_uid || old.st_gid != fresh.st_gid) {
-    // Only root may give files away: keeping the data matters more than keeping the owner.
-    static_cast<void>(sys::fchown(file_.fd(), old.st_uid, old.st_gid));
-  }
+  const struct stat fresh = status_or_fail(file_.fd(), display_);
+  if (old.st_uid != fresh.st_uid || old.st_gid != fresh.st_gid) adopt_owner(old.st_uid, old.st_gid);
   constexpr mode_t kModeBits = 07777;
-  if (sys::fchmod(file_.fd(), old.st_mode & kModeBits) != 0 && !unsupported(errno) &&
-      errno != EPERM) {
+  if (retry_interrupted([&] { return sys::fchmod(file_.fd(), old.st_mode & kModeBits); }) != 0 &&
+      !unsupported(errno) && errno != EPERM) {
     fail("fchmod", display_);
   }
+}
+
+void AtomicFile::adopt_owner(unsigned uid, unsigned gid) {
+  // Only root may give files away, but everyone to a group of theirs; without it a shared folder's
+  // other users would lose the file.  Keeping the data matters more than keeping either.
+  constexpr auto kUnchanged = static_cast<uid_t>(-1);
+  if (retry_interrupted([&] { return sys::fchown(file_.fd(), uid, gid); }) == 0) return;
+  retry_interrupted([&] { return sys::fchown(file_.fd(), kUnchanged, gid); });
 }
 
 void AtomicFile::remove_leftovers() {
@@ -309,8 +318,9 @@ void AtomicFile::remove_leftovers() {
   const std::string prefix = temporary_prefix(name_);
   while (const dirent* entry = ::readdir(listing.get())) {  // NOLINT(concurrency-mt-unsafe)
     if (!is_temporary(entry->d_name, prefix)) continue;
+    constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
     const Descriptor leftover(
-        sys::openat(directory_.get(), entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        retry_interrupted([&] { return sys::openat(directory_.get(), entry->d_name, kFlags); }));
     if (leftover && try_lock(leftover.get()) == Lock::kTaken) {
       retry_interrupted([&] { return sys::unlinkat(directory_.get(), entry->d_name); });
     }
@@ -319,15 +329,19 @@ void AtomicFile::remove_leftovers() {
 
 void AtomicFile::commit(bool durable) {
   if (durable) file_.sync();
-  const int renamed = retry_interrupted([&] {
-    return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str());
-  });
+  const int renamed = retry_interrupted(
+      [&] { return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str()); });
   if (renamed != 0) fail("rename", display_);
   temporary_name_.clear();
-  if (durable && retry_interrupted([&] { return sys::fsync(directory_.get()); }) != 0 &&
-      errno != EINVAL) {  // EINVAL: a file system on which directories need no sync
-    fail("fsync", display_);
-  }
+  if (durable) sync_directory();
+}
+
+void AtomicFile::sync_directory() {
+  if (retry_interrupted([&] { return sys::fsync(directory_.get()); }) == 0) return;
+  if (errno == EINVAL) return;  // a file system on which directories need no sync
+  // A directory that may not be read (so is open as O_PATH) cannot be synced by itself.
+  if (errno == EBADF && retry_interrupted([&] { return sys::syncfs(file_.fd()); }) == 0) return;
+  fail("fsync", display_);
 }
 
 }  // namespace ptsave

@@ -105,7 +105,10 @@ class AtomicFile {
  private:
   void create_temporary();
   void adopt_ownership();
+  void adopt_owner(unsigned uid, unsigned gid);
   void remove_leftovers();
+  void sync_directory();
+  void discard();
 
   std::string display_;
   std::string name_;

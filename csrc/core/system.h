@@ -61,6 +61,7 @@ inline int ftruncate(int fd, off_t nbytes) {
   return fault("ftruncate") ? -1 : ::ftruncate(fd, nbytes);
 }
 inline int fsync(int fd) { return fault("fsync") ? -1 : ::fsync(fd); }
+inline int syncfs(int fd) { return fault("syncfs") ? -1 : ::syncfs(fd); }
 inline int fchmod(int fd, mode_t mode) { return fault("fchmod") ? -1 : ::fchmod(fd, mode); }
 inline int fchown(int fd, uid_t uid, gid_t gid) {
   return fault("fchown") ? -1 : ::fchown(fd, uid, gid);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 
 #include "core/crc32.h"
 #include "core/error.h"
@@ -9,7 +10,11 @@
 namespace ptsave {
 namespace {
 
-constexpr std::size_t kChunkNbytes = 2 * kHugePageNbytes;
+constexpr std::size_t kChunkNbytes = kHugePageNbytes;
+// What it costs to make a small page present, and how much more huge pages may cost before they are
+// given up.
+constexpr std::chrono::nanoseconds kSmallPageTime{1200};
+constexpr std::chrono::nanoseconds kMaxLoss = std::chrono::milliseconds{6};
 // What is read is checked in pieces of this size, which are then still in the cache.
 constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 // A gap between wanted records that is cheaper to read than to skip.
@@ -140,10 +145,29 @@ class Transfer::ChunkCheck {
   std::uint32_t crc_ = 0;
 };
 
+// Makes the chunk's pages present, and keeps account of what huge pages cost beside small ones.
+// Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free page
+// reporting) by whole huge pages, and to get one again can take ten times as long as the small pages
+// that the host has left alone.
+void Transfer::fault_in(const Chunk& chunk) {
+  const std::size_t begin = align_down(chunk.begin, kPageNbytes);
+  const std::size_t end = align_up(chunk.end, kPageNbytes);
+  const auto took = region_->populate(begin, end);
+  const auto expected = kSmallPageTime * static_cast<std::int64_t>((end - begin) / kPageNbytes);
+  const std::int64_t loss = (took - expected).count();
+  // What was saved earlier is no reason to go on: only a recent loss counts.
+  std::int64_t before = huge_page_loss_ns_.load(std::memory_order_relaxed);
+  while (!huge_page_loss_ns_.compare_exchange_weak(
+      before, std::max<std::int64_t>(before + loss, 0), std::memory_order_relaxed)) {
+  }
+  if (before <= kMaxLoss.count() && before + loss > kMaxLoss.count()) region_->use_small_pages();
+}
+
 void Transfer::read_chunk(std::size_t number) {
   Chunk& chunk = chunks_[number];
   std::byte* const region = region_->data();
   const auto archive_offset = [&](std::size_t at) { return chunk.archive_offset + (at - chunk.begin); };
+  fault_in(chunk);
   ChunkCheck check(*this, chunk);
   std::size_t at = chunk.begin;
   const auto arrived = [&](std::size_t nbytes) {

@@ -74,6 +74,7 @@ class Transfer {
   void plan_chunks(const std::vector<Run>& runs);
   void plan_segments();
   void read_chunk(std::size_t number);
+  void fault_in(const Chunk& chunk);
   void finish_slot(Slot& slot);
   std::uint32_t combined_crc(const Slot& slot) const;
   bool header_agrees(const Slot& slot) const;
@@ -87,6 +88,7 @@ class Transfer {
   std::unordered_map<std::size_t, std::size_t> slot_by_index_;
   std::vector<Chunk> chunks_;
   std::shared_ptr<Mapping> region_;
+  std::atomic<std::int64_t> huge_page_loss_ns_{0};
   std::vector<std::size_t> segment_begins_;
   std::vector<std::shared_ptr<Segment>> segments_;
   std::uint64_t nbytes_to_read_ = 0;

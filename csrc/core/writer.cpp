@@ -138,14 +138,15 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
 
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll) {
-  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
   const std::uint64_t alignment =
       std::max<std::uint64_t>(kPageNbytes, file.direct_io_alignment().offset);
+  const std::size_t chunk_nbytes = align_up(options.chunk_nbytes, alignment);
+  ArchiveBody body(layout, payloads, options.compute_crcs, chunk_nbytes);
   // Only whole blocks can be written directly; what is left of the body goes with the tail.
   const std::uint64_t aligned_end = align_down(body.nbytes(), alignment);
   std::string rest;
   BufferPool buffers(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
-                     options.chunk_nbytes);
+                     chunk_nbytes);
   file.set_direct(true);
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     const ByteRange range = body.chunk_range(i);
@@ -158,7 +159,7 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
     }
     if (nbytes > 0) write_aligned(file, range.begin, buffer.data(), nbytes);
   });
-  file.set_direct(false);
+  if (!file.set_direct(false)) throw IoError(errno, "fcntl", file.path());
   rest += body.tail();
   file.write_at(aligned_end, rest.data(), rest.size());
   progress.store(layout.nbytes(), std::memory_order_relaxed);
