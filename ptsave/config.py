@@ -18,11 +18,13 @@ class Config:
     ----------
     n_threads : int
         Threads that copy and checksum.
-    n_direct_threads : int
-        Threads that wait for the disk, in direct reads and writes; more than cores, so that
-        submission overlaps with checksumming.
+    n_direct_writers : int
+        Threads of a direct write; several for each core, so that one waits for the disk while another
+        copies and checksums.
+    n_readers : int
+        Threads of a read.
     write_chunk_nbytes : int
-        Unit of writing, in bytes; times `n_direct_threads` it is the memory a direct save needs.
+        Unit of writing, in bytes; times `n_direct_writers` it is the memory a direct save needs.
     direct_io : bool
         Whether reads and writes may go past the page cache.
     verify : bool
@@ -30,7 +32,8 @@ class Config:
     """
 
     n_threads: int
-    n_direct_threads: int
+    n_direct_writers: int
+    n_readers: int
     write_chunk_nbytes: int = 4 * MIB
     direct_io: bool = True
     verify: bool = True
@@ -53,7 +56,8 @@ def current() -> Config:
     n_threads = _positive_int("PTSAVE_NUM_THREADS", min(cores, 16))
     return Config(
         n_threads=n_threads,
-        n_direct_threads=min(max(2 * n_threads, 4), 12),
+        n_direct_writers=min(4 * n_threads, 12),
+        n_readers=min(3 * n_threads, 12),
         direct_io=os.environ.get("PTSAVE_DIRECT_IO", "1") != "0",
         verify=os.environ.get("PTSAVE_VERIFY", "1") != "0",
     )

@@ -225,7 +225,7 @@ class RecordReader:
         try:
             self.engine.start(
                 records,
-                n_threads=options.n_direct_threads,
+                n_threads=options.n_readers,
                 verify=verify,
                 exact_offsets=exact_offsets,
             )

@@ -166,7 +166,7 @@ def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
     return [
         ("version", b"3\n", 2),
         *byte_order,
-        (".data/serialization_id", None, _SERIALIZATION_ID_NBYTES),
+        (".data/serialization_id", b"", _SERIALIZATION_ID_NBYTES),
     ]
 
 

@@ -211,7 +211,7 @@ class ArchiveWriter:
         )
 
     def _options(self, *, direct: bool) -> _C.WriteOptions:
-        n_threads = self._config.n_direct_threads if direct else self._config.n_threads
+        n_threads = self._config.n_direct_writers if direct else self._config.n_threads
         return _C.WriteOptions(
             compute_crcs=self._compute_crcs,
             n_threads=0 if self._sequential else n_threads,

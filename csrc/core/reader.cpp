@@ -35,6 +35,10 @@ void ArchiveSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes
   }
 }
 
+bool ArchiveSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
+  return !direct_ || sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
+}
+
 std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data,
                                        std::size_t nbytes) const {
   if (memory_ != nullptr || !direct_) {

@@ -33,7 +33,11 @@ class ArchiveSource {
 
   const std::string& name() const { return name_; }
   std::uint64_t nbytes() const { return nbytes_; }
+  // The archive's bytes, if they are in memory; else null.
+  const std::byte* memory() const { return memory_; }
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Whether the page cache may hold some of these bytes.
+  bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
   // Reads what the page cache holds without waiting; how many bytes that was (possibly 0).
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Reads whole pages past the page cache: offset, data and capacity are multiples of the page size.

@@ -7,11 +7,14 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 
 namespace ptsave::sys {
@@ -53,6 +56,14 @@ inline ssize_t pwrite(int fd, const void* data, std::size_t nbytes, off_t offset
 inline int fstat(int fd, struct stat* status) { return fault("fstat") ? -1 : ::fstat(fd, status); }
 inline int fstatat(int dir_fd, const char* path, struct stat* status) {
   return fault("fstatat") ? -1 : ::fstatat(dir_fd, path, status, 0);
+}
+// How many pages of a part of the file are in the page cache; -1 where the kernel does not tell.
+inline std::int64_t cached_pages(int fd, std::uint64_t offset, std::uint64_t nbytes) {
+  constexpr long kCachestat = 451;  // the same number on every architecture
+  const std::array<std::uint64_t, 2> range{offset, nbytes};
+  std::array<std::uint64_t, 5> counts{};
+  if (::syscall(kCachestat, fd, range.data(), counts.data(), 0) != 0) return -1;
+  return static_cast<std::int64_t>(counts[0]);
 }
 inline int fallocate(int fd, off_t nbytes) {
   return fault("fallocate") ? -1 : ::fallocate(fd, 0, 0, nbytes);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
+#include <utility>
 
 #include "core/crc32.h"
 #include "core/error.h"
@@ -28,7 +30,11 @@ constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 
 Transfer::Transfer(const ArchiveSource& source, const ArchiveIndex& index,
                    std::vector<WantedRecord> records, std::size_t n_threads, bool verify)
-    : source_(source), index_(index), verify_(verify), slots_(records.size()) {
+    : source_(source),
+      index_(index),
+      verify_(verify),
+      n_threads_(n_threads),
+      slots_(records.size()) {
   std::ranges::sort(records, {}, &WantedRecord::payload_offset);
   const std::vector<Run> runs = plan_runs(records);
   region_ = std::make_shared<Mapping>(runs.empty() ? 0 : runs.back().region_end);
@@ -84,17 +90,24 @@ void Transfer::plan_chunks(const std::vector<Run>& runs) {
 }
 
 void Transfer::plan_segments() {
+  const auto begin_segment = [this](std::size_t begin) {
+    if (segment_begins_.empty() || begin > segment_begins_.back()) segment_begins_.push_back(begin);
+  };
   std::size_t filled = 0;
+  std::size_t previous_end = 0;
   bool alone = true;
   for (const Slot& slot : slots_) {
     const std::size_t nbytes = slot.end - slot.header;
     const bool large = nbytes >= kSegmentNbytes / 4;
     if (alone || large || filled + nbytes > kSegmentNbytes) {
       const std::size_t begin = align_down(slot.header, kPageNbytes);
-      if (segment_begins_.empty() || begin > segment_begins_.back()) segment_begins_.push_back(begin);
+      begin_segment(begin);
+      // A page that two segments' records share is one of its own: else each would keep the next.
+      if (previous_end > begin) begin_segment(begin + kPageNbytes);
       filled = 0;
     }
     filled += nbytes;
+    previous_end = slot.end;
     alone = large;
   }
   for (std::size_t i = 0; i < segment_begins_.size(); ++i) {
@@ -104,30 +117,52 @@ void Transfer::plan_segments() {
   }
 }
 
-// Checksums a chunk's bytes as they arrive, front to back.
-class Transfer::ChunkCheck {
+// Takes a chunk's bytes as they arrive, front to back: checksums payloads, and copies what did not
+// arrive in its place.
+class Transfer::ChunkIntake {
  public:
-  ChunkCheck(Transfer& transfer, Chunk& chunk)
-      : transfer_(transfer), chunk_(chunk), slot_(chunk.first_slot) {}
+  ChunkIntake(Transfer& transfer, Chunk& chunk)
+      : transfer_(transfer), chunk_(chunk), at_(chunk.begin), slot_(chunk.first_slot) {}
 
-  void add(std::size_t begin, std::size_t end) {
-    if (!transfer_.verify_) return;
-    while (slot_ < chunk_.end_slot) {
+  std::size_t at() const { return at_; }
+  bool complete() const { return at_ == chunk_.end; }
+
+  // The next `nbytes` bytes are at `from`, which is either their place in the region or elsewhere.
+  void add(const std::byte* from, std::size_t nbytes) {
+    const std::size_t end = at_ + nbytes;
+    for (; slot_ < chunk_.end_slot; ++slot_) {
       Slot& slot = transfer_.slots_[slot_];
-      const std::size_t from = std::max(begin, slot.payload);
-      const std::size_t to = std::min(end, slot.end);
-      if (from < to) crc_ = crc32(crc_, transfer_.region_->data() + from, to - from);
+      from = take_seam(from, std::min(end, slot.payload));
+      from = take_payload(from, std::min(end, slot.end));
       if (slot.end > end) return;
       record_piece(slot);
-      ++slot_;
     }
+    take_seam(from, end);
+    at_ = end;
   }
 
+  // The chunk's last payload goes on in the next one.
   void finish() {
-    if (transfer_.verify_ && slot_ < chunk_.end_slot) record_piece(transfer_.slots_[slot_]);
+    if (slot_ < chunk_.end_slot) record_piece(transfer_.slots_[slot_]);
   }
 
  private:
+  const std::byte* take_seam(const std::byte* from, std::size_t end) {
+    if (at_ >= end) return from;
+    std::byte* const place = transfer_.region_->data() + at_;
+    const std::size_t nbytes = end - std::exchange(at_, end);
+    if (from != place) std::memcpy(place, from, nbytes);
+    return from + nbytes;
+  }
+
+  const std::byte* take_payload(const std::byte* from, std::size_t end) {
+    if (at_ >= end || !transfer_.verify_) return take_seam(from, end);
+    std::byte* const place = transfer_.region_->data() + at_;
+    const std::size_t nbytes = end - std::exchange(at_, end);
+    crc_ = from == place ? crc32(crc_, from, nbytes) : crc32_copy(crc_, place, from, nbytes);
+    return from + nbytes;
+  }
+
   void record_piece(Slot& slot) {
     if (slot.payload < chunk_.begin) {
       chunk_.entering = crc_;
@@ -141,6 +176,7 @@ class Transfer::ChunkCheck {
 
   Transfer& transfer_;
   Chunk& chunk_;
+  std::size_t at_;
   std::size_t slot_;
   std::uint32_t crc_ = 0;
 };
@@ -165,35 +201,57 @@ void Transfer::fault_in(const Chunk& chunk) {
 
 void Transfer::read_chunk(std::size_t number) {
   Chunk& chunk = chunks_[number];
-  std::byte* const region = region_->data();
-  const auto archive_offset = [&](std::size_t at) { return chunk.archive_offset + (at - chunk.begin); };
   fault_in(chunk);
-  ChunkCheck check(*this, chunk);
-  std::size_t at = chunk.begin;
-  const auto arrived = [&](std::size_t nbytes) {
-    const std::size_t begin = std::exchange(at, std::min(at + nbytes, chunk.end));
-    check.add(begin, at);
-  };
-  // What the page cache holds comes from there; at the first gap the rest is read past it.
-  while (at < chunk.end) {
-    const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - at);
-    const std::size_t cached = source_.read_cached(archive_offset(at), region + at, wanted);
-    arrived(cached);
-    if (cached < wanted) break;
+  ChunkIntake intake(*this, chunk);
+  if (const std::byte* memory = source_.memory()) {
+    intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
+  } else {
+    // What the page cache holds comes from there; at the first gap the rest is read past it.  Asking
+    // first keeps the kernel from reading ahead what is about to be read directly.
+    if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
+      read_cached(chunk, intake);
+    }
+    if (!intake.complete()) read_direct(chunk, intake);
+    read_buffered(chunk, intake);
   }
-  if (at < chunk.end && at % kPageNbytes == 0 &&
-      source_.read_direct(archive_offset(at), region + at, align_up(chunk.end - at, kPageNbytes))) {
-    arrived(chunk.end - at);
-  }
-  while (at < chunk.end) {
-    const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - at);
-    source_.read_at(archive_offset(at), region + at, wanted);
-    arrived(wanted);
-  }
-  check.finish();
+  intake.finish();
   nbytes_read_.fetch_add(chunk.end - chunk.begin, std::memory_order_relaxed);
   for (std::size_t i = chunk.first_slot; i < chunk.end_slot; ++i) {
     if (slots_[i].n_chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_slot(slots_[i]);
+  }
+}
+
+void Transfer::read_cached(const Chunk& chunk, ChunkIntake& intake) {
+  while (!intake.complete()) {
+    std::byte* const place = region_->data() + intake.at();
+    const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - intake.at());
+    const std::size_t cached = source_.read_cached(chunk.archive_position(intake.at()), place, wanted);
+    intake.add(place, cached);
+    if (cached < wanted) return;
+  }
+}
+
+// Through a buffer: the disk writes faster into memory that is in use already than into fresh pages,
+// by more than the copy costs, which checksums on the way.
+void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
+  if (intake.at() % kPageNbytes != 0) return;
+  std::call_once(buffers_made_, [this] {
+    buffers_ = std::make_unique<BufferPool>(std::max<std::size_t>(n_threads_, 1), kChunkNbytes);
+  });
+  const BufferPool::Lease buffer(*buffers_);
+  const std::size_t nbytes = chunk.end - intake.at();
+  if (source_.read_direct(chunk.archive_position(intake.at()), buffer.data(),
+                          align_up(nbytes, kPageNbytes))) {
+    intake.add(buffer.data(), nbytes);
+  }
+}
+
+void Transfer::read_buffered(const Chunk& chunk, ChunkIntake& intake) {
+  while (!intake.complete()) {
+    std::byte* const place = region_->data() + intake.at();
+    const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - intake.at());
+    source_.read_at(chunk.archive_position(intake.at()), place, wanted);
+    intake.add(place, wanted);
   }
 }
 

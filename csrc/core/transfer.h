@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -67,14 +68,19 @@ class Transfer {
     std::size_t end_slot = 0;
     std::uint32_t entering = 0;
     std::uint32_t leaving = 0;
+
+    std::uint64_t archive_position(std::size_t at) const { return archive_offset + (at - begin); }
   };
-  class ChunkCheck;
+  class ChunkIntake;
 
   std::vector<Run> plan_runs(const std::vector<WantedRecord>& records);
   void plan_chunks(const std::vector<Run>& runs);
   void plan_segments();
   void read_chunk(std::size_t number);
   void fault_in(const Chunk& chunk);
+  void read_cached(const Chunk& chunk, ChunkIntake& intake);
+  void read_direct(const Chunk& chunk, ChunkIntake& intake);
+  void read_buffered(const Chunk& chunk, ChunkIntake& intake);
   void finish_slot(Slot& slot);
   std::uint32_t combined_crc(const Slot& slot) const;
   bool header_agrees(const Slot& slot) const;
@@ -84,10 +90,13 @@ class Transfer {
   const ArchiveSource& source_;
   const ArchiveIndex& index_;
   const bool verify_;
+  const std::size_t n_threads_;
   std::vector<Slot> slots_;  // in file order
   std::unordered_map<std::size_t, std::size_t> slot_by_index_;
   std::vector<Chunk> chunks_;
   std::shared_ptr<Mapping> region_;
+  std::once_flag buffers_made_;
+  std::unique_ptr<BufferPool> buffers_;
   std::atomic<std::int64_t> huge_page_loss_ns_{0};
   std::vector<std::size_t> segment_begins_;
   std::vector<std::shared_ptr<Segment>> segments_;
