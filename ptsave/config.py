@@ -19,8 +19,8 @@ class Config:
     n_threads : int
         Threads that copy and checksum.
     n_direct_writers : int
-        Threads of a direct write; several for each core, so that one waits for the disk while another
-        copies and checksums.
+        Threads of a direct write; several for each core, so that one waits for the disk while
+        another copies and checksums.
     n_readers : int
         Threads of a read.
     write_chunk_nbytes : int
