@@ -24,7 +24,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo test test-cpp test-python test-all lint format asan tsan fuzz \
-        fuzz-short kill benchmark wheel clean
+        fuzz-short kill benchmark wheel clean lint-python lint-types lint-format lint-cpp
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -54,8 +54,9 @@ demo: build  ## train one step, save and load it with stock torch and ptsave, pr
 
 benchmark: build  ## all benchmarks against stock torch and safetensors
 	tools/system_packages.sh benchmark
-	$(CONFIGURE) -B build/benchmark -DPTSAVE_BUILD_BENCHMARKS=ON
-	$(CMAKE) --build build/benchmark --parallel $(JOBS)
+	$(CONFIGURE) -B build/cpp-benchmark -DPTSAVE_BUILD_BENCHMARKS=ON
+	$(CMAKE) --build build/cpp-benchmark --parallel $(JOBS)
+	build/cpp-benchmark/crc32_benchmark
 	$(RUN) -m benchmarks
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/
@@ -74,7 +75,7 @@ test-cpp: build/core/build.ninja  ## C++ unit tests of core
 	$(CTEST) --test-dir build/core --parallel $(JOBS)
 
 test-python: build  ## pytest without what is slow or large
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest --timeout 600 $(PYTEST_ARGS)
 
 test-all: test-cpp build  ## every test: also slow ones and ones that need several GiB
 	$(RUN) -m pytest -m "" $(PYTEST_ARGS)
@@ -107,11 +108,19 @@ fuzz-short:  ## fuzz for one minute
 
 # ----------------------------------------------------------------------------------------- linters
 
-lint: build build/core/build.ninja  ## ruff, mypy, clang-format, clang-tidy
+lint: lint-python lint-types lint-format lint-cpp  ## ruff, mypy, clang-format, clang-tidy
+
+lint-python: $(SETUP_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types: build
 	$(BIN)/mypy
+
+lint-format: $(SETUP_STAMP)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+lint-cpp: build build/core/build.ninja
 	$(RUN) tools/clang_tidy.py
 
 format: $(SETUP_STAMP)  ## let ruff and clang-format rewrite what they can

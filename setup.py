@@ -141,6 +141,7 @@ class CleanBuildPy(build_py):
 
 
 setup(
+    license="MIT",
     install_requires=[torch_requirement(), "tqdm"],
     ext_modules=[Extension("ptsave._C", sources=[])],
     cmdclass={"build_ext": CMakeBuildExt, "build_py": CleanBuildPy},
