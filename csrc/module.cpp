@@ -36,6 +36,13 @@ py::str decode(const std::string& text) {
       text.data(), static_cast<py::ssize_t>(text.size()), "surrogateescape"));
 }
 
+std::string encode(const py::str& text) {
+  const auto bytes = py::reinterpret_steal<py::bytes>(
+      PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogateescape"));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
+
 void set_os_error(const IoError& error) {
   const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
   const py::object value =
@@ -287,8 +294,8 @@ class Reader {
     const auto records = reader_.index().records();
     return {records.begin(), records.end()};
   }
-  std::optional<std::size_t> find(const std::string& name) const {
-    const std::size_t i = reader_.index().find(name);
+  std::optional<std::size_t> find(const py::str& name) const {
+    const std::size_t i = reader_.index().find(encode(name));
     return i == ArchiveIndex::kNotFound ? std::nullopt : std::optional(i);
   }
   std::uint64_t payload_offset(std::size_t i) const {
@@ -318,7 +325,19 @@ class Reader {
     check(i);
     LoadedPayload payload = reader_.payload(i);
     if (must_copy(payload)) wait(i, py::none());
-    return wrap_storage(make_storage(std::move(payload)));
+    storages_.push_back(make_storage(std::move(payload)));
+    return wrap_storage(storages_.back());
+  }
+  // The load is over: storages given out become resizable, as any other.
+  void release_storages() {
+    for (const c10::Storage& storage : storages_) storage.unsafeGetStorageImpl()->set_resizable(true);
+    storages_.clear();
+  }
+  py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
+    if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
+    std::string bytes(nbytes, '\0');
+    without_gil([&] { reader_.source().read_at(offset, bytes.data(), bytes.size()); });
+    return {bytes};
   }
   void cancel() {
     without_gil([&] { reader_.cancel(); });
@@ -337,6 +356,7 @@ class Reader {
 
   py::object keep_;  // outlives reader_
   ArchiveReader reader_;
+  std::vector<c10::Storage> storages_;
 };
 
 void bind_reading(py::module_& module) {
@@ -345,6 +365,8 @@ void bind_reading(py::module_& module) {
       .def_readonly("nbytes", &IndexedRecord::nbytes)
       .def_readonly("crc", &IndexedRecord::crc)
       .def_readonly("header_offset", &IndexedRecord::header_offset)
+      .def_readonly("stored_nbytes", &IndexedRecord::stored_nbytes)
+      .def_readonly("method", &IndexedRecord::method)
       .def_property_readonly("stored", &IndexedRecord::stored)
       .def_property_readonly("encrypted", &IndexedRecord::encrypted);
   py::class_<DamagedRecord>(module, "DamagedRecord")
@@ -370,6 +392,8 @@ void bind_reading(py::module_& module) {
       .def("wait", &Reader::wait, py::arg("record"), py::kw_only(), py::arg("progress"))
       .def("wait_all", &Reader::wait_all, py::kw_only(), py::arg("progress"))
       .def("storage", &Reader::storage, py::arg("record"))
+      .def("release_storages", &Reader::release_storages)
+      .def("read_at", &Reader::read_at, py::arg("offset"), py::arg("nbytes"))
       .def("cancel", &Reader::cancel);
 }
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import _serialization_tls
 
 if TYPE_CHECKING:
     from ptsave.reading import RecordReader
 
 __all__ = ["entries_using"]
 
+# A file says how large its object is: what is looked at for a message has to be bounded.
 _MAX_DEPTH = 64
+_MAX_NODES = 200_000
 
 
 def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
@@ -32,13 +36,48 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
     list of str
         Empty if the object cannot be rebuilt that way.
     """
+    location = _serialization_tls.map_location
     try:
         offsets = {reader.get_record_offset(name) for name in records}
-        obj = torch.serialization._load(reader, "meta", torch._weights_only_unpickler)
+        plain = _PlainReader(reader)
+        obj = torch.serialization._load(plain, "meta", torch._weights_only_unpickler)
     except Exception:  # the message is better without entries than not raised
         return []
+    finally:
+        _serialization_tls.map_location = location  # torch leaves it behind if unpickling fails
+    return _collect(obj, offsets)
+
+
+class _PlainReader:
+    """The archive without the record that makes torch compute offsets instead of asking."""
+
+    def __init__(self, reader: RecordReader) -> None:
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def has_record(self, name: str) -> bool:
+        return name != ".format_version" and self._reader.has_record(name)
+
+
+def _collect(obj: Any, offsets: set[int]) -> list[str]:
+    """Return the paths of the tensors at `offsets`, each shared container looked at once."""
     found: list[str] = []
-    _collect(obj, "", offsets, found, 0)
+    seen: set[int] = set()
+    pending: list[tuple[Any, str, int]] = [(obj, "", 0)]
+    while pending and len(seen) < _MAX_NODES:
+        value, path, depth = pending.pop()
+        if isinstance(value, torch.Tensor):
+            if _offset(value) in offsets:
+                found.append(path or "the tensor itself")
+        elif id(value) not in seen and depth < _MAX_DEPTH:
+            seen.add(id(value))
+            children = [
+                (child, f"{path}.{key}" if path else str(key), depth + 1)
+                for key, child in _children(value)
+            ]
+            pending += reversed(children)
     return found
 
 
@@ -49,18 +88,9 @@ def _offset(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _collect(obj: Any, path: str, offsets: set[int], found: list[str], depth: int) -> None:
-    if isinstance(obj, torch.Tensor):
-        if _offset(obj) in offsets:
-            found.append(path or "the tensor itself")
-    elif depth < _MAX_DEPTH:
-        for key, value in _children(obj):
-            _collect(value, f"{path}.{key}" if path else str(key), offsets, found, depth + 1)
-
-
-def _children(obj: Any) -> list[tuple[object, Any]]:
+def _children(obj: Any) -> Sequence[tuple[object, Any]]:
     if isinstance(obj, dict):
-        return list(obj.items())
+        return list(obj.items())[:_MAX_NODES]
     if isinstance(obj, (list, tuple, set)):
-        return list(enumerate(obj))
+        return list(enumerate(obj))[:_MAX_NODES]
     return []

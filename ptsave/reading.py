@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,7 +17,7 @@ from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
 from ptsave.progress import ProgressCallback
 
-__all__ = ["RecordReader", "open_archive", "raise_corrupt", "real_file"]
+__all__ = ["RecordReader", "describe", "open_archive", "raise_corrupt", "real_file"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # What torch says when miniz fails; people search for it.
@@ -59,8 +59,16 @@ def open_archive(f: Any) -> _C.Reader | None:
         if raw is not None:
             return _open_file_object(raw)
     except _C.FormatError as error:
-        raise_corrupt(error, str(getattr(f, "name", f)))
+        raise_corrupt(error, describe(f))
     return None
+
+
+def describe(f: Any) -> str:
+    """Return what to call `f` in a message."""
+    if isinstance(f, (str, os.PathLike)):
+        return os.fsdecode(f)
+    name = getattr(f, "name", None)
+    return name if isinstance(name, str) else f"<{type(f).__name__}>"
 
 
 def real_file(f: Any) -> Any:
@@ -76,6 +84,9 @@ def real_file(f: Any) -> Any:
 
 def _open_path(path: str | bytes) -> _C.Reader | None:
     if not isinstance(path, str) or path.endswith(".safetensors") or "\0" in path:
+        return None
+    # Opening a pipe only to see that it is one would take its writer away from torch.
+    if os.path.exists(path) and not os.path.isfile(path):
         return None
     with open(path, "rb", buffering=0) as stream:
         return _open_file_object(stream)
@@ -93,20 +104,18 @@ def _open_file_object(stream: Any) -> _C.Reader | None:
     return _C.Reader.open_descriptor(fd, begin, os.fsencode(str(stream.name)))
 
 
-def raise_corrupt(error: _C.FormatError, path: str, entries: list[str] | None = None) -> None:
+def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
     """Raise what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
     reason, detail, record, offset = error.args
-    parts = [f"{reason}{_MINIZ_ADVICE} {detail}"]
+    by_torch = reason.startswith("Pytorch")
+    parts = [f"{reason}{_MINIZ_ADVICE if by_torch else ''} ({detail})"]
     if record is not None:
         parts.append(f"record {record}")
     if offset is not None:
         parts.append(f"offset {offset}")
-    if entries:
-        parts.append(f"used by {', '.join(entries[:8])}{', ...' if len(entries) > 8 else ''}")
     kind = CorruptPickleError if record == "data.pkl" else CorruptCheckpointError
-    raise kind(
-        f"{path}: {'; '.join(parts)}", path=path, record=record, offset=offset, entries=entries
-    ) from None
+    message = f"{path}: {'; '.join(parts)}"
+    raise kind(message, path=path, record=record, offset=offset) from None
 
 
 class RecordReader:
@@ -122,29 +131,29 @@ class RecordReader:
         What to call it in messages.
     verify : bool
         Whether checksums are compared.
+
+    Attributes
+    ----------
     progress : ProgressCallback or None
         Called while waiting, with the bytes read so far.
+    wait_for_bytes : bool
+        Whether a storage is handed out only when it is filled.
     """
 
-    def __init__(
-        self,
-        engine: _C.Reader,
-        path: str,
-        *,
-        verify: bool,
-        progress: ProgressCallback | None,
-    ) -> None:
+    def __init__(self, engine: _C.Reader, path: str, *, verify: bool) -> None:
         self.engine = engine
         self.path = path
         self.wait_for_bytes = True
-        self._verify = verify and config.current().verify
-        self._progress = progress
-        self._records = engine.records()
+        self.verify = verify and config.current().verify
+        self.progress: ProgressCallback | None = None
+        self.records = engine.records()
+        self._small: dict[str, bytes] = {}
 
     def close(self) -> None:
         """Let go of the archive, even if something still refers to this reader."""
         del self.engine
-        self._records = []
+        self.records = []
+        self._small.clear()
 
     # ------------------------------------------------------------------- torch's reader interface
 
@@ -152,27 +161,27 @@ class RecordReader:
         return self.engine.find(name) is not None
 
     def get_all_records(self) -> list[str]:
-        return [record.name for record in self._records]
+        return [record.name for record in self.records]
 
     def get_record(self, name: str) -> bytes:
-        try:
-            return self.engine.read(self._find(name), verify=self._verify)
-        except _C.FormatError as error:
-            raise_corrupt(error, self.path)
-            raise
+        if name not in self._small:
+            try:
+                self._small[name] = self.engine.read(self._find(name), verify=self.verify)
+            except _C.FormatError as error:
+                raise_corrupt(error, self.path)
+        return self._small[name]
 
     def get_record_size(self, name: str) -> int:
-        return self._records[self._find(name)].nbytes
+        return self.records[self._find(name)].nbytes
 
     def get_record_offset(self, name: str) -> int:
         try:
             return self.engine.payload_offset(self._find(name))
         except _C.FormatError as error:
             raise_corrupt(error, self.path)
-            raise
 
     def get_record_header_offset(self, name: str) -> int:
-        return self._records[self._find(name)].header_offset
+        return self.records[self._find(name)].header_offset
 
     def get_record_offset_no_read(self, cursor: int, name: str, nbytes: int, alignment: int) -> int:
         full_name = f"{self.engine.root}/{name}"
@@ -185,42 +194,46 @@ class RecordReader:
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
         """Return a tensor over the storage of a record, which may still be being filled."""
         record = self._find(name)
-        found = self._records[record].nbytes
+        found = self.records[record].nbytes
         if found != nbytes:
             raise CorruptCheckpointError(
                 f"record size ({found} bytes) does not match expected size ({nbytes} bytes = "
                 f"{nbytes} elements * 1 bytes/element) for dtype Byte: {self.path}, record {name}",
                 path=self.path,
                 record=name,
-                offset=self._records[record].header_offset,
+                offset=self.records[record].header_offset,
             )
         if self.wait_for_bytes:
-            self.engine.wait(record, progress=self._progress)
+            self.engine.wait(record, progress=self.progress)
         return self.engine.storage(record)
 
     def _find(self, name: str) -> int:
         record = self.engine.find(name)
         if record is None:
             message = f"PytorchStreamReader failed locating file {name}: file not found"
-            raise CorruptCheckpointError(
-                f"{message}{_MINIZ_ADVICE} ({self.path})", path=self.path, record=name
-            )
+            self.fail(f"{message}{_MINIZ_ADVICE}", name)
         return record
+
+    def fail(self, message: str, record: str) -> NoReturn:
+        """Raise a :class:`CorruptCheckpointError` about a record."""
+        raise CorruptCheckpointError(
+            f"{self.path}: record {record}: {message}", path=self.path, record=record
+        )
 
     # ------------------------------------------------------------------------- filling of storages
 
     @contextmanager
     def reading_storages(self, *, exact_offsets: bool) -> Iterator[None]:
         """Fill the storages of all tensors in the background; what is not done at the end stops."""
-        records = [i for i, record in enumerate(self._records) if record.name.startswith("data/")]
+        records = [i for i, record in enumerate(self.records) if record.name.startswith("data/")]
         options = config.current()
-        verify = self._verify and self._have_crcs(records)
-        if self._verify and not verify:
+        verify = self.verify and self._have_crcs(records)
+        if self.verify and not verify:
             warnings.warn(
                 f"{self.path} was written without checksums of its storages "
                 "(set_crc32_options(False) or skip_data()): they are loaded unverified",
                 CheckpointWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
         try:
             self.engine.start(
@@ -237,14 +250,18 @@ class RecordReader:
 
     def _have_crcs(self, records: list[int]) -> bool:
         """Whether the storages have checksums: torch writes zero for all of them or for none."""
-        filled = [self._records[i] for i in records if self._records[i].nbytes]
+        filled = [self.records[i] for i in records if self.records[i].nbytes]
         return not filled or any(record.crc for record in filled)
 
     def wait_for_storages(self) -> None:
         """Wait until every storage is filled, and refuse the archive if any is damaged."""
-        damaged = self.engine.wait_all(progress=self._progress)
+        damaged = self.engine.wait_all(progress=self.progress)
         if damaged:
             raise self._damage(damaged)
+
+    def release_storages(self) -> None:
+        """Make the storages that were handed out ordinary ones: until now none could be resized."""
+        self.engine.release_storages()
 
     def _damage(self, damaged: list[_C.DamagedRecord]) -> CorruptCheckpointError:
         from ptsave.entries import entries_using

@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from torch.serialization import (
 )
 
 from ptsave import _C, stock
+from ptsave.checking import check_compressed_members, check_small_records, check_version
 from ptsave.pickling import pickle_object
 from ptsave.progress import progress_bar
-from ptsave.reading import RecordReader, open_archive
+from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.unpickling import unpickle
 from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
 
@@ -272,12 +274,17 @@ def load(
     >>> ptsave.load(stream)
     [tensor([0, 1, 2]), 'three']
     """
-    engine = _engine_for(f, mmap)
+    reader = _reader_for(f, mmap, verify)
     restricted = _resolve_weights_only(weights_only, pickle_module)
-    if engine is not None and engine.find("constants.pkl") is not None:
+    if reader is not None and reader.has_record("constants.pkl"):
+        reader.close()
         warnings.warn(_TORCHSCRIPT_WARNING, UserWarning, stacklevel=2)
         return _load_torchscript(f, map_location, restricted)
-    if engine is None or not all(record.stored for record in engine.records()):
+    if reader is not None and not all(record.stored for record in reader.records):
+        with closing(reader):
+            check_compressed_members(reader)
+        reader = None
+    if reader is None:
         return stock.load(
             f, map_location, pickle_module, weights_only=restricted, mmap=mmap, **pickle_load_args
         )
@@ -287,22 +294,23 @@ def load(
     module = _weights_only_unpickler if restricted else pickle_module or pickle
     _check_dill_version(pickle_module)
     pickle_load_args.setdefault("encoding", "utf-8")
-    path = os.fspath(f) if _is_path(f) else str(getattr(f, "name", f))
-    nbytes = engine.nbytes
-    with progress_bar(progress, "loading", nbytes) as callback:
-        reader = RecordReader(engine, path, verify=verify, progress=callback)
+    with (
+        closing(reader),
+        progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
+    ):
         try:
+            check_version(reader)
+            if reader.verify:
+                check_small_records(reader)
             overall_storage = _map_file(f) if _wants_mmap(mmap) else None
             return unpickle(reader, map_location, module, overall_storage, pickle_load_args)
         except pickle.UnpicklingError as error:
             if not restricted or isinstance(error, RuntimeError):
                 raise
             raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
-        finally:
-            reader.close()
 
 
-def _engine_for(f: Any, mmap: bool | None) -> _C.Reader | None:
+def _reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     """Decide who loads: an open archive for ptsave, or None for torch's own loader.
 
     torch's loader gets whatever the engine does not read: files that are no zip archive (the
@@ -312,7 +320,8 @@ def _engine_for(f: Any, mmap: bool | None) -> _C.Reader | None:
     """
     if _wants_mmap(mmap) and not _is_path(f):
         return None
-    return open_archive(f)
+    engine = open_archive(f)
+    return None if engine is None else RecordReader(engine, describe(f), verify=verify)
 
 
 def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:

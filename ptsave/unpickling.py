@@ -68,9 +68,13 @@ def unpickle(
     """
 
     def load(module: Any) -> Any:
-        return torch.serialization._load(
-            reader, map_location, module, overall_storage=overall_storage, **pickle_load_args
-        )
+        try:
+            return torch.serialization._load(
+                reader, map_location, module, overall_storage=overall_storage, **pickle_load_args
+            )
+        finally:
+            # torch leaves it behind when unpickling fails.
+            torch.serialization._serialization_tls.map_location = None
 
     if overall_storage is not None or not _fills_storages(map_location):
         return load(pickle_module)
@@ -79,9 +83,11 @@ def unpickle(
             with reader.reading_storages(exact_offsets=exact_offsets):
                 if not _may_overlap(reader, map_location, pickle_module):
                     reader.wait_for_storages()
-                    return load(pickle_module)
-                result = load(_overlapping(reader, pickle_module))
-                reader.wait_for_storages()
+                    result = load(pickle_module)
+                else:
+                    result = load(_overlapping(reader, pickle_module))
+                    reader.wait_for_storages()
+                reader.release_storages()
                 return result
         except _C.LayoutMismatchError:
             # The payloads are not where torch's writer would have put them.  Nothing but blind

@@ -82,7 +82,11 @@ File File::open_for_reading(const std::string& path) {
 
 File File::reopen_for_reading(int fd, std::string path) {
   const std::string link = descriptor_path(fd);
-  return {Descriptor(open_or_fail(AT_FDCWD, link.c_str(), O_RDONLY, path)), std::move(path)};
+  Descriptor again(
+      retry_interrupted([&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_CLOEXEC); }));
+  // Without /proc, or where permission was there only for the one who opened it, the description is
+  // shared: read_at() does not move its position.
+  return again ? File(std::move(again), std::move(path)) : duplicate(fd, std::move(path));
 }
 
 File File::open_for_writing(const std::string& path) {
@@ -166,6 +170,10 @@ void File::truncate(std::uint64_t nbytes) const {
   if (retry_interrupted([&] { return sys::ftruncate(fd(), static_cast<off_t>(nbytes)); }) != 0) {
     fail("ftruncate", path_);
   }
+}
+
+void File::flush() const {
+  if (retry_interrupted([&] { return sys::close_duplicate(fd()); }) != 0) fail("close", path_);
 }
 
 void File::sync() const {
@@ -328,7 +336,11 @@ void AtomicFile::remove_leftovers() {
 }
 
 void AtomicFile::commit(bool durable) {
-  if (durable) file_.sync();
+  if (durable) {
+    file_.sync();
+  } else {
+    file_.flush();
+  }
   const int renamed = retry_interrupted(
       [&] { return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str()); });
   if (renamed != 0) fail("rename", display_);

@@ -47,7 +47,8 @@ class File {
 
   // Opens an existing file for reading.
   static File open_for_reading(const std::string& path);
-  // A second, independent description of the file behind `fd` (which stays the caller's).
+  // A second, independent description of the file behind `fd` (which stays the caller's), or where
+  // that is not permitted, a duplicate.
   static File reopen_for_reading(int fd, std::string path);
   // Opens (creating, keeping what is there) a file for writing in place.
   static File open_for_writing(const std::string& path);
@@ -73,6 +74,9 @@ class File {
   // cannot (never writes zeros).
   void preallocate(std::uint64_t nbytes) const;
   void truncate(std::uint64_t nbytes) const;
+  // Reports errors that the file system has put off until the file is closed, as network file systems
+  // do with a lack of space.
+  void flush() const;
   void sync() const;
 
  private:

@@ -73,9 +73,9 @@ namespace {
 // The size that the directory claims for any other record is not bounded by the file's.
 void require_stored(const IndexedRecord& record) {
   if (record.stored() && !record.encrypted()) return;
-  throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name,
-                    record.encrypted() ? "unsupported encryption" : "unsupported method",
-                    record.name, record.header_offset);
+  throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name + ": " +
+                        (record.encrypted() ? "unsupported encryption" : "unsupported method"),
+                    "the member cannot be read", record.name, record.header_offset);
 }
 
 ArchiveIndex read_index(const ArchiveSource& source) {

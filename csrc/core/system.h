@@ -42,6 +42,12 @@ inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
 inline int close(int fd) {
   return ::close(fd);  // never injected: a failed close leaves no fd that a retry could use
 }
+// Closing a duplicate makes the file system report what it puts off until a close; `fd` stays open.
+inline int close_duplicate(int fd) {
+  if (fault("close")) return -1;
+  const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  return copy < 0 ? -1 : ::close(copy);
+}
 inline ssize_t pread(int fd, void* data, std::size_t nbytes, off_t offset) {
   return fault("pread", &nbytes) ? -1 : ::pread(fd, data, nbytes, offset);
 }

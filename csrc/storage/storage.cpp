@@ -30,7 +30,7 @@ c10::Storage make_storage(LoadedPayload payload) {
   c10::Allocator* const allocator = c10::GetCPUAllocator();
   const auto wrap = [&](c10::DataPtr data) {
     return c10::Storage(c10::Storage::use_byte_size_t(), payload.nbytes, std::move(data), allocator,
-                        /*resizable=*/true);
+                        /*resizable=*/false);
   };
   if (payload.nbytes == 0 || must_copy(payload)) {
     c10::DataPtr copy = allocator->allocate(payload.nbytes);

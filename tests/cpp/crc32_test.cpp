@@ -218,7 +218,8 @@ TEST(Crc32Test, FacadeIsZlibs) {
   EXPECT_EQ(target, bytes);
 }
 
-// Runs in a fresh process (see below), whose first use of a CRC this is.
+// Runs in a fresh process (see below; user-mode emulators cannot start one), whose first use of a
+// CRC this is.
 [[noreturn]] void first_calls_in_many_threads() {
   constexpr std::size_t kThreads = 16;
   std::barrier start(kThreads);
@@ -236,7 +237,7 @@ TEST(Crc32Test, FacadeIsZlibs) {
 }
 
 TEST(Crc32DeathTest, FirstCallsMayRace) {
-  testing::FLAGS_gtest_death_test_style = "threadsafe";  // executes the test program anew
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // executes the test program anew
   EXPECT_EXIT(first_calls_in_many_threads(), testing::ExitedWithCode(0), "");
 }
 

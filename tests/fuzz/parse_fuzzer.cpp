@@ -33,7 +33,8 @@ void check_record(std::span<const std::byte> file, const ptsave::ArchiveIndex& i
           rest.first(std::min(rest.size(), read_nbytes)), record, root_nbytes, record.limit);
       require(offset > record.header_offset && offset <= record.limit);
       require(record.stored_nbytes <= record.limit - offset);
-    } catch (const ptsave::FormatError&) {
+    } catch (const ptsave::FormatError& error) {
+      require(error.record() == record.name && error.offset() == record.header_offset);
     }
   }
 }

@@ -1,0 +1,484 @@
+// Every system call of a save and of a load fails once, in turn, in every way that matters.  Needs
+// the fault injection points of core/system.h (PTSAVE_FAULT_INJECTION).
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "archive_fixture.h"
+#include "core/error.h"
+#include "core/file.h"
+#include "core/reader.h"
+#include "core/system.h"
+#include "core/writer.h"
+#include "scratch.h"
+
+namespace ptsave {
+namespace {
+
+using scratch::Folder;
+using scratch::noise;
+using Names = std::set<std::string>;
+
+const Poll kNoPoll = [] {};
+
+// What happens to the n-th call, or to all from the n-th on.
+struct Fault {
+  int errnum = 0;  // 0: the call transfers less
+  std::size_t (*cut)(std::size_t) = nullptr;
+  bool lasting = false;
+  std::string_view only;  // empty: any call counts
+};
+
+// Injects one fault for as long as it lives.  Safe for concurrent use by the threads under test.
+class Injection {
+ public:
+  Injection(const Fault& fault, int n) : fault_(fault), n_left_(n) {
+    current_ = this;
+    sys::fault_hook = &hook;
+  }
+  Injection(const Injection&) = delete;
+  Injection& operator=(const Injection&) = delete;
+  ~Injection() {
+    sys::fault_hook = nullptr;
+    current_ = nullptr;
+  }
+
+  bool happened() const { return n_injected_ > 0; }
+  int n_injected() const { return n_injected_; }
+  // The call that failed, and whether the new file had its name by then.
+  std::string call() const { return call_; }
+  bool after_rename() const { return after_rename_; }
+
+ private:
+  static int hook(const char* call, std::size_t* nbytes) { return current_->count(call, nbytes); }
+
+  int count(const char* call, std::size_t* nbytes) {
+    const std::lock_guard lock(mutex_);
+    const bool counts = (fault_.only.empty() || fault_.only == call) &&
+                        (fault_.cut == nullptr || nbytes != nullptr);
+    if (counts && (fault_.lasting ? --n_left_ <= 0 : --n_left_ == 0)) {
+      if (n_injected_++ == 0) {
+        call_ = call;
+        after_rename_ = renamed_;
+      }
+      if (fault_.cut == nullptr) return fault_.errnum;
+      *nbytes = fault_.cut(*nbytes);
+      return 0;
+    }
+    renamed_ |= std::string_view(call) == "renameat";
+    return 0;
+  }
+
+  static inline Injection* current_ = nullptr;
+  const Fault fault_;
+  std::mutex mutex_;
+  int n_left_;
+  bool renamed_ = false;
+  int n_injected_ = 0;
+  std::string call_;
+  bool after_rename_ = false;
+};
+
+std::size_t one(std::size_t /*nbytes*/) { return 1; }
+std::size_t half(std::size_t nbytes) { return (nbytes + 1) / 2; }
+std::size_t none(std::size_t /*nbytes*/) { return 0; }
+
+std::vector<archive_fixture::Record> contents() {
+  std::vector<archive_fixture::Record> records;
+  for (const std::size_t nbytes : {100u, 9000u, 0u, 20000u, 3u}) {
+    records.push_back({"data/" + std::to_string(records.size()), noise(nbytes, nbytes)});
+  }
+  return records;
+}
+
+ArchiveLayout layout_of(const std::vector<archive_fixture::Record>& records) {
+  std::vector<RecordSpec> specs;
+  for (const auto& record : records) specs.push_back({record.name, record.data.size()});
+  specs.push_back({".data/serialization_id", 40});
+  return plan("archive", specs, 64);
+}
+
+// How a checkpoint is saved.
+struct Variant {
+  bool direct;
+  bool durable;
+  bool replaces;  // an old file is there
+  std::size_t n_threads;
+};
+
+std::ostream& operator<<(std::ostream& out, const Variant& variant) {
+  return out << (variant.direct ? "direct " : "buffered ") << (variant.durable ? "durable " : "")
+             << (variant.replaces ? "replacing " : "fresh ") << variant.n_threads << " threads";
+}
+
+// One save, as the extension module does it.
+void save(const std::string& path, const Variant& variant) {
+  const std::vector<archive_fixture::Record> records = contents();
+  const ArchiveLayout layout = layout_of(records);
+  const Payloads payloads = [&](std::size_t i) {
+    return std::as_bytes(std::span(records[i].data)).data();
+  };
+  const WriteOptions options{true, variant.n_threads, 4096};
+  Progress progress{0};
+  AtomicFile target(path, path);
+  target.file().preallocate(layout.nbytes());
+  if (variant.direct) {
+    write_direct(layout, payloads, target.file(), options, progress, kNoPoll);
+  } else {
+    write_buffered(layout, payloads, target.file(), 0, options, progress, kNoPoll);
+  }
+  target.commit(variant.durable);
+}
+
+// What an undisturbed save writes.
+const std::string& whole_archive() {
+  static const std::string bytes = [] {
+    const Folder folder;
+    save(folder / "file", {false, false, false, 0});
+    return scratch::read_file(folder / "file");
+  }();
+  return bytes;
+}
+
+// Calls whose failure a save survives: they make it better, not possible.
+bool is_optional(const std::string& call) {
+  static const Names kOptional{"flock", "fchown", "fcntl", "fstatat", "unlinkat"};
+  return kOptional.contains(call);
+}
+
+class SaveFaults : public testing::TestWithParam<Variant> {
+ protected:
+  SaveFaults() : path_(folder_ / "model.pt") {}
+
+  // Runs one save with a fault; returns the errno it failed with (0: it succeeded), and checks what
+  // must hold either way.  `happened` tells whether the save made as many calls.
+  int save_with(const Fault& fault, int n, bool* happened = nullptr) {
+    prepare();
+    const std::size_t descriptors = scratch::n_descriptors();
+    const Injection injection(fault, n);
+    int errnum = 0;
+    try {
+      save(path_, GetParam());
+    } catch (const IoError& error) {
+      errnum = error.errnum();
+      EXPECT_NE(errnum, 0) << error.what();
+      EXPECT_EQ(error.path(), path_);
+    }
+    const std::string context = "call " + std::to_string(n) + ": " + injection.call();
+    EXPECT_EQ(scratch::n_descriptors(), descriptors) << context;
+    check_file(errnum != 0 && !injection.after_rename(), context);
+    if (injection.call() != "unlinkat") check_no_leftovers(context);
+    if (happened != nullptr) *happened = injection.happened();
+    call_ = injection.call();
+    return errnum;
+  }
+
+  void check_all_calls(int errnum) {
+    for (int n = 1;; ++n) {
+      bool happened = false;
+      const int failed_with = save_with({errnum, nullptr, false, {}}, n, &happened);
+      if (!happened) break;
+      if (failed_with == 0) {
+        EXPECT_TRUE(is_optional(call_)) << call_ << " may not fail unnoticed";
+      } else {
+        EXPECT_EQ(failed_with, errnum) << call_;
+      }
+    }
+    EXPECT_TRUE(scratch::n_threads_becomes(threads_));
+  }
+
+  const std::string& call() const { return call_; }
+
+ private:
+  void prepare() {
+    for (const std::string& name : folder_.names()) ::unlink((folder_ / name).c_str());
+    if (GetParam().replaces) scratch::write_file(path_, "old");
+  }
+
+  void check_file(bool old, const std::string& context) const {
+    if (!old) {
+      EXPECT_TRUE(scratch::read_file(path_) == whole_archive()) << context;
+    } else if (GetParam().replaces) {
+      EXPECT_EQ(scratch::read_file(path_), "old") << context;
+    } else {
+      EXPECT_FALSE(folder_.names().contains("model.pt")) << context;
+    }
+  }
+
+  void check_no_leftovers(const std::string& context) const {
+    for (const std::string& name : folder_.names()) EXPECT_EQ(name, "model.pt") << context;
+  }
+
+  Folder folder_;
+  std::string path_;
+  std::string call_;
+  std::size_t threads_ = scratch::n_entries("/proc/self/task");
+};
+
+std::vector<Variant> variants() {
+  std::vector<Variant> all;
+  for (const bool direct : {false, true}) {
+    for (const bool durable : {false, true}) {
+      for (const bool replaces : {false, true}) {
+        for (const std::size_t n_threads : {0u, 3u}) {
+          all.push_back({direct, durable, replaces, n_threads});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Variants, SaveFaults, testing::ValuesIn(variants()));
+
+TEST_P(SaveFaults, WorksWithoutAny) { EXPECT_EQ(save_with({}, 1 << 30), 0); }
+
+TEST_P(SaveFaults, NoSpace) { check_all_calls(ENOSPC); }
+TEST_P(SaveFaults, InputOutputError) { check_all_calls(EIO); }
+TEST_P(SaveFaults, Quota) { check_all_calls(EDQUOT); }
+
+TEST_P(SaveFaults, InterruptedCallsAreRepeated) {
+  for (int n = 1;; ++n) {
+    bool happened = false;
+    EXPECT_EQ(save_with({EINTR, nullptr, false, {}}, n, &happened), 0) << call();
+    if (!happened) break;
+  }
+}
+
+TEST_P(SaveFaults, NothingWorksAnyMore) {
+  // From the n-th call on, so that cleaning up fails too: then leftovers are allowed, hanging is
+  // not.
+  for (const std::string_view only : {"pwrite", "fallocate", "fsync", "renameat", "fstat"}) {
+    for (int n = 1; n < 100; ++n) {
+      bool happened = false;
+      const int failed_with = save_with({EIO, nullptr, true, only}, n, &happened);
+      if (!happened) break;
+      EXPECT_EQ(failed_with, EIO) << call();
+    }
+  }
+}
+
+TEST_P(SaveFaults, ShortTransfersAreContinued) {
+  for (const auto cut : {&one, &half}) {
+    for (int n = 1;; ++n) {
+      bool happened = false;
+      EXPECT_EQ(save_with({0, cut, false, {}}, n, &happened), 0);
+      if (!happened) break;
+    }
+    EXPECT_EQ(save_with({0, cut, true, {}}, 1), 0);
+  }
+}
+
+TEST_P(SaveFaults, ATransferOfNothingIsAnError) {
+  for (int n = 1;; ++n) {
+    bool happened = false;
+    const int failed_with = save_with({0, &none, true, "pwrite"}, n, &happened);
+    if (!happened) break;
+    EXPECT_EQ(failed_with, EIO);
+  }
+}
+
+// What file systems of limited talents answer.
+TEST_P(SaveFaults, UnsupportedCallsAreDoneWithout) {
+  const std::pair<std::string_view, int> kRefusals[] = {
+      {"fallocate", EOPNOTSUPP}, {"fallocate", ENOSYS}, {"fchmod", EOPNOTSUPP},
+      {"fchmod", ENOSYS},        {"fchmod", EPERM},     {"fchown", EPERM},
+      {"flock", ENOLCK},         {"flock", EOPNOTSUPP}, {"fcntl", EINVAL},
+  };
+  for (const auto& [call, errnum] : kRefusals) {
+    bool happened = true;
+    for (int n = 1; happened; ++n) {
+      const int failed_with = save_with({errnum, nullptr, false, call}, n, &happened);
+      // Direct mode that cannot be turned off again is an error, not a torn tail.
+      EXPECT_TRUE(failed_with == 0 || (call == "fcntl" && failed_with == EINVAL)) << call;
+    }
+  }
+}
+
+TEST_P(SaveFaults, DirectWritesThatAreRefusedGoThroughTheCache) {
+  if (!GetParam().direct) return;
+  for (int n = 1; n < 20; ++n) {
+    bool happened = false;
+    const int failed_with = save_with({EINVAL, nullptr, false, "pwrite"}, n, &happened);
+    if (!happened) break;
+    // The tail is written through the cache anyway; EINVAL is an error there.
+    EXPECT_TRUE(failed_with == 0 || failed_with == EINVAL);
+    EXPECT_TRUE(n > 1 || failed_with == 0);
+  }
+}
+
+TEST_P(SaveFaults, DirectoriesThatNeedNoSync) {
+  if (!GetParam().durable) return;
+  EXPECT_EQ(save_with({EINVAL, nullptr, false, "fsync"}, 2), 0);
+  EXPECT_EQ(save_with({EINVAL, nullptr, false, "fsync"}, 1), EINVAL) << "the file does need it";
+}
+
+TEST_P(SaveFaults, RefusedRenameLeavesTheOldFile) {
+  for (const int errnum : {EXDEV, EBUSY, EPERM, EACCES, EROFS}) {
+    EXPECT_EQ(save_with({errnum, nullptr, false, "renameat"}, 1), errnum);
+  }
+}
+
+TEST(Durability, SyncsTheFileBeforeItsNameAndTheNameBeforeItReturns) {
+  static std::vector<std::string> calls;
+  calls.clear();
+  sys::fault_hook = [](const char* call, std::size_t*) {
+    if (std::string_view(call).ends_with("sync") || std::string_view(call) == "renameat") {
+      calls.emplace_back(call);
+    }
+    return 0;
+  };
+  const Folder folder;
+  save(folder / "model.pt", {false, false, false, 0});
+  EXPECT_EQ(calls, std::vector<std::string>{"renameat"});
+  calls.clear();
+  save(folder / "model.pt", {true, true, true, 0});
+  sys::fault_hook = nullptr;
+  EXPECT_EQ(calls, (std::vector<std::string>{"fsync", "renameat", "fsync"}));
+}
+
+TEST(LeftoverFaults, AreHarmless) {
+  const Folder folder;
+  const std::string path = folder / "model.pt";
+  const std::string leftover = folder / ".model.pt.0123456789abcdef.ptsave";
+  for (int n = 1; n < 10; ++n) {
+    scratch::write_file(leftover, "half");
+    {
+      const Injection injection({EIO, nullptr, false, {}}, n);
+      try {
+        save(path, {false, false, true, 0});
+      } catch (const IoError& error) {
+        EXPECT_EQ(error.errnum(), EIO);
+      }
+    }
+    save(path, {false, false, true, 0});
+    EXPECT_EQ(folder.names(), Names{"model.pt"});
+  }
+}
+
+TEST(LeftoverFaults, StayWhereLocksDoNotWork) {
+  // Without locks a leftover cannot be told from a file that is being written.
+  const Folder folder;
+  const std::string leftover = ".model.pt.0123456789abcdef.ptsave";
+  scratch::write_file(folder / leftover, "half");
+  const Injection injection({ENOLCK, nullptr, true, "flock"}, 1);
+  save(folder / "model.pt", {false, false, false, 0});
+  EXPECT_EQ(folder.names(), (Names{"model.pt", leftover}));
+}
+
+// ----------------------------------------------------------------------------------------- reading
+
+class LoadFaults : public testing::TestWithParam<std::tuple<bool, std::size_t>> {
+ protected:
+  LoadFaults() : path_(folder_ / "model.pt") { save(path_, {false, false, false, 0}); }
+
+  bool cold() const { return std::get<0>(GetParam()); }
+
+  // One load with a fault: the errno it failed with, -1 for a FormatError, 0 if all payloads came.
+  int load_with(const Fault& fault, int n, bool* happened = nullptr) {
+    if (cold()) scratch::drop_from_page_cache(path_);
+    const std::size_t descriptors = scratch::n_descriptors();
+    const Injection injection(fault, n);
+    const int result = load();
+    EXPECT_EQ(scratch::n_descriptors(), descriptors);
+    if (happened != nullptr) *happened = injection.happened();
+    call_ = injection.call();
+    return result;
+  }
+
+  const std::string& call() const { return call_; }
+
+ private:
+  int load() const try {
+    ArchiveReader reader({File::open_for_reading(path_), 0});
+    const std::vector<archive_fixture::Record> records = contents();
+    std::vector<std::size_t> wanted(records.size());
+    for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = i;
+    reader.start(wanted, std::get<1>(GetParam()), true, cold());
+    EXPECT_TRUE(reader.wait_all(kNoPoll).empty());
+    for (const std::size_t i : wanted) {
+      const LoadedPayload payload = reader.payload(i);
+      EXPECT_EQ(payload.nbytes, records[i].data.size());
+      EXPECT_TRUE(payload.nbytes == 0 ||
+                  std::memcmp(payload.data, records[i].data.data(), payload.nbytes) == 0);
+    }
+    return 0;
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.path(), path_);
+    return error.errnum() == 0 ? -1 : error.errnum();
+  } catch (const FormatError&) {
+    return -1;
+  }
+
+  Folder folder_;
+  std::string path_;
+  std::string call_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Variants, LoadFaults,
+                         testing::Combine(testing::Bool(), testing::Values(0u, 3u)));
+
+TEST_P(LoadFaults, AnyCallMayFail) {
+  for (const int errnum : {EIO, ENOMEM, ESTALE, EINVAL}) {
+    for (int n = 1;; ++n) {
+      bool happened = false;
+      const int failed_with = load_with({errnum, nullptr, false, {}}, n, &happened);
+      if (!happened) break;
+      // A fast path that fails gives way to the plain one.
+      EXPECT_TRUE(failed_with == errnum || failed_with == 0) << call() << " " << failed_with;
+      EXPECT_TRUE(call() != "fstat" || failed_with == errnum);
+    }
+  }
+}
+
+TEST_P(LoadFaults, TheDiskIsGone) {
+  for (int n = 1;; ++n) {
+    bool happened = false;
+    const int failed_with = load_with({EIO, nullptr, true, "pread"}, n, &happened);
+    if (!happened) break;
+    EXPECT_TRUE(failed_with == EIO || failed_with == 0) << failed_with;
+    EXPECT_TRUE(n > 1 || failed_with == EIO);
+  }
+}
+
+TEST_P(LoadFaults, InterruptedCallsAreRepeated) {
+  for (int n = 1;; ++n) {
+    bool happened = false;
+    EXPECT_EQ(load_with({EINTR, nullptr, false, {}}, n, &happened), 0) << call();
+    if (!happened) break;
+  }
+}
+
+TEST_P(LoadFaults, ShortTransfersAreContinued) {
+  for (const auto cut : {&one, &half}) {
+    for (int n = 1;; ++n) {
+      bool happened = false;
+      EXPECT_EQ(load_with({0, cut, false, {}}, n, &happened), 0) << call();
+      if (!happened) break;
+    }
+    EXPECT_EQ(load_with({0, cut, true, {}}, 1), 0);
+  }
+}
+
+TEST_P(LoadFaults, AFileThatEndsEarly) {
+  for (int n = 1;; ++n) {
+    bool happened = false;
+    const int failed_with = load_with({0, &none, true, {}}, n, &happened);
+    if (!happened) break;
+    EXPECT_EQ(failed_with, -1);
+  }
+}
+
+}  // namespace
+}  // namespace ptsave

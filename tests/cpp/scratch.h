@@ -1,0 +1,103 @@
+// A folder that vanishes with its test, whole files, and counts of what the process holds.
+#pragma once
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+
+namespace ptsave::scratch {
+
+// A fresh folder below `parent`.  Removed with everything in it.
+class Folder {
+ public:
+  explicit Folder(const std::string& parent = "/tmp") : path_(parent + "/ptsave-test-XXXXXX") {
+    if (::mkdtemp(path_.data()) == nullptr) ADD_FAILURE() << "no folder below " << parent;
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  ~Folder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+
+  const std::string& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  std::set<std::string> names() const {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+      names.insert(entry.path().filename());
+    }
+    return names;
+  }
+
+ private:
+  std::string path_;
+};
+
+inline std::string read_file(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+inline void write_file(const std::string& path, const std::string& bytes) {
+  std::ofstream stream(path, std::ios::binary | std::ios::trunc);
+  stream.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  stream.close();
+  if (!stream) ADD_FAILURE() << "cannot write " << path;
+}
+
+inline mode_t mode_of(const std::string& path) {
+  struct stat status{};
+  if (::stat(path.c_str(), &status) != 0) ADD_FAILURE() << "no " << path;
+  return status.st_mode & 07777;
+}
+
+// The next read of the file comes from the disk.
+inline void drop_from_page_cache(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  ::fsync(fd);
+  EXPECT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+  ::close(fd);
+}
+
+// Bytes without a period that a misplaced piece could hide in.
+inline std::string noise(std::size_t nbytes, std::uint64_t seed) {
+  std::string bytes(nbytes, '\0');
+  std::uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
+  for (char& byte : bytes) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    byte = static_cast<char>(state >> 32);
+  }
+  return bytes;
+}
+
+inline std::size_t n_entries(const char* directory) {
+  const auto begin = std::filesystem::directory_iterator(directory);
+  return static_cast<std::size_t>(std::distance(begin, std::filesystem::directory_iterator()));
+}
+
+inline std::size_t n_descriptors() { return n_entries("/proc/self/fd"); }
+
+// A joined thread may still be listed for a moment.
+inline bool n_threads_becomes(std::size_t n) {
+  for (int i = 0; i < 1000; ++i) {
+    if (n_entries("/proc/self/task") == n) return true;
+    ::usleep(1000);
+  }
+  return false;
+}
+
+}  // namespace ptsave::scratch
