@@ -298,16 +298,27 @@ def load(
         closing(reader),
         progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
-        try:
-            check_version(reader)
-            if reader.verify:
-                check_small_records(reader)
-            overall_storage = _map_file(f) if _wants_mmap(mmap) else None
-            return unpickle(reader, map_location, module, overall_storage, pickle_load_args)
-        except pickle.UnpicklingError as error:
-            if not restricted or isinstance(error, RuntimeError):
-                raise
-            raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+        overall_storage = _map_file(f) if _wants_mmap(mmap) else None
+        return _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
+
+
+def _load_archive(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    overall_storage: Any,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    check_version(reader)
+    try:
+        result = unpickle(reader, map_location, pickle_module, overall_storage, pickle_load_args)
+    except pickle.UnpicklingError as error:
+        if pickle_module is not _weights_only_unpickler or isinstance(error, RuntimeError):
+            raise
+        raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+    if reader.verify:
+        check_small_records(reader)
+    return result
 
 
 def _reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
