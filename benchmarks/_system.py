@@ -79,6 +79,17 @@ def _status_nbytes(field: str) -> int:
     return int(match[1]) * 1024
 
 
+def fetch_free_memory(nbytes: int) -> None:
+    """Touch and free as much memory, so that what is measured next does not wait for the host.
+
+    A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
+    times what the measurement does.  What was freed last is what the kernel hands out next.
+    """
+    with mmap.mmap(-1, nbytes) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
+
+
 class PeakMemory:
     """The peak of this process's resident memory since construction."""
 
@@ -129,6 +140,7 @@ def describe_machine(directory: Path, command: list[str]) -> str:
         "kernel": f"{platform.system()} {platform.release()}",
         "transparent huge pages": huge_pages.read_text().strip() if huge_pages.exists() else "no",
         "disk": filesystem_of(directory),
+        "load average before the first round": f"{os.getloadavg()[0]:.2f}",
         "Python": platform.python_version(),
         **{name: _version_of(name) for name in ("torch", "safetensors", "ptsave")},
         "command": f"`{shlex.join(command)}`",

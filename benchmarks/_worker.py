@@ -1,7 +1,8 @@
 """One figure, in a fresh process: ``python -m benchmarks._worker TASK`` (JSON) prints JSON.
 
 What comes before the timed call (imports, faulting in the tensors to save, bringing the file into
-the page cache or out of it) and after it (checks, freeing memory) is not timed.
+the page cache or out of it, fetching free memory from the host of a virtual machine) and after it
+(checks, freeing memory) is not timed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from typing import Any
 
 import torch
 
-from benchmarks._system import PeakMemory, make_cold, make_warm, sync_file_and_directory
+from benchmarks._system import (
+    PeakMemory,
+    fetch_free_memory,
+    make_cold,
+    make_warm,
+    sync_file_and_directory,
+)
 from benchmarks._task import Figure, Task
 
 StateDict = dict[str, torch.Tensor]
 VOCABULARY = 50257
 CONTEXT = 1024
 PAGE = 4096
+FREE_MEMORY_FACTOR = 2  # a file in the page cache, and tensors
 
 
 # -------------------------------------------------------------------------------------- the tensors
@@ -125,6 +133,7 @@ def measure_save(task: Task) -> Figure:
     checksum = touch_every_page(tensors)
     save = save_call(task)
     gc.collect()
+    fetch_free_memory(FREE_MEMORY_FACTOR * task.nbytes)
     memory = PeakMemory()
     start = time.perf_counter()
     save(tensors)
@@ -139,6 +148,7 @@ def measure_load(task: Task) -> Figure:
     path = Path(task.path)
     make_cold(path) if task.page_cache == "cold" else make_warm(path)
     gc.collect()
+    fetch_free_memory(FREE_MEMORY_FACTOR * path.stat().st_size)
     memory = PeakMemory()
     start = time.perf_counter()
     tensors = load()

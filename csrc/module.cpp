@@ -1,15 +1,18 @@
 // The Python module ptsave._C: converts arguments, releases the GIL, maps errors.  No logic.
-#include <ATen/core/TensorBase.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/TensorBase.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -32,8 +35,8 @@ namespace {
 
 // Names and texts may hold bytes of a hostile file.
 py::str decode(const std::string& text) {
-  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
-      text.data(), static_cast<py::ssize_t>(text.size()), "surrogateescape"));
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "surrogateescape"));
 }
 
 std::string encode(const py::str& text) {
@@ -53,19 +56,19 @@ void set_os_error(const IoError& error) {
 
 // FormatError's arguments: reason, detail, record (None if none), offset (None if none).
 void set_format_error(const py::object& type, const FormatError& error) {
-  const py::object record = error.record().empty() ? py::none() : py::object(decode(error.record()));
-  const py::object offset = error.offset() == FormatError::kNoOffset
-                                ? py::none()
-                                : py::object(py::int_(error.offset()));
-  PyErr_SetObject(type.ptr(),
-                  py::make_tuple(decode(error.reason()), decode(error.detail()), record, offset).ptr());
+  const py::object record =
+      error.record().empty() ? py::none() : py::object(decode(error.record()));
+  const py::object offset =
+      error.offset() == FormatError::kNoOffset ? py::none() : py::object(py::int_(error.offset()));
+  PyErr_SetObject(
+      type.ptr(),
+      py::make_tuple(decode(error.reason()), decode(error.detail()), record, offset).ptr());
 }
 
 void register_errors(py::module_& module) {
-  static PyObject* format_error =
-      PyErr_NewExceptionWithDoc("ptsave._C.FormatError",
-                                "(reason, detail, record, offset) of what is wrong with an archive.",
-                                PyExc_RuntimeError, nullptr);
+  static PyObject* format_error = PyErr_NewExceptionWithDoc(
+      "ptsave._C.FormatError", "(reason, detail, record, offset) of what is wrong with an archive.",
+      PyExc_RuntimeError, nullptr);
   module.attr("FormatError") = py::reinterpret_borrow<py::object>(format_error);
   py::register_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
   py::register_exception_translator([](std::exception_ptr pointer) {
@@ -81,24 +84,62 @@ void register_errors(py::module_& module) {
   });
 }
 
+// -------------------------------------------------------------------------------------------- GIL
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Takes the GIL back.  Once the interpreter is exiting, a thread that asks for it is ended by
+// unwinding its stack; a daemon thread waits here for the end of the process instead.
+void take_gil(PyThreadState* state) {
+  while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
+  PyEval_RestoreThread(state);
+}
+
+// Not a guard object: taking the GIL can unwind (see above), which a destructor must not.
+template <typename Call>
+auto without_gil(const Call& call) -> decltype(call()) {
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    if constexpr (std::is_void_v<decltype(call())>) {
+      call();
+      take_gil(state);
+    } else {
+      auto result = call();
+      take_gil(state);
+      return result;
+    }
+  } catch (...) {
+    if (PyGILState_Check() == 0) take_gil(state);
+    throw;
+  }
+}
+
 // Called on the waiting thread, without the GIL: lets signal handlers run and reports progress.
 Poll make_poll(const std::function<std::uint64_t()>& progress, const py::object& callback) {
   return [progress, callback] {
+    if (is_finalizing()) return;
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (!callback.is_none()) callback(progress());
   };
 }
 
-// ------------------------------------------------------------------------------------------ writing
+// ------------------------------------------------------------------------------------------
+// writing
 
-// Records to write, in order, and their layout.  Keeps `bytes` payloads alive; what an address points
-// to is the caller's to keep.
+// Records to write, in order, and their layout.  Keeps `bytes` payloads alive; what an address
+// points to is the caller's to keep.
 class WritePlan {
  public:
-  // A payload is bytes, the address of memory, None for a hole, or a function that makes the payload
-  // when its turn comes and returns its address; it stays valid until the next one is called.  With
-  // functions, options.n_threads must be 0.
+  // A payload is bytes, the address of memory, None for a hole, or a function that makes the
+  // payload when its turn comes and returns its address; it stays valid until the next one is
+  // called.  With functions, options.n_threads must be 0.
   using Payload = std::variant<py::bytes, std::uintptr_t, py::none, py::function>;
   using Record = std::tuple<std::string, Payload, std::uint64_t>;
 
@@ -163,7 +204,8 @@ class WritePlan {
       throw py::value_error("the buffer's size is not the archive's");
     }
     run(callback, [&](const Poll& poll) {
-      write_to_memory(layout_, payloads_, static_cast<std::byte*>(info.ptr), options, progress_, poll);
+      write_to_memory(layout_, payloads_, static_cast<std::byte*>(info.ptr), options, progress_,
+                      poll);
     });
   }
 
@@ -214,8 +256,7 @@ class WritePlan {
     progress_ = 0;
     made_ = ~std::size_t{0};
     const Poll poll = make_poll([this] { return progress_.load(); }, callback);
-    const py::gil_scoped_release no_gil;
-    write(poll);
+    without_gil([&] { write(poll); });
   }
 
   ArchiveLayout layout_;
@@ -238,9 +279,8 @@ void bind_writing(py::module_& module) {
       .def(py::init<std::string, const std::vector<WritePlan::Record>&, std::uint64_t>(),
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
-      .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"),
-           py::kw_only(), py::arg("durable"), py::arg("direct"), py::arg("options"),
-           py::arg("progress"))
+      .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
+           py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))
       .def("write_in_place", &WritePlan::write_in_place, py::arg("path"), py::kw_only(),
            py::arg("durable"), py::arg("options"), py::arg("progress"))
       .def("write_descriptor", &WritePlan::write_descriptor, py::arg("fd"), py::arg("offset"),
@@ -252,7 +292,8 @@ void bind_writing(py::module_& module) {
            py::kw_only(), py::arg("options"), py::arg("progress"));
 }
 
-// ------------------------------------------------------------------------------------------ reading
+// ------------------------------------------------------------------------------------------
+// reading
 
 // A uint8 tensor over a whole storage: the form in which torch's own reader hands storages out.
 py::object wrap_storage(c10::Storage storage) {
@@ -267,7 +308,8 @@ py::object wrap_storage(c10::Storage storage) {
 class Reader {
  public:
   Reader(ArchiveSource source, py::object keep)
-      : keep_(std::move(keep)), reader_(without_gil([&] { return ArchiveReader(std::move(source)); })) {}
+      : keep_(std::move(keep)),
+        reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })) {}
 
   static std::unique_ptr<Reader> open_path(const std::string& path) {
     return std::make_unique<Reader>(ArchiveSource(File::open_for_reading(path), 0), py::none());
@@ -286,76 +328,72 @@ class Reader {
         py::memoryview(buffer));
   }
 
-  py::str root() const { return decode(reader_.index().root()); }
-  bool has_crcs() const { return reader_.index().has_crcs(); }
-  std::uint64_t nbytes() const { return reader_.source().nbytes(); }
+  py::str root() const { return decode(reader_->index().root()); }
+  bool has_crcs() const { return reader_->index().has_crcs(); }
+  std::uint64_t nbytes() const { return reader_->source().nbytes(); }
 
   std::vector<IndexedRecord> records() const {
-    const auto records = reader_.index().records();
+    const auto records = reader_->index().records();
     return {records.begin(), records.end()};
   }
   std::optional<std::size_t> find(const py::str& name) const {
-    const std::size_t i = reader_.index().find(encode(name));
+    const std::size_t i = reader_->index().find(encode(name));
     return i == ArchiveIndex::kNotFound ? std::nullopt : std::optional(i);
   }
   std::uint64_t payload_offset(std::size_t i) const {
     check(i);
-    return without_gil([&] { return reader_.payload_offset(i); });
+    return without_gil([&] { return reader_->payload_offset(i); });
   }
   py::bytes read(std::size_t i, bool verify) const {
     check(i);
-    return py::bytes(without_gil([&] { return reader_.read(i, verify); }));
+    return py::bytes(without_gil([&] { return reader_->read(i, verify); }));
   }
 
   void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
              bool exact_offsets) {
     for (const std::size_t i : records) check(i);
-    without_gil([&] { reader_.start(records, n_threads, verify, exact_offsets); });
+    without_gil([&] { reader_->start(records, n_threads, verify, exact_offsets); });
   }
   void wait(std::size_t i, const py::object& callback) {
     check(i);
-    const Poll poll = make_poll([this] { return reader_.nbytes_read(); }, callback);
-    without_gil([&] { reader_.wait(i, poll); });
+    const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
+    without_gil([&] { reader_->wait(i, poll); });
   }
   std::vector<DamagedRecord> wait_all(const py::object& callback) {
-    const Poll poll = make_poll([this] { return reader_.nbytes_read(); }, callback);
-    return without_gil([&] { return reader_.wait_all(poll); });
+    const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
+    return without_gil([&] { return reader_->wait_all(poll); });
   }
   py::object storage(std::size_t i) {
     check(i);
-    LoadedPayload payload = reader_.payload(i);
+    LoadedPayload payload = reader_->payload(i);
     if (must_copy(payload)) wait(i, py::none());
     storages_.push_back(make_storage(std::move(payload)));
     return wrap_storage(storages_.back());
   }
   // The load is over: storages given out become resizable, as any other.
   void release_storages() {
-    for (const c10::Storage& storage : storages_) storage.unsafeGetStorageImpl()->set_resizable(true);
+    for (const c10::Storage& storage : storages_)
+      storage.unsafeGetStorageImpl()->set_resizable(true);
     storages_.clear();
   }
   py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
     if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
     std::string bytes(nbytes, '\0');
-    without_gil([&] { reader_.source().read_at(offset, bytes.data(), bytes.size()); });
+    without_gil([&] { reader_->source().read_at(offset, bytes.data(), bytes.size()); });
     return {bytes};
   }
   void cancel() {
-    without_gil([&] { reader_.cancel(); });
+    without_gil([&] { reader_->cancel(); });
   }
-  std::uint64_t nbytes_to_read() const { return reader_.nbytes_to_read(); }
+  std::uint64_t nbytes_to_read() const { return reader_->nbytes_to_read(); }
 
  private:
-  template <typename Call>
-  static auto without_gil(const Call& call) -> decltype(call()) {
-    const py::gil_scoped_release no_gil;
-    return call();
-  }
   void check(std::size_t i) const {
-    if (i >= reader_.index().records().size()) throw py::index_error("no such record");
+    if (i >= reader_->index().records().size()) throw py::index_error("no such record");
   }
 
   py::object keep_;  // outlives reader_
-  ArchiveReader reader_;
+  std::unique_ptr<ArchiveReader> reader_;
   std::vector<c10::Storage> storages_;
 };
 
@@ -399,8 +437,8 @@ void bind_reading(py::module_& module) {
 
 std::uint32_t crc32_of_buffer(const py::buffer& data, std::uint32_t crc) {
   const py::buffer_info info = data.request();
-  const py::gil_scoped_release no_gil;
-  return crc32(crc, info.ptr, static_cast<std::size_t>(info.size * info.itemsize));
+  return without_gil(
+      [&] { return crc32(crc, info.ptr, static_cast<std::size_t>(info.size * info.itemsize)); });
 }
 
 }  // namespace
@@ -415,6 +453,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("payload_offset_after", &payload_offset_after, py::arg("header_offset"),
              py::arg("full_name"), py::arg("nbytes"), py::arg("alignment"));
   module.def(
-      "scan_globals", [](const std::string& pickle) { return scan_globals(pickle); },
-      py::arg("pickle"));
+      "rebuilds_blindly",
+      [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes) {
+        return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes);
+      },
+      py::arg("pickle"), py::arg("dtypes"));
 }

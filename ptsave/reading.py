@@ -233,7 +233,7 @@ class RecordReader:
                 f"{self.path} was written without checksums of its storages "
                 "(set_crc32_options(False) or skip_data()): they are loaded unverified",
                 CheckpointWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         try:
             self.engine.start(

@@ -2,13 +2,13 @@
 
 The rule: nothing that can look at a tensor's values may run before the bytes of the storages it
 can reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages
-along.  So the pickle is scanned first, and only if it names nothing else does unpickling start
-while bytes are still arriving; in every other case it starts when all of them have.
+along.  So the steps of the pickle are checked first, and only if none does more than that does
+unpickling start while bytes are still arriving; in every other case it starts when all of them
+have.
 """
 
 from __future__ import annotations
 
-import copyreg
 import pickle
 import sys
 from collections.abc import Callable
@@ -23,20 +23,8 @@ from ptsave.reading import RecordReader
 
 __all__ = ["unpickle"]
 
-# Rebuild functions and types that pass storages along without looking at their bytes.
-_BLIND_GLOBALS = {
-    "torch._utils _rebuild_tensor",
-    "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_parameter",
-    "collections OrderedDict",
-    "torch Size",
-    "torch device",
-    "torch.storage UntypedStorage",
-    "torch.storage TypedStorage",
-    "__builtin__ set",
-    "builtins set",
-    "_codecs encode",
-}
+# Pickles name dtypes by these.
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def unpickle(
@@ -110,23 +98,16 @@ def _may_overlap(reader: RecordReader, map_location: Any, pickle_module: Any) ->
     """Whether unpickling may start before the bytes have arrived."""
     if pickle_module not in (pickle, _weights_only_unpickler):
         return False
-    if map_location is not None and str(map_location) != "cpu":
+    if map_location is not None and not _is_cpu(map_location):
         return False
     if not _is_native_byte_order(reader) or not _restores_cpu_blindly() or _modes_are_active():
         return False
-    if copyreg._extension_registry:  # type: ignore[attr-defined]
-        return False
-    globals_ = _C.scan_globals(reader.get_record("data.pkl"))
-    return globals_ is not None and all(_is_blind(name) for name in globals_)
+    return _C.rebuilds_blindly(reader.get_record("data.pkl"), _DTYPES)
 
 
-def _is_blind(name: str) -> bool:
-    if name in _BLIND_GLOBALS:
-        return True
-    module, _, attribute = name.partition(" ")
-    if module != "torch":
-        return False
-    return attribute.endswith("Storage") or isinstance(getattr(torch, attribute, None), torch.dtype)
+def _is_cpu(map_location: Any) -> bool:
+    """Whether this is the CPU's name; a callable or a subclass can say so and do anything."""
+    return type(map_location) in (str, torch.device) and str(map_location) == "cpu"
 
 
 def _is_native_byte_order(reader: RecordReader) -> bool:

@@ -102,16 +102,14 @@ class ArchiveWriter:
 
     def write_path(self, path: str) -> None:
         """Write to a path: atomically where a regular file is or will be there."""
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            status = None
+        with _translated_errors(path):
+            status = _status(path)
         if status is not None and not stat.S_ISREG(status.st_mode):
             with _translated_errors(path), open(path, "wb", buffering=0) as stream:
                 self._write_stream(stream.write, _zero_writer(stream.write))
             return
-        if status is not None and not os.access(path, os.W_OK, effective_ids=True):
-            raise SaveError(errno.EACCES, f"File {path} cannot be opened", path)
+        if status is not None:
+            _check_writable(path)
         target = os.path.realpath(path)
         if status is not None and not _same_file(target, status):
             target = path  # a link that no name resolves, such as /proc/self/fd/3
@@ -227,6 +225,23 @@ def _translated_errors(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise SaveError.from_os_error(error, path) from None
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _check_writable(path: str) -> None:
+    """Refuse to replace a file that may not be written, though its directory would allow it."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+    except OSError as error:
+        number = error.errno or errno.EACCES
+        reason = f"File {path} cannot be opened: open file failed with strerror"
+        raise SaveError(number, f"{reason}: {os.strerror(number)}", path) from None
 
 
 def _same_file(path: str, status: os.stat_result) -> bool:

@@ -16,6 +16,9 @@ config: Any = _config  # a module with methods, which type checkers do not know
 
 pytest.register_assert_rewrite("comparison")
 
+# Torch warns once in a process if nobody has said whether it should check them.
+torch.sparse.check_sparse_tensor_invariants.disable()
+
 settings.register_profile(
     "ptsave",
     deadline=None,  # the first example pays for imports and page faults

@@ -5,6 +5,7 @@
 // MODE is one of
 //   direct-write    O_DIRECT writes of a fresh, preallocated file, then fdatasync
 //   buffered-write  writes of a fresh, preallocated file into the page cache
+//   tmpfs-write     the same without preallocation, which on tmpfs is a write of its own
 //   direct-read     O_DIRECT reads of the file at PATH (dropped from the page cache first)
 //   cached-read     reads of the cached file at PATH into fresh memory made of huge pages
 //   mapped-read     one byte of every page of the cached file at PATH, through a fresh mapping
@@ -199,6 +200,15 @@ Memory faulted_memory(std::size_t nbytes) {
   return memory;
 }
 
+// A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
+// times what the measurement does.  What was touched and freed last is what the kernel hands out
+// next.
+void fetch_free_memory(std::size_t nbytes) {
+  const Memory memory = Memory::anonymous(nbytes);
+  for (std::size_t offset = 0; offset < nbytes; offset += kPage)
+    memory.at(offset, 1).front() = std::byte{1};
+}
+
 double seconds_of(const std::function<void()>& action) {
   const auto start = std::chrono::steady_clock::now();
   action();
@@ -208,18 +218,22 @@ double seconds_of(const std::function<void()>& action) {
 // Measures one thread count.
 using Measure = std::function<double(std::size_t threads)>;
 
-Measure write_measure(const std::string& path, std::size_t nbytes, int open_flags, bool durable) {
+enum class WriteKind { kDirect, kBuffered, kTmpfs };
+
+Measure write_measure(const std::string& path, std::size_t nbytes, WriteKind kind) {
+  const int open_flags = kind == WriteKind::kDirect ? O_DIRECT : 0;
   const auto source = std::make_shared<Memory>(faulted_memory(nbytes));
   return [=](std::size_t threads) {
     ::unlink(path.c_str());
     ::sync();
+    fetch_free_memory(nbytes);
     const double seconds = seconds_of([&] {
       const File file(path, O_WRONLY | O_CREAT | O_EXCL | open_flags);
-      file.preallocate(nbytes);
+      if (kind != WriteKind::kTmpfs) file.preallocate(nbytes);
       for_each_chunk(nbytes, threads, [&](const Chunk& chunk) {
         file.write_all(source->at(chunk.offset, chunk.nbytes), chunk.offset);
       });
-      if (durable) file.sync_data();
+      if (kind == WriteKind::kDirect) file.sync_data();
     });
     ::unlink(path.c_str());
     return seconds;
@@ -243,6 +257,7 @@ Measure direct_read_measure(const std::string& path, std::size_t nbytes) {
 Measure cached_read_measure(const std::string& path, std::size_t nbytes) {
   return [=](std::size_t threads) {
     std::vector<Memory> kept;  // outlives the timing
+    fetch_free_memory(nbytes);
     return seconds_of([&] {
       const File file(path, O_RDONLY);
       const Memory& memory = kept.emplace_back(Memory::anonymous(nbytes));
@@ -272,8 +287,10 @@ Measure mapped_read_measure(const std::string& path, std::size_t nbytes) {
 }
 
 Measure measure_of(std::string_view mode, const std::string& path, std::size_t nbytes) {
-  if (mode == "direct-write") return write_measure(path, round_up(nbytes, kPage), O_DIRECT, true);
-  if (mode == "buffered-write") return write_measure(path, nbytes, 0, false);
+  if (mode == "direct-write")
+    return write_measure(path, round_up(nbytes, kPage), WriteKind::kDirect);
+  if (mode == "buffered-write") return write_measure(path, nbytes, WriteKind::kBuffered);
+  if (mode == "tmpfs-write") return write_measure(path, nbytes, WriteKind::kTmpfs);
   if (mode == "direct-read") return direct_read_measure(path, nbytes);
   if (mode == "cached-read") return cached_read_measure(path, nbytes);
   if (mode == "mapped-read") return mapped_read_measure(path, nbytes);

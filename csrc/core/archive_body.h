@@ -1,6 +1,6 @@
-// The bytes of an archive that is being written, chunk by chunk: headers, payloads (checksummed on the
-// way), descriptors and, at the end, the tail that depends on every CRC.  Decides what the bytes are;
-// where they go is a ChunkSink's business.
+// The bytes of an archive that is being written, chunk by chunk: headers, payloads (checksummed on
+// the way), descriptors and, at the end, the tail that depends on every CRC.  Decides what the
+// bytes are; where they go is a ChunkSink's business.
 //
 // A chunk that ends a record needs the CRC of the whole record for the data descriptor.  The chunks
 // before it are done or being worked on, so its worker waits for their CRCs (not for their writes):
@@ -23,8 +23,8 @@
 namespace ptsave {
 
 // Where the payload of record i of a layout is; null for a hole (bytes that are left unwritten, and
-// have CRC 0: torch's skip_data).  Asked for each piece of a payload, never for an empty one nor for
-// the last record, `.data/serialization_id`, which is computed.  Called by the workers; with no
+// have CRC 0: torch's skip_data).  Asked for each piece of a payload, never for an empty one nor
+// for the last record, `.data/serialization_id`, which is computed.  Called by the workers; with no
 // workers on the waiting thread and in ascending order, so that it may then make one payload at a
 // time.
 using Payloads = std::function<const std::byte*(std::size_t i)>;
@@ -40,8 +40,8 @@ struct ByteRange {
 
 // The records' CRCs while chunks are being worked on in any order.  Safe for concurrent use.
 //
-// A chunk boundary cuts at most one record, so a chunk holds at most two partial CRCs: of the record
-// that enters it from before, and of the one that leaves it at its end.
+// A chunk boundary cuts at most one record, so a chunk holds at most two partial CRCs: of the
+// record that enters it from before, and of the one that leaves it at its end.
 class RecordCrcs {
  public:
   RecordCrcs(const ArchiveLayout& layout, std::size_t n_chunks, std::size_t chunk_nbytes);
@@ -50,8 +50,8 @@ class RecordCrcs {
   void add_piece(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i, std::uint32_t crc);
   // All of `chunk` has been checksummed.
   void complete(ChunkPipeline& pipeline, std::size_t chunk);
-  // The CRC of record i, for the worker of `chunk`, which has passed the record's payload.  Waits for
-  // earlier chunks where the record began in one.
+  // The CRC of record i, for the worker of `chunk`, which has passed the record's payload.  Waits
+  // for earlier chunks where the record began in one.
   std::uint32_t record_crc(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i);
   // Every record's CRC, once all chunks are complete.
   std::span<std::uint32_t> all() { return whole_; }
@@ -79,7 +79,7 @@ class RecordCrcs {
 class ChunkSink {
  public:
   virtual ~ChunkSink() = default;
-  // A piece of a payload; returns `crc` continued over it, or anything if checksums are off.  `data`
+  // A piece of a payload; returns `crc` continued over it, or anything if checksums are off. `data`
   // stays valid until the chunk is done.
   virtual std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
                                     std::uint32_t crc) = 0;

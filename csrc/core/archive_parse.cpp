@@ -19,6 +19,7 @@ static_assert(kMaxTailNbytes == zip::kMax16 + zip::kEndRecordsNbytes);
 constexpr const char* kCorrupt = "invalid header or archive is corrupted";
 constexpr const char* kInvalidName = "invalid filename";
 constexpr const char* kMultidisk = "unsupported multidisk archive";
+constexpr const char* kEncryption = "unsupported encryption";
 
 [[noreturn]] void fail_archive(const char* miniz_error, std::string detail, std::string record = {},
                                std::uint64_t offset = FormatError::kNoOffset) {
@@ -37,57 +38,80 @@ bool agrees(std::uint64_t narrow, std::uint64_t wide, std::uint64_t mark) {
   return narrow == mark || narrow == wide;
 }
 
-// The zip64 EOCD that the locator in front of the EOCD at `end_index` names; nothing if there is no
-// locator.  `limit` becomes where the end records begin.
-std::optional<zip::End> find_zip64_end(std::span<const std::byte> tail, std::size_t end_index,
-                                       std::uint64_t tail_offset, std::uint64_t& limit) {
+// The zip64 EOCD and what its locator says.
+struct Zip64End {
+  zip::End end;
+  std::uint64_t offset;
+  std::uint64_t locator_offset;
+  std::uint32_t n_disks;
+};
+
+// Nothing if there is no locator in front of the EOCD at `end_index`.
+std::optional<Zip64End> find_zip64_end(std::span<const std::byte> tail, std::size_t end_index,
+                                       std::uint64_t tail_offset) {
   if (end_index < zip::kZip64LocatorNbytes) return std::nullopt;
   const std::size_t locator_index = end_index - zip::kZip64LocatorNbytes;
   const auto locator =
       zip::parse_zip64_locator(tail.subspan(locator_index, zip::kZip64LocatorNbytes));
   if (!locator) return std::nullopt;
+  const std::uint64_t offset = locator->end_offset;
   const std::uint64_t locator_offset = tail_offset + locator_index;
-  if (locator->n_disks != 1) {
-    fail_archive(kMultidisk, "zip64 locator counts other than one disk", {}, locator_offset);
-  }
-  if (locator->end_offset > locator_offset ||
-      locator_offset - locator->end_offset < zip::kZip64EndNbytes) {
+  if (offset > locator_offset || locator_offset - offset < zip::kZip64EndNbytes) {
     fail_archive("not a ZIP archive", "zip64 locator points outside the file's end", {},
                  locator_offset);
   }
-  limit = locator->end_offset;
-  if (locator->end_offset < tail_offset) {
-    fail_archive(kCorrupt, "zip64 end record is not near the end of the file", {}, limit);
+  if (offset < tail_offset) {
+    fail_archive(kCorrupt, "zip64 end record is not near the end of the file", {}, offset);
   }
   const auto end = zip::parse_zip64_end(
-      tail.subspan(static_cast<std::size_t>(limit - tail_offset), zip::kZip64EndNbytes));
-  if (!end) fail_archive(kCorrupt, "no zip64 end record where its locator points", {}, limit);
-  if (end->record_nbytes < zip::kZip64EndNbytes || end->record_nbytes > locator_offset - limit) {
-    fail_archive(kCorrupt, "zip64 end record lies about its own size", {}, limit);
-  }
-  return end;
+      tail.subspan(static_cast<std::size_t>(offset - tail_offset), zip::kZip64EndNbytes));
+  if (!end) fail_archive(kCorrupt, "no zip64 end record where its locator points", {}, offset);
+  return Zip64End{*end, offset, locator_offset, locator->n_disks};
 }
 
-void check_zip64_agreement(const zip::End& narrow, const zip::End& wide, std::uint64_t offset) {
-  const bool same = agrees(narrow.directory.offset, wide.directory.offset, zip::kMax32) &&
-                    agrees(narrow.directory.nbytes, wide.directory.nbytes, zip::kMax32) &&
-                    agrees(narrow.directory.n_entries, wide.directory.n_entries, zip::kMax16) &&
-                    agrees(narrow.n_entries_on_disk, wide.n_entries_on_disk, zip::kMax16);
+// miniz's own limits, in its order.
+void check_zip64_limits(const Zip64End& wide) {
+  const zip::Directory& directory = wide.end.directory;
+  if (wide.end.record_nbytes < zip::kZip64EndNbytes) {
+    fail_archive(kCorrupt, "zip64 end record claims to be too small", {}, wide.offset);
+  }
+  if (wide.n_disks != 1) {
+    fail_archive(kMultidisk, "zip64 locator counts other than one disk", {}, wide.locator_offset);
+  }
+  const std::uint64_t n_entries = std::max(directory.n_entries, wide.end.n_entries_on_disk);
+  if (n_entries > zip::kMax32) {
+    fail_archive("too many files", std::to_string(n_entries) + " records claimed", {}, wide.offset);
+  }
+  if (directory.nbytes > zip::kMax32) {
+    fail_archive("unsupported central directory size",
+                 std::to_string(directory.nbytes) + " bytes claimed", {}, wide.offset);
+  }
+}
+
+void check_disks(const zip::End& end, std::uint64_t offset) {
+  if (end.n_entries_on_disk != end.directory.n_entries) {
+    fail_archive(kMultidisk, "end record counts records on other disks", {}, offset);
+  }
+  const bool one_disk =
+      (end.disk | end.directory_disk) == 0 || (end.disk == 1 && end.directory_disk == 1);
+  if (!one_disk) fail_archive(kMultidisk, "end record names several disks", {}, offset);
+}
+
+// What miniz does not compare.
+void check_zip64_agreement(const zip::End& narrow, const Zip64End& wide, std::uint64_t offset) {
+  const zip::End& end = wide.end;
+  const bool same = agrees(narrow.directory.offset, end.directory.offset, zip::kMax32) &&
+                    agrees(narrow.directory.nbytes, end.directory.nbytes, zip::kMax32) &&
+                    agrees(narrow.directory.n_entries, end.directory.n_entries, zip::kMax16) &&
+                    agrees(narrow.n_entries_on_disk, end.n_entries_on_disk, zip::kMax16);
   if (!same) fail_archive(kCorrupt, "the two end records contradict each other", {}, offset);
+  if (end.record_nbytes > wide.locator_offset - wide.offset) {
+    fail_archive(kCorrupt, "zip64 end record runs into its locator", {}, wide.offset);
+  }
 }
 
 // `limit` is where the end records begin: the directory has to end there at the latest.
-void check_end(const zip::End& end, std::uint64_t limit) {
-  const zip::Directory& directory = end.directory;
-  const bool one_disk =
-      (end.disk | end.directory_disk) == 0 || (end.disk == 1 && end.directory_disk == 1);
-  if (!one_disk || end.n_entries_on_disk != directory.n_entries) {
-    fail_archive(kMultidisk, "end record names several disks", {}, limit);
-  }
-  if (directory.nbytes >= zip::kMax32) {
-    fail_archive("unsupported central directory size",
-                 std::to_string(directory.nbytes) + " bytes claimed", {}, limit);
-  }
+void check_directory_place(const zip::Directory& directory, std::uint64_t limit) {
   if (directory.n_entries > directory.nbytes / zip::kCentralHeaderNbytes) {
     fail_archive(kCorrupt,
                  std::to_string(directory.n_entries) +
@@ -114,13 +138,15 @@ CentralDirectory find_central_directory(std::span<const std::byte> tail,
                  "no end record in the last 64 KiB: truncated, or not a zip archive");
   }
   const std::uint64_t tail_offset = file_nbytes - tail.size();
-  std::uint64_t limit = tail_offset + *end_index;
-  zip::End end = *zip::parse_end(tail.subspan(*end_index));
-  if (const auto wide = find_zip64_end(tail, *end_index, tail_offset, limit)) {
-    check_zip64_agreement(end, *wide, tail_offset + *end_index);
-    end = *wide;
-  }
-  check_end(end, limit);
+  const std::uint64_t end_offset = tail_offset + *end_index;
+  const zip::End narrow = *zip::parse_end(tail.subspan(*end_index));
+  const auto wide = find_zip64_end(tail, *end_index, tail_offset);
+  const zip::End& end = wide ? wide->end : narrow;
+  const std::uint64_t limit = wide ? wide->offset : end_offset;
+  if (wide) check_zip64_limits(*wide);
+  check_disks(end, limit);
+  if (wide) check_zip64_agreement(narrow, *wide, end_offset);
+  check_directory_place(end.directory, limit);
   return {end.directory.offset, end.directory.nbytes, end.directory.n_entries};
 }
 
@@ -152,29 +178,36 @@ std::string_view strip_root(std::string_view full_name, std::string_view root) {
 
 bool is_folder(const zip::CentralHeader& header) { return header.name.ends_with('/'); }
 
-void check_central_header(const zip::CentralHeader& header, std::string_view name) {
-  const auto fail = [&](const char* miniz_error, std::string detail) {
-    fail_archive(miniz_error, std::move(detail), std::string(name), header.header_offset);
+// What miniz checks of every header, in its order.
+void check_central_header(const zip::CentralHeader& header) {
+  const std::string_view name = header.name.substr(header.name.find('/') + 1);  // all without '/'
+  const auto fail = [&](const char* miniz_error, const char* fault) {
+    fail_archive(miniz_error, "record " + quoted(name) + " " + fault, std::string(name),
+                 header.header_offset);
+  };
+  const bool same_sizes = header.nbytes == header.stored_nbytes;
+  const bool plain = header.method == 0 && (header.flags & zip::kFlagEncrypted) == 0;
+  if ((plain && !same_sizes) || (header.nbytes != 0 && header.stored_nbytes == 0)) {
+    fail(kCorrupt, "has contradictory sizes");
+  }
+  if (header.disk > 1) fail(kMultidisk, "lies on another disk");
+  if ((header.flags & zip::kFlagMasked) != 0) fail(kEncryption, "has a masked header");
+}
+
+void check_central_name(const zip::CentralHeader& header, std::string_view name) {
+  const auto fail = [&](const char* miniz_error, const std::string& detail) {
+    fail_archive(miniz_error, detail, std::string(name), header.header_offset);
   };
   // Only the root folder's own entry has nothing behind the root.
   const char* fault = name.empty() ? nullptr : record_name_fault(name);
   if (fault != nullptr) fail(kInvalidName, "record name " + quoted(name) + " " + fault);
-  if (header.disk > 1) fail(kMultidisk, "record " + quoted(name) + " lies on another disk");
-  if ((header.flags & zip::kFlagMasked) != 0) {
-    fail("unsupported encryption", "record " + quoted(name) + " has a masked header");
-  }
-  const bool same_sizes = header.nbytes == header.stored_nbytes;
-  const bool plain = header.method == 0 && (header.flags & zip::kFlagEncrypted) == 0;
-  if ((plain && !same_sizes) || (header.nbytes != 0 && header.stored_nbytes == 0)) {
-    fail(kCorrupt, "record " + quoted(name) + " has contradictory sizes");
-  }
   if (is_folder(header) && (header.nbytes | header.stored_nbytes) != 0) {
     fail(kCorrupt, "folder " + quoted(name) + " holds data");
   }
 }
 
 void check_directory_nbytes(std::span<const std::byte> bytes, const CentralDirectory& where) {
-  if (bytes.size() != where.nbytes || bytes.size() >= zip::kMax32 ||
+  if (bytes.size() != where.nbytes || bytes.size() > zip::kMax32 ||
       where.n_records > bytes.size() / zip::kCentralHeaderNbytes) {
     fail_archive(kCorrupt, "central directory has another size than announced", {}, where.offset);
   }
@@ -283,9 +316,10 @@ ArchiveIndex parse_central_directory(std::span<const std::byte> bytes,
   for (std::uint64_t i = 0; i < where.n_records; ++i) {
     const zip::CentralHeader header =
         take_central_header(rest, where.offset + (bytes.size() - rest.size()));
+    check_central_header(header);
     if (i == 0) index.root_ = root_of(header.name);
     const std::string_view name = strip_root(header.name, index.root_);
-    check_central_header(header, name);
+    check_central_name(header, name);
     extents.push_back({header.header_offset, header.stored_nbytes, header.name.size(),
                        is_folder(header) ? ArchiveIndex::kNotFound : index.records_.size()});
     if (!is_folder(header)) index.records_.push_back(indexed(header, name));
@@ -307,8 +341,28 @@ std::size_t ArchiveIndex::find(std::string_view name) const {
   return at != by_name_.end() && records_[*at].name == name ? *at : kNotFound;
 }
 
-std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRecord& record,
-                             std::size_t root_nbytes, std::uint64_t limit) {
+namespace {
+
+// What torch refuses when it is asked for a record, in its order.  It goes by the central header.
+void check_supported(const IndexedRecord& record) {
+  constexpr std::uint16_t kDeflated = 8;
+  const auto fail = [&](const char* miniz_error, std::string detail) {
+    throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name +
+                          ": " + miniz_error,
+                      std::move(detail), record.name, record.header_offset);
+  };
+  if (!record.stored() && record.method != kDeflated) {
+    fail("unsupported method", "compressed by method " + std::to_string(record.method));
+  }
+  if ((record.flags & (zip::kFlagEncrypted | zip::kFlagStrongEncryption)) != 0) {
+    fail(kEncryption, "marked as encrypted");
+  }
+  if ((record.flags & zip::kFlagPatch) != 0) fail("unsupported feature", "marked as a patch");
+}
+
+// Compares what torch does not; `header` may end inside the name.
+zip::LocalHeader parse_agreeing_header(std::span<const std::byte> header,
+                                       const IndexedRecord& record, std::size_t root_nbytes) {
   // Bits that change what the payload is or where it ends; the rest tells nothing a reader needs.
   constexpr std::uint16_t kMeaningful = zip::kFlagEncrypted | zip::kFlagDescriptor |
                                         zip::kFlagPatch | zip::kFlagStrongEncryption |
@@ -326,7 +380,16 @@ std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRec
   if (local->name_nbytes != full_name_nbytes || !record.name.starts_with(name)) {
     fail_record(kCorrupt, "local header has another name", record);
   }
-  const std::uint64_t header_nbytes = kLocalHeaderNbytes + full_name_nbytes + local->extra_nbytes;
+  return *local;
+}
+
+}  // namespace
+
+std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRecord& record,
+                             std::size_t root_nbytes, std::uint64_t limit) {
+  check_supported(record);
+  const zip::LocalHeader local = parse_agreeing_header(header, record, root_nbytes);
+  const std::uint64_t header_nbytes = kLocalHeaderNbytes + local.name_nbytes + local.extra_nbytes;
   if (record.header_offset > limit || limit - record.header_offset < header_nbytes ||
       limit - record.header_offset - header_nbytes < record.stored_nbytes) {
     fail_record(kCorrupt, "payload runs into the next record or the central directory", record);
@@ -334,7 +397,7 @@ std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRec
   const std::uint64_t offset = record.header_offset + header_nbytes;
   // Only miniz needs version 0, and it leaves no gaps: a payload elsewhere is a damaged extra
   // length, which nothing else shows in a file without CRCs.
-  if (local->version_needed == 0 && offset != record.payload_offset) {
+  if (local.version_needed == 0 && offset != record.payload_offset) {
     fail_record(kCorrupt, "local header's extra fields have another length than their place",
                 record);
   }

@@ -42,7 +42,8 @@ class Mapping {
   std::chrono::nanoseconds populate(std::size_t begin, std::size_t end) const noexcept;
   // Pages that are not present yet will be small ones.
   void use_small_pages() const noexcept;
-  // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero after.
+  // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero
+  // after.
   void discard(std::size_t begin, std::size_t end) const noexcept;
 
  private:

@@ -40,7 +40,8 @@ class FormatError : public std::runtime_error {
   std::uint64_t offset_;
 };
 
-// A system call failed.  `operation` is the call's name ("pwrite"), `path` the file as the user named it.
+// A system call failed.  `operation` is the call's name ("pwrite"), `path` the file as the user
+// named it.
 class IoError : public std::runtime_error {
  public:
   IoError(int errnum, std::string operation, std::string path);

@@ -1,5 +1,5 @@
-// Files: descriptors with owner, loops over short transfers, direct I/O, and files that appear whole
-// or not at all.
+// Files: descriptors with owner, loops over short transfers, direct I/O, and files that appear
+// whole or not at all.
 //
 // Every failure is an IoError that carries errno, the call and the file's name as the user gave it.
 // EINTR is retried here and nowhere else.
@@ -70,12 +70,12 @@ class File {
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Writes all of them.
   void write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const;
-  // Reserves space so that later writes cannot fail for lack of it; does nothing where the file system
-  // cannot (never writes zeros).
+  // Reserves space so that later writes cannot fail for lack of it; does nothing where the file
+  // system cannot (never writes zeros).
   void preallocate(std::uint64_t nbytes) const;
   void truncate(std::uint64_t nbytes) const;
-  // Reports errors that the file system has put off until the file is closed, as network file systems
-  // do with a lack of space.
+  // Reports errors that the file system has put off until the file is closed, as network file
+  // systems do with a lack of space.
   void flush() const;
   void sync() const;
 
@@ -90,7 +90,8 @@ class File {
 // - the temporary file is called ".<name>.<16 hex digits>.ptsave" and is locked (flock) while its
 //   writer lives, so that one left behind by a killed process can be told from one being written;
 // - constructing an AtomicFile removes such leftovers of the same target;
-// - the new file gets the replaced file's mode and, where permitted, owner; else 0666 and the umask.
+// - the new file gets the replaced file's mode and, where permitted, owner; else 0666 and the
+// umask.
 //
 // `path` must not be a symbolic link (resolve it first).  Not safe for concurrent use.
 class AtomicFile {
@@ -102,8 +103,8 @@ class AtomicFile {
   ~AtomicFile();
 
   File& file() { return file_; }
-  // Publishes what was written.  With `durable`, file and directory are synced, so that the new file
-  // survives power loss once commit() has returned.
+  // Publishes what was written.  With `durable`, file and directory are synced, so that the new
+  // file survives power loss once commit() has returned.
   void commit(bool durable);
 
  private:
@@ -120,6 +121,5 @@ class AtomicFile {
   Descriptor directory_;
   File file_;
 };
-
 
 }  // namespace ptsave

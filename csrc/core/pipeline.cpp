@@ -1,5 +1,7 @@
 #include "core/pipeline.h"
 
+#include <cxxabi.h>
+
 #include <chrono>
 #include <system_error>
 #include <utility>
@@ -39,6 +41,8 @@ bool ChunkPipeline::run_next_chunk() {
     work_(*this, chunk);
   } catch (const Stopped&) {
     return false;
+  } catch (const abi::__forced_unwind&) {
+    throw;  // the thread is being ended (pthread_exit); swallowing this is fatal
   } catch (...) {
     stop(std::current_exception());
     return false;
@@ -68,7 +72,8 @@ void ChunkPipeline::finish(const Poll& poll) {
 }
 
 void ChunkPipeline::wait_until(const std::function<bool()>& ready, const Poll& poll) {
-  // Without workers the chunks run here; more of them than needed, which the next wait will find done.
+  // Without workers the chunks run here; more of them than needed, which the next wait will find
+  // done.
   while (workers_.empty() && run_next_chunk()) poll();
   for (;;) {
     {

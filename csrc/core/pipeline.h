@@ -1,9 +1,9 @@
 // Runs the chunks of one transfer on worker threads.
 //
-// Workers take chunk numbers from one cursor, in order, so whoever works on chunk n knows that every
-// chunk before n is done or being worked on: waiting for an earlier chunk cannot deadlock.  The first
-// exception wins; it stops the cursor, and is rethrown to the owner once everything in flight has
-// drained.  Threads live as long as the object: none exists before or after a transfer.
+// Workers take chunk numbers from one cursor, in order, so whoever works on chunk n knows that
+// every chunk before n is done or being worked on: waiting for an earlier chunk cannot deadlock.
+// The first exception wins; it stops the cursor, and is rethrown to the owner once everything in
+// flight has drained.  Threads live as long as the object: none exists before or after a transfer.
 #pragma once
 
 #include <atomic>

@@ -39,8 +39,7 @@ bool ArchiveSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) cons
   return !direct_ || sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
 }
 
-std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data,
-                                       std::size_t nbytes) const {
+std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const {
   if (memory_ != nullptr || !direct_) {
     read_at(offset, data, nbytes);
     return nbytes;
@@ -55,8 +54,8 @@ bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nb
   const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, kPageNbytes));
   auto* bytes = static_cast<std::byte*>(data);
   while (offset < end && offset < nbytes_) {
-    const ssize_t n = sys::pread(direct_.get(), bytes, end - offset,
-                                 static_cast<off_t>(base_offset_ + offset));
+    const ssize_t n =
+        sys::pread(direct_.get(), bytes, end - offset, static_cast<off_t>(base_offset_ + offset));
     if (n < 0 && errno == EINTR) continue;
     // Whatever the reason, the buffered read that follows works or reports it.
     if (n <= 0) return false;
@@ -73,7 +72,8 @@ namespace {
 // The size that the directory claims for any other record is not bounded by the file's.
 void require_stored(const IndexedRecord& record) {
   if (record.stored() && !record.encrypted()) return;
-  throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name + ": " +
+  throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name +
+                        ": " +
                         (record.encrypted() ? "unsupported encryption" : "unsupported method"),
                     "the member cannot be read", record.name, record.header_offset);
 }

@@ -1,9 +1,9 @@
 // Reads an archive: parses it, and fills the payloads of many records at once into one region of
 // memory that mirrors the file.
 //
-// Mirroring means that a payload's address and its position in the file are congruent modulo the page
-// size, so that one large direct read lands many records, with the seams between them, in their final
-// place; nothing is copied, and local headers arrive for checking with the data.
+// Mirroring means that a payload's address and its position in the file are congruent modulo the
+// page size, so that one large direct read lands many records, with the seams between them, in
+// their final place; nothing is copied, and local headers arrive for checking with the data.
 #pragma once
 
 #include <atomic>
@@ -40,8 +40,9 @@ class ArchiveSource {
   bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
   // Reads what the page cache holds without waiting; how many bytes that was (possibly 0).
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
-  // Reads whole pages past the page cache: offset, data and capacity are multiples of the page size.
-  // Reads up to the end of the file if that comes first.  False where direct reads do not work.
+  // Reads whole pages past the page cache: offset, data and capacity are multiples of the page
+  // size. Reads up to the end of the file if that comes first.  False where direct reads do not
+  // work.
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:
@@ -107,9 +108,9 @@ class ArchiveReader {
   // The whole payload of a STORED record.  Verified if asked: FormatError.
   std::string read(std::size_t i, bool verify) const;
 
-  // Begins filling the payloads of `records` (indices; STORED only) in the background.  A second call
-  // ends and replaces the first.
-  // With exact_offsets every local header is read first instead of being checked on arrival.
+  // Begins filling the payloads of `records` (indices; STORED only) in the background.  A second
+  // call ends and replaces the first. With exact_offsets every local header is read first instead
+  // of being checked on arrival.
   void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
              bool exact_offsets);
   // Waits for the payload of record i (one of those started).  Damage is wait_all()'s to report.

@@ -1,6 +1,6 @@
 // The system calls that core makes, each behind one inline function, so that a test build
-// (PTSAVE_FAULT_INJECTION) can make any of them fail or transfer fewer bytes.  Nothing else lives here:
-// retries and error translation are file.cpp's.
+// (PTSAVE_FAULT_INJECTION) can make any of them fail or transfer fewer bytes.  Nothing else lives
+// here: retries and error translation are file.cpp's.
 #pragma once
 
 #include <fcntl.h>

@@ -182,9 +182,9 @@ class Transfer::ChunkIntake {
 };
 
 // Makes the chunk's pages present, and keeps account of what huge pages cost beside small ones.
-// Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free page
-// reporting) by whole huge pages, and to get one again can take ten times as long as the small pages
-// that the host has left alone.
+// Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free
+// page reporting) by whole huge pages, and to get one again can take ten times as long as the small
+// pages that the host has left alone.
 void Transfer::fault_in(const Chunk& chunk) {
   const std::size_t begin = align_down(chunk.begin, kPageNbytes);
   const std::size_t end = align_up(chunk.end, kPageNbytes);
@@ -193,8 +193,8 @@ void Transfer::fault_in(const Chunk& chunk) {
   const std::int64_t loss = (took - expected).count();
   // What was saved earlier is no reason to go on: only a recent loss counts.
   std::int64_t before = huge_page_loss_ns_.load(std::memory_order_relaxed);
-  while (!huge_page_loss_ns_.compare_exchange_weak(
-      before, std::max<std::int64_t>(before + loss, 0), std::memory_order_relaxed)) {
+  while (!huge_page_loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
+                                                   std::memory_order_relaxed)) {
   }
   if (before <= kMaxLoss.count() && before + loss > kMaxLoss.count()) region_->use_small_pages();
 }
@@ -206,7 +206,7 @@ void Transfer::read_chunk(std::size_t number) {
   if (const std::byte* memory = source_.memory()) {
     intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
   } else {
-    // What the page cache holds comes from there; at the first gap the rest is read past it.  Asking
+    // What the page cache holds comes from there; at the first gap the rest is read past it. Asking
     // first keeps the kernel from reading ahead what is about to be read directly.
     if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
       read_cached(chunk, intake);
@@ -217,7 +217,8 @@ void Transfer::read_chunk(std::size_t number) {
   intake.finish();
   nbytes_read_.fetch_add(chunk.end - chunk.begin, std::memory_order_relaxed);
   for (std::size_t i = chunk.first_slot; i < chunk.end_slot; ++i) {
-    if (slots_[i].n_chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_slot(slots_[i]);
+    if (slots_[i].n_chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      finish_slot(slots_[i]);
   }
 }
 
@@ -225,14 +226,15 @@ void Transfer::read_cached(const Chunk& chunk, ChunkIntake& intake) {
   while (!intake.complete()) {
     std::byte* const place = region_->data() + intake.at();
     const std::size_t wanted = std::min(kCachePieceNbytes, chunk.end - intake.at());
-    const std::size_t cached = source_.read_cached(chunk.archive_position(intake.at()), place, wanted);
+    const std::size_t cached =
+        source_.read_cached(chunk.archive_position(intake.at()), place, wanted);
     intake.add(place, cached);
     if (cached < wanted) return;
   }
 }
 
-// Through a buffer: the disk writes faster into memory that is in use already than into fresh pages,
-// by more than the copy costs, which checksums on the way.
+// Through a buffer: the disk writes faster into memory that is in use already than into fresh
+// pages, by more than the copy costs, which checksums on the way.
 void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
   if (intake.at() % kPageNbytes != 0) return;
   std::call_once(buffers_made_, [this] {
@@ -269,8 +271,8 @@ bool Transfer::header_agrees(const Slot& slot) const {
   const std::span header(region_->data() + slot.header, slot.payload - slot.header);
   try {
     const std::uint64_t promised = record.header_offset + (slot.payload - slot.header);
-    return payload_offset(header, record, index_.root().size(),
-                          promised + record.nbytes) == promised;
+    return payload_offset(header, record, index_.root().size(), promised + record.nbytes) ==
+           promised;
   } catch (const FormatError&) {
     return false;  // reading with exact offsets says what is wrong
   }

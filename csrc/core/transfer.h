@@ -1,5 +1,5 @@
-// One load in progress: a region of memory that mirrors the wanted part of an archive, the chunks that
-// fill it, and the checks that follow each chunk while its bytes are in the cache.
+// One load in progress: a region of memory that mirrors the wanted part of an archive, the chunks
+// that fill it, and the checks that follow each chunk while its bytes are in the cache.
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,8 @@ struct WantedRecord {
 
 class Transfer {
  public:
-  // Starts reading at once; `verify` says whether CRCs are compared.  `source` and `index` must outlive
-  // it.
+  // Starts reading at once; `verify` says whether CRCs are compared.  `source` and `index` must
+  // outlive it.
   Transfer(const ArchiveSource& source, const ArchiveIndex& index,
            std::vector<WantedRecord> records, std::size_t n_threads, bool verify);
   Transfer(const Transfer&) = delete;
@@ -40,8 +40,8 @@ class Transfer {
   std::uint64_t nbytes_to_read() const { return nbytes_to_read_; }
 
  private:
-  // A wanted record's place in the region.  `n_chunks_left` counts the chunks that hold a part of it,
-  // local header included.
+  // A wanted record's place in the region.  `n_chunks_left` counts the chunks that hold a part of
+  // it, local header included.
   struct Slot {
     std::size_t index = 0;
     std::size_t header = 0;

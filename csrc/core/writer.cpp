@@ -19,8 +19,8 @@ constexpr std::size_t kGatherNbytes = std::size_t{64} << 10;
 // Gathered bytes are written when they reach this size.
 constexpr std::size_t kMaxGatheredNbytes = std::size_t{256} << 10;
 
-// Payloads that are written from where they are go in pieces of this size, small enough that writing
-// finds in the cache what checksumming has read.
+// Payloads that are written from where they are go in pieces of this size, small enough that
+// writing finds in the cache what checksumming has read.
 constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 
 // Copies a chunk into memory.
@@ -28,8 +28,7 @@ class MemoryChunk final : public ChunkSink {
  public:
   MemoryChunk(std::byte* out, bool compute_crcs) : out_(out), compute_crcs_(compute_crcs) {}
 
-  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
-                            std::uint32_t crc) override {
+  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) override {
     if (!compute_crcs_) {
       put_seam(data, nbytes);
       return crc;
@@ -57,8 +56,7 @@ class GatheringChunk final : public ChunkSink {
   GatheringChunk(const StreamSink& sink, bool compute_crcs)
       : sink_(sink), compute_crcs_(compute_crcs) {}
 
-  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
-                            std::uint32_t crc) override {
+  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) override {
     for (std::size_t done = 0; done < nbytes;) {
       const std::size_t piece = std::min(nbytes - done, kCachePieceNbytes);
       if (compute_crcs_) crc = crc32(crc, data + done, piece);

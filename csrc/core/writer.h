@@ -1,5 +1,6 @@
-// Writes an archive whose layout is planned to a file, to memory or to a stream.  Workers take chunks
-// of the file in order; each byte of a payload is read from memory once, for checksum and copy.
+// Writes an archive whose layout is planned to a file, to memory or to a stream.  Workers take
+// chunks of the file in order; each byte of a payload is read from memory once, for checksum and
+// copy.
 #pragma once
 
 #include <atomic>
@@ -27,8 +28,8 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
                     std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
                     const Poll& poll);
 
-// Into a fresh file past the page cache, through n_threads buffers of one chunk each.  Falls back to
-// the page cache where the kernel refuses direct writes.
+// Into a fresh file past the page cache, through n_threads buffers of one chunk each.  Falls back
+// to the page cache where the kernel refuses direct writes.
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll);
 
@@ -36,7 +37,8 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
                      const WriteOptions& options, Progress& progress, const Poll& poll);
 
-// Takes one piece after another, on the calling thread; `data` is null for a hole to skip.  May throw.
+// Takes one piece after another, on the calling thread; `data` is null for a hole to skip.  May
+// throw.
 using StreamSink = std::function<void(const std::byte* data, std::uint64_t nbytes)>;
 
 // A payload piece is handed on from where it is, so it must stay until `sink` returns.

@@ -1,16 +1,18 @@
 // A look at a pickle without running it.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
+#include <unordered_set>
 
 namespace ptsave {
 
-// The globals ("module name", as the opcode spells them) that a pickle names, each once, or nothing if
-// it holds an opcode that torch.save does not write (then what it calls cannot be told this way) or is
-// malformed.  Pure; needs memory proportional to the distinct globals.
-std::optional<std::vector<std::string>> scan_globals(std::string_view pickle);
+// Whether unpickling provably passes every tensor and storage along without looking at its bytes,
+// so that it may run before they have arrived.  True only for what torch.save writes for plain
+// tensors and parameters in plain containers; false is always a safe answer, and the one for a
+// malformed pickle.  `dtypes` are the names of torch's dtypes, without "torch.".
+//
+// Pure; linear in the pickle's size in time and memory, whatever the pickle says.
+bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::string>& dtypes);
 
 }  // namespace ptsave

@@ -8,9 +8,10 @@
 namespace ptsave {
 
 // An ordinary CPU storage of the payload's bytes: shareable, freed by itself, and resizable once
-// set_resizable(true) is called on it, which must wait until the file's pickle has been run: a shape
-// larger than its storage is then an error, not a resize.  It keeps the payload's segments alive.  A payload at an address that torch's allocator would not have chosen
-// (not a multiple of 64) is copied; it must be complete then.
+// set_resizable(true) is called on it, which must wait until the file's pickle has been run: a
+// shape larger than its storage is then an error, not a resize.  It keeps the payload's segments
+// alive.  A payload at an address that torch's allocator would not have chosen (not a multiple of
+// 64) is copied; it must be complete then.
 c10::Storage make_storage(LoadedPayload payload);
 
 // Whether make_storage() looks at the payload's bytes.

@@ -143,6 +143,9 @@ const string kMultidisk = string(kZipArchive) + "unsupported multidisk archive";
 const string kNotZip = string(kZipArchive) + "not a ZIP archive";
 const string kNoDirectory = string(kZipArchive) + "failed finding central directory";
 const string kInvalidName = string(kZipArchive) + "invalid filename";
+const string kTooManyFiles = string(kZipArchive) + "too many files";
+const string kDirectorySize = string(kZipArchive) + "unsupported central directory size";
+const string kEncryption = string(kZipArchive) + "unsupported encryption";
 
 TEST(Fault, NotAnArchive) {
   EXPECT_EQ(fault(""), kNotZip);
@@ -210,8 +213,36 @@ TEST(Fault, LyingCounts) {
   EXPECT_EQ(fault(p.with_counts(3)), kCorrupt);
   EXPECT_EQ(fault(p.with_counts(5)), kCorrupt);
   EXPECT_EQ(fault(p.with_counts(1 << 20)), kCorrupt);
-  EXPECT_EQ(fault(p.with_counts(~0ull)), kCorrupt);
+  EXPECT_EQ(fault(p.with_counts(kM)), kCorrupt);
+  EXPECT_EQ(fault(p.with_counts(kM + 1)), kTooManyFiles);
+  EXPECT_EQ(fault(p.with_counts(~0ull)), kTooManyFiles);
   EXPECT_EQ(fault(p.with_counts(0)), "archive does not contain any files");
+}
+
+// Files with several faults at once; torch reports the one that miniz looks at first.
+TEST(Fault, EndRecordsInTheOrderOfMiniz) {
+  Parts p;
+  const std::size_t record_nbytes = p.wide + 4, disk = p.wide + 16, n_here = p.wide + 24,
+                    n = p.wide + 32, nbytes = p.wide + 40, n_disks = p.locator + 16;
+  EXPECT_EQ(fault(p.with(n_here, zip::store64, 3)), kMultidisk);
+  EXPECT_EQ(fault(p.with(n, zip::store64, 3)), kMultidisk);
+  EXPECT_EQ(fault(p.with(n, zip::store64, kM + 1)), kTooManyFiles);
+  EXPECT_EQ(fault(p.with(n_here, zip::store64, kM + 1)), kTooManyFiles);
+  // From the last fault to the first: each takes over from the one before.
+  p.file = p.with(p.end + 16, zip::store32, 9);
+  EXPECT_EQ(fault(p.file), kCorrupt);
+  p.file = p.with(disk, zip::store32, 3);
+  EXPECT_EQ(fault(p.file), kMultidisk);
+  p.file = p.with(nbytes, zip::store64, kM + 1);
+  EXPECT_EQ(fault(p.file), kDirectorySize);
+  p.file = p.with(n, zip::store64, kM + 1);
+  EXPECT_EQ(fault(p.file), kTooManyFiles);
+  p.file = p.with(n_disks, zip::store32, 2);
+  EXPECT_EQ(fault(p.file), kMultidisk);
+  p.file = p.with(record_nbytes, zip::store64, 43);
+  EXPECT_EQ(fault(p.file), kCorrupt);
+  p.file = p.with(p.locator + 8, zip::store64, ~0ull);
+  EXPECT_EQ(fault(p.file), kNotZip);
 }
 
 TEST(Fault, LyingDirectory) {
@@ -220,8 +251,9 @@ TEST(Fault, LyingDirectory) {
   p.file = p.with(p.end + 12, zip::store32, kM);
   p.file = p.with(p.end + 16, zip::store32, kM);
   EXPECT_EQ(fault(p.file), "");
-  EXPECT_EQ(fault(p.with(p.wide + 40, zip::store64, 1ull << 33)),
-            string(kZipArchive) + "unsupported central directory size");
+  EXPECT_EQ(fault(p.with(p.wide + 40, zip::store64, 1ull << 33)), kDirectorySize);
+  EXPECT_EQ(fault(p.with(p.wide + 40, zip::store64, kM + 1)), kDirectorySize);
+  EXPECT_EQ(fault(p.with(p.wide + 40, zip::store64, kM)), kCorrupt);
   for (const std::uint64_t nbytes : {std::uint64_t{0}, std::uint64_t{1 << 20},
                                      p.wide - p.directory - 1, p.wide - p.directory + 1}) {
     EXPECT_EQ(fault(p.with(p.wide + 40, zip::store64, nbytes)), kCorrupt) << nbytes;
@@ -239,11 +271,22 @@ TEST(Fault, CentralHeader) {
   EXPECT_EQ(fault(p.with(p.second + 30, zip::store16, 60000)), kCorrupt);
   EXPECT_EQ(fault(p.with(p.second + 32, zip::store16, 60000)), kCorrupt);
   EXPECT_EQ(fault(p.with(p.second + 34, zip::store16, 5)), kMultidisk);
-  EXPECT_EQ(fault(p.with(p.second + 8, zip::store16, 0x2808)),
-            string(kZipArchive) + "unsupported encryption");
+  EXPECT_EQ(fault(p.with(p.second + 8, zip::store16, 0x2808)), kEncryption);
   EXPECT_EQ(fault(p.with(p.second + 20, zip::store32, 101)), kCorrupt);
   EXPECT_EQ(fault(p.with(p.second + 24, zip::store32, 101)), kCorrupt);
   EXPECT_EQ(fault(p.with(p.second + 24, zip::store32, kM)), kCorrupt);
+}
+
+TEST(Fault, CentralHeaderInTheOrderOfMiniz) {
+  Parts p;
+  p.file = p.with_text(p.second + zip::kCentralHeaderNbytes + 8, "/");
+  EXPECT_EQ(fault(p.file), kInvalidName);
+  p.file = p.with(p.second + 8, zip::store16, 0x2808);
+  EXPECT_EQ(fault(p.file), kEncryption);
+  p.file = p.with(p.second + 34, zip::store16, 5);
+  EXPECT_EQ(fault(p.file), kMultidisk);
+  p.file = p.with(p.second + 20, zip::store32, 101);
+  EXPECT_EQ(fault(p.file), kCorrupt);
 }
 
 TEST(Fault, PlaceOfARecord) {
@@ -301,12 +344,42 @@ TEST(Fault, LocalHeader) {
   EXPECT_EQ(fault(p.with(p.second_local, zip::store32, 0)), reason);
   EXPECT_EQ(fault(p.with(p.second_local + 6, zip::store16, 0x0809)), reason);
   EXPECT_EQ(fault(p.with(p.second_local + 6, zip::store16, 0x0800)), reason);
+  EXPECT_EQ(fault(p.with(p.second_local + 6, zip::store16, 0x0828)), reason);
+  EXPECT_EQ(fault(p.with(p.second_local + 6, zip::store16, 0x0848)), reason);
+  EXPECT_EQ(fault(p.with(p.second_local + 6, zip::store16, 0x2808)), reason);
   EXPECT_EQ(fault(p.with(p.second_local + 8, zip::store16, 8)), reason);
   EXPECT_EQ(fault(p.with(p.second_local + 26, zip::store16, 15)), reason);
   EXPECT_EQ(fault(p.with(p.second_local + 28, zip::store16, 60000)), reason);
   EXPECT_EQ(fault(p.with(p.second_local + 28, zip::store16, 5)), reason);
   EXPECT_EQ(fault(p.with_text(p.second_local + 30 + 8, "datb/0")), reason);
   EXPECT_EQ(fault(p.with(p.second + 10, zip::store16, 8)), reason);
+}
+
+// What torch refuses only when the record is asked for; other flags mean nothing to it.
+TEST(Fault, UnsupportedRecords) {
+  const Parts p;
+  const auto with = [&p](std::uint16_t flags, std::uint16_t method, bool in_both) {
+    string damaged = p.file;
+    for (const std::size_t at : {p.second + 8, p.second_local + 6}) {
+      if (at == p.second_local + 6 && !in_both) break;
+      zip::store16(bytes_of(damaged).data() + at, 0x0808u | flags);
+      zip::store16(bytes_of(damaged).data() + at + 2, method);
+    }
+    return damaged;
+  };
+  const string reason = "PytorchStreamReader failed retrieving file meta-data for data/0: ";
+  for (const bool in_both : {false, true}) {
+    EXPECT_EQ(fault(with(0x0001, 0, in_both)), reason + "unsupported encryption");
+    EXPECT_EQ(fault(with(0x0040, 0, in_both)), reason + "unsupported encryption");
+    EXPECT_EQ(fault(with(0x0020, 0, in_both)), reason + "unsupported feature");
+    EXPECT_EQ(fault(with(0x0061, 0, in_both)), reason + "unsupported encryption");
+    EXPECT_EQ(fault(with(0x0020, 8, in_both)), reason + "unsupported feature");
+    EXPECT_EQ(fault(with(0x0000, 12, in_both)), reason + "unsupported method");
+    EXPECT_EQ(fault(with(0x0061, 12, in_both)), reason + "unsupported method");
+    EXPECT_EQ(fault(with(0xD796, 0, in_both)), "");
+    EXPECT_EQ(parse(with(0x0061, 12, in_both)).records().size(), sample().size());
+  }
+  EXPECT_EQ(fault(with(0, 8, true)), "");  // the caller's to inflate
 }
 
 TEST(Fault, NamesTheRecordAndItsOffset) {

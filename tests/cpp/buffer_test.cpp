@@ -158,6 +158,7 @@ TEST(BufferPool, NeverLendsMoreThanItHas) {
   std::atomic<int> n_out{0};
   std::atomic<bool> exceeded{false};
   std::vector<std::thread> threads;
+  threads.reserve(8);
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 200; ++i) {

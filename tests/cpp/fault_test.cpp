@@ -44,14 +44,14 @@ struct Fault {
 class Injection {
  public:
   Injection(const Fault& fault, int n) : fault_(fault), n_left_(n) {
-    current_ = this;
+    active = this;
     sys::fault_hook = &hook;
   }
   Injection(const Injection&) = delete;
   Injection& operator=(const Injection&) = delete;
   ~Injection() {
     sys::fault_hook = nullptr;
-    current_ = nullptr;
+    active = nullptr;
   }
 
   bool happened() const { return n_injected_ > 0; }
@@ -61,13 +61,14 @@ class Injection {
   bool after_rename() const { return after_rename_; }
 
  private:
-  static int hook(const char* call, std::size_t* nbytes) { return current_->count(call, nbytes); }
+  static int hook(const char* call, std::size_t* nbytes) { return active->count(call, nbytes); }
 
   int count(const char* call, std::size_t* nbytes) {
     const std::lock_guard lock(mutex_);
     const bool counts = (fault_.only.empty() || fault_.only == call) &&
                         (fault_.cut == nullptr || nbytes != nullptr);
-    if (counts && (fault_.lasting ? --n_left_ <= 0 : --n_left_ == 0)) {
+    if (counts) --n_left_;
+    if (counts && (fault_.lasting ? n_left_ <= 0 : n_left_ == 0)) {
       if (n_injected_++ == 0) {
         call_ = call;
         after_rename_ = renamed_;
@@ -80,7 +81,7 @@ class Injection {
     return 0;
   }
 
-  static inline Injection* current_ = nullptr;
+  static inline Injection* active = nullptr;
   const Fault fault_;
   std::mutex mutex_;
   int n_left_;
@@ -104,6 +105,7 @@ std::vector<archive_fixture::Record> contents() {
 
 ArchiveLayout layout_of(const std::vector<archive_fixture::Record>& records) {
   std::vector<RecordSpec> specs;
+  specs.reserve(records.size() + 1);
   for (const auto& record : records) specs.push_back({record.name, record.data.size()});
   specs.push_back({".data/serialization_id", 40});
   return plan("archive", specs, 64);
@@ -143,12 +145,12 @@ void save(const std::string& path, const Variant& variant) {
 
 // What an undisturbed save writes.
 const std::string& whole_archive() {
-  static const std::string bytes = [] {
+  static const std::string kBytes = [] {
     const Folder folder;
     save(folder / "file", {false, false, false, 0});
     return scratch::read_file(folder / "file");
   }();
-  return bytes;
+  return kBytes;
 }
 
 // Calls whose failure a save survives: they make it better, not possible.
@@ -291,7 +293,7 @@ TEST_P(SaveFaults, ATransferOfNothingIsAnError) {
 
 // What file systems of limited talents answer.
 TEST_P(SaveFaults, UnsupportedCallsAreDoneWithout) {
-  const std::pair<std::string_view, int> kRefusals[] = {
+  constexpr std::pair<std::string_view, int> kRefusals[] = {
       {"fallocate", EOPNOTSUPP}, {"fallocate", ENOSYS}, {"fchmod", EOPNOTSUPP},
       {"fchmod", ENOSYS},        {"fchmod", EPERM},     {"fchown", EPERM},
       {"flock", ENOLCK},         {"flock", EOPNOTSUPP}, {"fcntl", EINVAL},

@@ -82,7 +82,7 @@ bool is_temporary_of(const std::string& entry, const std::string& name) {
 // The name of the one temporary file in `folder`.
 std::string temporary_in(const Folder& folder) {
   for (const std::string& name : folder.names()) {
-    if (name.starts_with(".") && name.ends_with(".ptsave")) return name;
+    if (name.starts_with('.') && name.ends_with(".ptsave")) return name;
   }
   ADD_FAILURE() << "no temporary file";
   return {};
@@ -268,6 +268,7 @@ TEST(File, TransfersAreSafeForConcurrentUse) {
   const std::string content = scratch::noise(1 << 20, 2);
   const File file = File::open_for_writing(folder / "file");
   std::vector<std::thread> threads;
+  threads.reserve(4);
   constexpr std::size_t kPiece = 1 << 16;
   for (std::size_t t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
@@ -615,6 +616,7 @@ TEST(AtomicFile, ManyWritersOfOneTargetDoNotDisturbEachOther) {
   const Folder folder;
   const std::string path = folder / "model.pt";
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       const std::string bytes(1000, static_cast<char>('a' + t));

@@ -66,6 +66,7 @@ inline mode_t mode_of(const std::string& path) {
 // The next read of the file comes from the disk.
 inline void drop_from_page_cache(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_GE(fd, 0) << path;
   ::fsync(fd);
   EXPECT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
   ::close(fd);

@@ -116,6 +116,7 @@ class Scenario {
   explicit Scenario(std::vector<Entry> entries, std::uint64_t alignment = 64)
       : entries_(std::move(entries)), alignment_(alignment) {
     std::vector<RecordSpec> specs;
+    specs.reserve(entries_.size() + 1);
     for (const Entry& entry : entries_) specs.push_back({entry.name, entry.data.size()});
     specs.push_back({".data/serialization_id", kIdNbytes});
     layout_ = plan("archive", specs, alignment);
@@ -171,6 +172,7 @@ class Scenario {
 
 std::vector<Entry> entries_of(const std::vector<std::size_t>& sizes) {
   std::vector<Entry> entries;
+  entries.reserve(sizes.size());
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     entries.push_back({"data/" + std::to_string(i), noise(sizes[i], i + 1)});
   }
@@ -190,6 +192,7 @@ TEST(Writer, Unaligned) { Scenario(entries_of({1, 5000, 3, 0, 70000}), 1).check(
 
 TEST(Writer, ThousandsOfTinyRecords) {
   std::vector<std::size_t> sizes;
+  sizes.reserve(3000);
   for (std::size_t i = 0; i < 3000; ++i) sizes.push_back(i % 41);
   const Scenario scenario(entries_of(sizes));
   scenario.check();
@@ -268,6 +271,7 @@ TEST(Writer, DirectWritesTakeAnyChunkSize) {
 
 TEST(Writer, ManyThreads) {
   std::vector<std::size_t> sizes;
+  sizes.reserve(300);
   for (std::size_t i = 0; i < 300; ++i) sizes.push_back(i % 7 == 0 ? 3 * kChunk + i : i);
   const std::string expected = reference(entries_of(sizes));
   const Scenario scenario(entries_of(sizes));
