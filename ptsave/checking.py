@@ -85,13 +85,10 @@ def check_compressed_members(reader: RecordReader) -> None:
         If a member is not what the archive says.
     """
     for index, record in enumerate(reader.records):
-        if record.encrypted or record.method not in (0, _DEFLATED):
-            reason = "unsupported encryption" if record.encrypted else "unsupported method"
-            text = f"PytorchStreamReader failed retrieving file meta-data for {record.name}"
-            reader.fail(f"{text}: {reason}", record.name)
+        offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
         if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
             reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
-        nbytes, crc = _inflate(reader, index, reader.get_record_offset(record.name))
+        nbytes, crc = _inflate(reader, index, offset)
         if nbytes != record.nbytes or (crc != record.crc and reader.engine.has_crcs):
             reader.fail("it does not inflate to what its checksum promises", record.name)
 

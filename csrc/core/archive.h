@@ -117,7 +117,7 @@ struct IndexedRecord {
   std::uint16_t flags = 0;   // general purpose bit flag
 
   bool stored() const { return method == 0; }
-  bool encrypted() const { return (flags & 0x1u) != 0; }
+  bool encrypted() const { return (flags & 0x41u) != 0; }
 };
 
 // The parsed central directory.  Immutable; safe for concurrent use.

@@ -106,8 +106,8 @@ std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
 
 std::string ArchiveReader::read(std::size_t i, bool verify) const {
   const IndexedRecord& record = index_.records()[i];
-  require_stored(record);
   const std::uint64_t offset = payload_offset(i);
+  require_stored(record);
   std::string payload(record.nbytes, '\0');
   source_.read_at(offset, payload.data(), payload.size());
   if (verify && index_.has_crcs() && crc32(0, payload.data(), payload.size()) != record.crc) {
