@@ -13,10 +13,12 @@ namespace ptsave {
 namespace {
 
 constexpr std::size_t kChunkNbytes = kHugePageNbytes;
-// What it costs to make a small page present, and how much more huge pages may cost before they are
-// given up.
+// What it costs to make a small page present, and how much more than small pages huge ones may cost
+// before they are given up: a part of what small pages would cost for the whole region, or a
+// little.
 constexpr std::chrono::nanoseconds kSmallPageTime{1200};
-constexpr std::chrono::nanoseconds kMaxLoss = std::chrono::milliseconds{6};
+constexpr std::chrono::nanoseconds kMinLoss = std::chrono::milliseconds{6};
+constexpr int kLossDivisor = 10;
 // What is read is checked in pieces of this size, which are then still in the cache.
 constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 // A gap between wanted records that is cheaper to read than to skip.
@@ -196,7 +198,10 @@ void Transfer::fault_in(const Chunk& chunk) {
   while (!huge_page_loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
                                                    std::memory_order_relaxed)) {
   }
-  if (before <= kMaxLoss.count() && before + loss > kMaxLoss.count()) region_->use_small_pages();
+  const auto all_small =
+      kSmallPageTime * static_cast<std::int64_t>(region_->nbytes() / kPageNbytes);
+  const std::int64_t bearable = std::max(kMinLoss, all_small / kLossDivisor).count();
+  if (before <= bearable && before + loss > bearable) region_->use_small_pages();
 }
 
 void Transfer::read_chunk(std::size_t number) {
