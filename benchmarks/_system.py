@@ -85,7 +85,7 @@ def fetch_free_memory(nbytes: int) -> None:
     A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
     times what the measurement does.  What was freed last is what the kernel hands out next.
     """
-    # Private, because only private memory comes in the huge pages that are what the host takes back.
+    # Private: only private memory comes in the huge pages that are what the host takes back.
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
