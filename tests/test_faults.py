@@ -780,6 +780,7 @@ def test_errors_of_the_progress_bar_end_a_save(
 _EXIT_SCRIPT = """
 import io, sys, threading, time
 import torch, ptsave
+from ptsave import _C
 
 what, path = sys.argv[1:]
 contents = {str(i): torch.zeros(1 << 20, dtype=torch.uint8) for i in range(64)}
@@ -792,8 +793,13 @@ def work():
         elif what == "stream":
             with open("/dev/null", "wb") as stream:
                 ptsave.save(contents, stream)
-        else:
-            ptsave.load(path)
+        else:  # the engine's part: torch's own, like torch.load, aborts the process now and then
+            reader = _C.Reader.open_path(path)
+            records = range(len(reader.records()))
+            reader.start(list(records), n_threads=2, verify=True, exact_offsets=False)
+            reader.wait(3, progress=None)
+            reader.wait_all(progress=None)
+            reader.read(0, verify=True)
 
 for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
