@@ -1,6 +1,7 @@
 // The Python module ptsave._C: converts arguments, releases the GIL, maps errors.  No logic.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/TensorBase.h>
+#include <cxxabi.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -47,7 +48,7 @@ std::string encode(const py::str& text) {
 }
 
 void set_os_error(const IoError& error) {
-  const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
+  const auto os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
   const py::object value =
       os_error(error.errnum(), std::string(std::strerror(error.errnum())), decode(error.path()));
   value.attr("operation") = error.operation();
@@ -120,13 +121,37 @@ auto without_gil(const Call& call) -> decltype(call()) {
   }
 }
 
+// Calls `call` with the GIL, on a thread that without_gil() has taken it from.  If the interpreter
+// exits meanwhile, this thread is ended by unwinding; nothing that needs the GIL may be destroyed
+// then, so `call` uses the C API without guards, and the unwinding stops here.
+template <typename Call>
+void with_gil(const Call& call) {
+  take_gil(PyGILState_GetThisThreadState());
+  try {
+    call();
+  } catch (const abi::__forced_unwind&) {
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  } catch (...) {
+    PyEval_SaveThread();
+    throw;
+  }
+  PyEval_SaveThread();
+}
+
+// Takes over a reference that a C API call returned; a null one is an exception.
+void drop_result(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  Py_DECREF(result);
+}
+
 // Called on the waiting thread, without the GIL: lets signal handlers run and reports progress.
 Poll make_poll(const std::function<std::uint64_t()>& progress, const py::object& callback) {
   return [progress, callback] {
-    if (is_finalizing()) return;
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (!callback.is_none()) callback(progress());
+    with_gil([&] {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      const auto done = static_cast<unsigned long long>(progress());
+      if (!callback.is_none()) drop_result(PyObject_CallFunction(callback.ptr(), "K", done));
+    });
   };
 }
 
@@ -215,12 +240,19 @@ class WritePlan {
     run(callback, [&](const Poll& poll) {
       const auto put = [&](const std::byte* data, std::uint64_t nbytes) {
         poll();
-        const py::gil_scoped_acquire gil;
-        if (data == nullptr) {
-          skip(nbytes);
-        } else {
-          sink(py::memoryview::from_memory(data, static_cast<py::ssize_t>(nbytes)));
-        }
+        with_gil([&] {
+          if (data == nullptr) {
+            const auto hole = static_cast<unsigned long long>(nbytes);
+            return drop_result(PyObject_CallFunction(skip.ptr(), "K", hole));
+          }
+          auto* const bytes = const_cast<char*>(reinterpret_cast<const char*>(data));
+          PyObject* const view =
+              PyMemoryView_FromMemory(bytes, static_cast<Py_ssize_t>(nbytes), PyBUF_READ);
+          if (view == nullptr) throw py::error_already_set();
+          PyObject* const result = PyObject_CallOneArg(sink.ptr(), view);
+          Py_DECREF(view);
+          drop_result(result);
+        });
       };
       write_to_stream(layout_, payloads_, put, options, progress_);
     });
@@ -238,8 +270,13 @@ class WritePlan {
   const std::byte* payload(std::size_t i) {
     if (has_makers_ && i != made_) {
       if (const auto* make = std::get_if<py::function>(&sources_[i])) {
-        const py::gil_scoped_acquire gil;
-        addresses_[i] = reinterpret_cast<const std::byte*>((*make)().cast<std::uintptr_t>());
+        with_gil([&] {
+          PyObject* const made = PyObject_CallNoArgs(make->ptr());
+          if (made == nullptr) throw py::error_already_set();
+          addresses_[i] = static_cast<const std::byte*>(PyLong_AsVoidPtr(made));
+          Py_DECREF(made);
+          if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+        });
         made_ = i;
       }
     }

@@ -28,6 +28,7 @@ void ArchiveSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes
   if (offset > nbytes_ || nbytes > nbytes_ - offset) {
     throw IoError(0, "read (beyond the end)", name_);
   }
+  if (nbytes == 0) return;
   if (memory_ != nullptr) {
     std::memcpy(data, memory_ + offset, nbytes);
   } else {
