@@ -226,7 +226,7 @@ class SaveFaults : public testing::TestWithParam<Variant> {
   Folder folder_;
   std::string path_;
   std::string call_;
-  std::size_t threads_ = scratch::n_entries("/proc/self/task");
+  std::size_t threads_ = scratch::n_threads();
 };
 
 std::vector<Variant> variants() {
