@@ -209,7 +209,7 @@ class WritePlan {
       File file = File::open_for_writing(path);
       file.truncate(0);
       write_through_cache(file, options, poll);
-      if (durable) file.sync();
+      durable ? file.sync() : file.flush();
     });
   }
 

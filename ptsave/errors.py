@@ -57,6 +57,8 @@ class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
 class SaveError(OSError, RuntimeError):
     """A checkpoint could not be written; the file that was there before is unchanged.
 
+    (Unless it had to be overwritten in place, or ``atomic=False`` asked for that.)
+
     An :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because that is
     what :func:`torch.save` raises.
 

@@ -133,7 +133,8 @@ class ArchiveWriter:
                 progress=self._progress,
             )
         except OSError as error:
-            refused = _RENAME_REFUSED if os.path.exists(target) else set()
+            overwritable = os.path.exists(target) and not _is_mapped(os.stat(target))
+            refused = _RENAME_REFUSED if overwritable else set()
             if operation_of(error) != "rename" or error.errno not in refused | _UNSUPPORTED:
                 raise SaveError.from_os_error(error, path) from None
             self._write_in_place(target, path)
