@@ -155,8 +155,7 @@ Poll make_poll(const std::function<std::uint64_t()>& progress, const py::object&
   };
 }
 
-// ------------------------------------------------------------------------------------------
-// writing
+// -------------------------------------------------------------------------------- writing
 
 // Records to write, in order, and their layout.  Keeps `bytes` payloads alive; what an address
 // points to is the caller's to keep.
@@ -329,8 +328,7 @@ void bind_writing(py::module_& module) {
            py::kw_only(), py::arg("options"), py::arg("progress"));
 }
 
-// ------------------------------------------------------------------------------------------
-// reading
+// -------------------------------------------------------------------------------- reading
 
 // A uint8 tensor over a whole storage: the form in which torch's own reader hands storages out.
 py::object wrap_storage(c10::Storage storage) {

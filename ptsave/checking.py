@@ -1,4 +1,4 @@
-"""What is checked of an archive before its object is built."""
+"""What is checked of an archive beside its storages."""
 
 from __future__ import annotations
 
