@@ -2,8 +2,8 @@
 // memory that mirrors the file.
 //
 // Mirroring means that a payload's address and its position in the file are congruent modulo the
-// page size, so that one large direct read lands many records, with the seams between them, in
-// their final place; nothing is copied, and local headers arrive for checking with the data.
+// page size, so that one large read takes many records with the seams between them, and local
+// headers arrive for checking with the data.
 #pragma once
 
 #include <atomic>
