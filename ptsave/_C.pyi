@@ -1,6 +1,6 @@
 """The engine.  Offsets count from the archive's beginning, sizes are in bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
 import torch
@@ -21,8 +21,17 @@ class WriteOptions:
     def __init__(self, *, compute_crcs: bool, n_threads: int, chunk_nbytes: int) -> None: ...
 
 @final
+class StorageList:
+    def __len__(self) -> int: ...
+    @property
+    def on_cpu(self) -> bool: ...
+
+@final
 class WritePlan:
-    def __init__(self, root: str, records: list[PlannedRecord], alignment: int) -> None: ...
+    # A list of storages in CPU memory stands for the records data/0, data/1, ...
+    def __init__(
+        self, root: str, records: Sequence[PlannedRecord | StorageList], alignment: int
+    ) -> None: ...
     @property
     def nbytes(self) -> int: ...
     def write_file(
@@ -90,8 +99,10 @@ class DamagedRecord:
     @property
     def actual_crc(self) -> int: ...
 
+class StorageSource: ...
+
 @final
-class Reader:
+class Reader(StorageSource):
     @staticmethod
     def open_path(path: bytes) -> Reader: ...
     @staticmethod

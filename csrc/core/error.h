@@ -1,6 +1,6 @@
 // Exceptions of the core library.
 //
-// Core code throws; `module.cpp` translates each type into one Python exception:
+// Core code throws; `bindings/errors.cpp` translates each type into one Python exception:
 // FormatError -> ptsave.CorruptCheckpointError, IoError -> OSError (errno and file name kept),
 // Cancelled -> whatever the poll callback raised.
 #pragma once

@@ -3,6 +3,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -24,6 +25,10 @@ void release_owners(void* context) {
 
 bool must_copy(const LoadedPayload& payload) {
   return reinterpret_cast<std::uintptr_t>(payload.data) % kTorchAlignment != 0;
+}
+
+bool StorageList::on_cpu() const {
+  return std::ranges::all_of(storages, [](const c10::Storage& s) { return s.device().is_cpu(); });
 }
 
 c10::Storage make_storage(LoadedPayload payload) {

@@ -3,6 +3,8 @@
 
 #include <c10/core/Storage.h>
 
+#include <vector>
+
 #include "core/reader.h"
 
 namespace ptsave {
@@ -16,5 +18,12 @@ c10::Storage make_storage(LoadedPayload payload);
 
 // Whether make_storage() looks at the payload's bytes.
 bool must_copy(const LoadedPayload& payload);
+
+// The storages of an object that is being saved: storage i is the record data/i.
+struct StorageList {
+  std::vector<c10::Storage> storages;
+
+  bool on_cpu() const;
+};
 
 }  // namespace ptsave

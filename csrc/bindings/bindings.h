@@ -1,0 +1,20 @@
+// What the parts of the Python module share.  Only pybind11 here: convert, release the GIL, map
+// errors.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+namespace ptsave {
+
+// Bytes of a hostile file are kept: not valid UTF-8 becomes surrogates, and back.
+pybind11::str decode(const std::string& text);
+std::string encode(const pybind11::str& text);
+
+void register_errors(pybind11::module_& module);
+void bind_writing(pybind11::module_& module);
+void bind_reading(pybind11::module_& module);
+void bind_pickling(pybind11::module_& module);
+
+}  // namespace ptsave

@@ -1,0 +1,70 @@
+// Exceptions of core as Python exceptions.
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "bindings/bindings.h"
+#include "core/error.h"
+#include "core/reader.h"
+#include "pickle/object.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+
+py::str decode(const std::string& text) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "surrogateescape"));
+}
+
+std::string encode(const py::str& text) {
+  const auto bytes = py::reinterpret_steal<py::bytes>(
+      PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogateescape"));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
+
+namespace {
+
+void set_os_error(const IoError& error) {
+  const auto os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
+  const py::object value =
+      os_error(error.errnum(), std::string(std::strerror(error.errnum())), decode(error.path()));
+  value.attr("operation") = error.operation();
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+}
+
+// FormatError's arguments: reason, detail, record (None if none), offset (None if none).
+void set_format_error(const py::object& type, const FormatError& error) {
+  const py::object record =
+      error.record().empty() ? py::none() : py::object(decode(error.record()));
+  const py::object offset =
+      error.offset() == FormatError::kNoOffset ? py::none() : py::object(py::int_(error.offset()));
+  PyErr_SetObject(
+      type.ptr(),
+      py::make_tuple(decode(error.reason()), decode(error.detail()), record, offset).ptr());
+}
+
+}  // namespace
+
+void register_errors(py::module_& module) {
+  static PyObject* format_error = PyErr_NewExceptionWithDoc(
+      "ptsave._C.FormatError", "(reason, detail, record, offset) of what is wrong with an archive.",
+      PyExc_RuntimeError, nullptr);
+  module.attr("FormatError") = py::reinterpret_borrow<py::object>(format_error);
+  py::register_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const IoError& error) {
+      if (error.errnum() != 0) return set_os_error(error);
+      set_format_error(py::reinterpret_borrow<py::object>(format_error),
+                       FormatError("unexpected end of file", error.what()));
+    } catch (const FormatError& error) {
+      set_format_error(py::reinterpret_borrow<py::object>(format_error), error);
+    } catch (const PythonError&) {  // its exception is set already
+    }
+  });
+}
+
+}  // namespace ptsave

@@ -1,0 +1,211 @@
+// ptsave._C.Reader.
+#include <ATen/core/Tensor.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "core/archive.h"
+#include "core/file.h"
+#include "core/reader.h"
+#include "pickle/unpickler.h"
+#include "storage/storage.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+namespace {
+
+// A uint8 tensor over a whole storage: the form in which torch's own reader hands storages out.
+py::object wrap_storage(c10::Storage storage) {
+  const auto nbytes = static_cast<std::int64_t>(storage.nbytes());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      caffe2::TypeMeta::Make<std::uint8_t>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
+class Reader final : public StorageSource {
+ public:
+  Reader(ArchiveSource source, py::object keep)
+      : keep_(std::move(keep)),
+        reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })) {}
+
+  static std::unique_ptr<Reader> open_path(const std::string& path) {
+    return std::make_unique<Reader>(ArchiveSource(File::open_for_reading(path), 0), py::none());
+  }
+  static std::unique_ptr<Reader> open_descriptor(int fd, std::uint64_t offset,
+                                                 const std::string& name) {
+    return std::make_unique<Reader>(ArchiveSource(File::reopen_for_reading(fd, name), offset),
+                                    py::none());
+  }
+  static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {
+    const py::buffer_info info = buffer.request();
+    const auto nbytes = static_cast<std::uint64_t>(info.size * info.itemsize);
+    // A memoryview holds the export, so that the buffer's owner cannot resize it meanwhile.
+    return std::make_unique<Reader>(
+        ArchiveSource(static_cast<const std::byte*>(info.ptr), nbytes, name),
+        py::memoryview(buffer));
+  }
+
+  py::str root() const { return decode(reader_->index().root()); }
+  bool has_crcs() const { return reader_->index().has_crcs(); }
+  std::uint64_t nbytes() const { return reader_->source().nbytes(); }
+
+  std::vector<IndexedRecord> records() const {
+    const auto records = reader_->index().records();
+    return {records.begin(), records.end()};
+  }
+  std::optional<std::size_t> find(const py::str& name) const {
+    const std::size_t i = reader_->index().find(encode(name));
+    return i == ArchiveIndex::kNotFound ? std::nullopt : std::optional(i);
+  }
+  std::uint64_t payload_offset(std::size_t i) const {
+    check(i);
+    return without_gil([&] { return reader_->payload_offset(i); });
+  }
+  py::bytes read(std::size_t i, bool verify) const {
+    check(i);
+    return py::bytes(without_gil([&] { return reader_->read(i, verify); }));
+  }
+
+  void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
+             bool exact_offsets) {
+    for (const std::size_t i : records) check(i);
+    storages_.clear();
+    empty_storages_.clear();
+    without_gil([&] { reader_->start(records, n_threads, verify, exact_offsets); });
+  }
+  void wait(std::size_t i, const py::object& callback) {
+    check(i);
+    const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
+    without_gil([&] { reader_->wait(i, poll); });
+  }
+  std::vector<DamagedRecord> wait_all(const py::object& callback) {
+    const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
+    return without_gil([&] { return reader_->wait_all(poll); });
+  }
+  py::object storage(std::size_t i) {
+    check(i);
+    return wrap_storage(shared_storage(i));
+  }
+  std::optional<c10::Storage> storage_of(std::string_view key, std::uint64_t nbytes) override {
+    const std::size_t i = find_data_record(key);
+    if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return std::nullopt;
+    return shared_storage(i);
+  }
+  // The load is over: storages given out become resizable, as any other.
+  void release_storages() {
+    for (const c10::Storage& storage : storages_) {
+      if (storage) storage.unsafeGetStorageImpl()->set_resizable(true);
+    }
+    for (const c10::Storage& storage : empty_storages_) {
+      storage.unsafeGetStorageImpl()->set_resizable(true);
+    }
+    storages_.clear();
+    empty_storages_.clear();
+  }
+  py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
+    if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
+    std::string bytes(nbytes, '\0');
+    without_gil([&] { reader_->source().read_at(offset, bytes.data(), bytes.size()); });
+    return {bytes};
+  }
+  void cancel() {
+    without_gil([&] { reader_->cancel(); });
+  }
+  std::uint64_t nbytes_to_read() const { return reader_->nbytes_to_read(); }
+
+ private:
+  void check(std::size_t i) const {
+    if (i >= reader_->index().records().size()) throw py::index_error("no such record");
+  }
+
+  // Keys mostly come in the order of the records.
+  std::size_t find_data_record(std::string_view key) {
+    constexpr std::string_view kFolder = "data/";
+    const auto records = index().records();
+    if (++last_found_ < records.size()) {
+      const std::string_view next = records[last_found_].name;
+      if (next.starts_with(kFolder) && next.substr(kFolder.size()) == key) return last_found_;
+    }
+    return last_found_ = index().find(std::string(kFolder).append(key));
+  }
+
+  // Empty storages are not shared: torch makes a new one for each reference.
+  c10::Storage shared_storage(std::size_t i) {
+    if (i < storages_.size() && storages_[i]) return storages_[i];
+    LoadedPayload payload = reader_->payload(i);
+    if (must_copy(payload)) wait(i, py::none());
+    const std::uint64_t nbytes = payload.nbytes;
+    c10::Storage storage = make_storage(std::move(payload));
+    if (nbytes == 0) {
+      empty_storages_.push_back(storage);
+    } else {
+      storages_.resize(index().records().size());
+      storages_[i] = storage;
+    }
+    return storage;
+  }
+
+  const ArchiveIndex& index() const { return reader_->index(); }
+
+  py::object keep_;  // outlives reader_
+  std::unique_ptr<ArchiveReader> reader_;
+  std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
+  std::vector<c10::Storage> empty_storages_;
+  std::size_t last_found_ = ArchiveIndex::kNotFound;
+};
+
+}  // namespace
+
+void bind_reading(py::module_& module) {
+  py::class_<IndexedRecord>(module, "Record")
+      .def_property_readonly("name", [](const IndexedRecord& self) { return decode(self.name); })
+      .def_readonly("nbytes", &IndexedRecord::nbytes)
+      .def_readonly("crc", &IndexedRecord::crc)
+      .def_readonly("header_offset", &IndexedRecord::header_offset)
+      .def_readonly("stored_nbytes", &IndexedRecord::stored_nbytes)
+      .def_readonly("method", &IndexedRecord::method)
+      .def_property_readonly("stored", &IndexedRecord::stored)
+      .def_property_readonly("encrypted", &IndexedRecord::encrypted);
+  py::class_<DamagedRecord>(module, "DamagedRecord")
+      .def_property_readonly("name", [](const DamagedRecord& self) { return decode(self.name); })
+      .def_readonly("payload_offset", &DamagedRecord::payload_offset)
+      .def_readonly("expected_crc", &DamagedRecord::expected_crc)
+      .def_readonly("actual_crc", &DamagedRecord::actual_crc);
+  py::class_<StorageSource>(module, "StorageSource");
+  py::class_<Reader, StorageSource>(module, "Reader")
+      .def_static("open_path", &Reader::open_path, py::arg("path"))
+      .def_static("open_descriptor", &Reader::open_descriptor, py::arg("fd"), py::arg("offset"),
+                  py::arg("name"))
+      .def_static("open_memory", &Reader::open_memory, py::arg("buffer"), py::arg("name"))
+      .def_property_readonly("root", &Reader::root)
+      .def_property_readonly("has_crcs", &Reader::has_crcs)
+      .def_property_readonly("nbytes", &Reader::nbytes)
+      .def_property_readonly("nbytes_to_read", &Reader::nbytes_to_read)
+      .def("records", &Reader::records)
+      .def("find", &Reader::find, py::arg("name"))
+      .def("payload_offset", &Reader::payload_offset, py::arg("record"))
+      .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))
+      .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
+           py::arg("verify"), py::arg("exact_offsets"))
+      .def("wait", &Reader::wait, py::arg("record"), py::kw_only(), py::arg("progress"))
+      .def("wait_all", &Reader::wait_all, py::kw_only(), py::arg("progress"))
+      .def("storage", &Reader::storage, py::arg("record"))
+      .def("release_storages", &Reader::release_storages)
+      .def("read_at", &Reader::read_at, py::arg("offset"), py::arg("nbytes"))
+      .def("cancel", &Reader::cancel);
+}
+
+}  // namespace ptsave

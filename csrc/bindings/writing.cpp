@@ -1,0 +1,225 @@
+// ptsave._C.WritePlan.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "core/archive.h"
+#include "core/file.h"
+#include "core/writer.h"
+#include "storage/storage.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+namespace {
+
+// Records to write, in order, and their layout.  Keeps `bytes` and listed storages alive; what an
+// address points to is the caller's to keep.
+class WritePlan {
+ public:
+  // A payload is bytes, the address of memory, None for a hole, or a function that makes the
+  // payload when its turn comes and returns its address; it stays valid until the next one is
+  // called.  With functions, options.n_threads must be 0.
+  using Payload = std::variant<py::bytes, std::uintptr_t, py::none, py::function>;
+  using Record = std::tuple<std::string, Payload, std::uint64_t>;
+  // A list of storages in CPU memory stands for the records data/0, data/1, ...
+  using Records = std::vector<std::variant<Record, const StorageList*>>;
+
+  WritePlan(const WritePlan&) = delete;
+  WritePlan& operator=(const WritePlan&) = delete;
+  ~WritePlan() = default;
+
+  WritePlan(std::string root, const Records& records, std::uint64_t alignment) {
+    std::vector<RecordSpec> specs;
+    for (const auto& item : records) {
+      if (const auto* record = std::get_if<Record>(&item)) {
+        add(*record, specs);
+      } else {
+        add(*std::get<const StorageList*>(item), specs);
+      }
+    }
+    layout_ = plan(std::move(root), specs, alignment);
+    payloads_ = [this](std::size_t i) { return payload(i); };
+  }
+
+  std::uint64_t nbytes() const { return layout_.nbytes(); }
+
+  void write_file(const std::string& path, const std::string& display, bool durable, bool direct,
+                  const WriteOptions& options, const py::object& callback) {
+    run(callback, [&](const Poll& poll) {
+      AtomicFile target(path, display);
+      File& file = target.file();
+      if (direct && file.direct_io_alignment().supported()) {
+        file.preallocate(nbytes());
+        write_direct(layout_, payloads_, file, options, progress_, poll);
+      } else {
+        write_through_cache(file, options, poll);
+      }
+      target.commit(durable);
+    });
+  }
+
+  void write_in_place(const std::string& path, bool durable, const WriteOptions& options,
+                      const py::object& callback) {
+    run(callback, [&](const Poll& poll) {
+      File file = File::open_for_writing(path);
+      file.truncate(0);
+      write_through_cache(file, options, poll);
+      durable ? file.sync() : file.flush();
+    });
+  }
+
+  void write_descriptor(int fd, std::uint64_t offset, const std::string& name, bool durable,
+                        const WriteOptions& options, const py::object& callback) {
+    run(callback, [&](const Poll& poll) {
+      File file = File::duplicate(fd, name);
+      write_buffered(layout_, payloads_, file, offset, options, progress_, poll);
+      if (durable) file.sync();
+    });
+  }
+
+  void write_memory(const py::buffer& target, const WriteOptions& options,
+                    const py::object& callback) {
+    const py::buffer_info info = target.request(/*writable=*/true);
+    if (static_cast<std::uint64_t>(info.size * info.itemsize) != nbytes()) {
+      throw py::value_error("the buffer's size is not the archive's");
+    }
+    run(callback, [&](const Poll& poll) {
+      write_to_memory(layout_, payloads_, static_cast<std::byte*>(info.ptr), options, progress_,
+                      poll);
+    });
+  }
+
+  // Calls sink(memoryview) for data and skip(nbytes) for holes.
+  void write_stream(const py::function& sink, const py::function& skip, const WriteOptions& options,
+                    const py::object& callback) {
+    run(callback, [&](const Poll& poll) {
+      const auto put = [&](const std::byte* data, std::uint64_t nbytes) {
+        poll();
+        with_gil([&] {
+          if (data == nullptr) {
+            const auto hole = static_cast<unsigned long long>(nbytes);
+            return drop_result(PyObject_CallFunction(skip.ptr(), "K", hole));
+          }
+          auto* const bytes = const_cast<char*>(reinterpret_cast<const char*>(data));
+          PyObject* const view =
+              PyMemoryView_FromMemory(bytes, static_cast<Py_ssize_t>(nbytes), PyBUF_READ);
+          if (view == nullptr) throw py::error_already_set();
+          PyObject* const result = PyObject_CallOneArg(sink.ptr(), view);
+          Py_DECREF(view);
+          drop_result(result);
+        });
+      };
+      write_to_stream(layout_, payloads_, put, options, progress_);
+    });
+  }
+
+ private:
+  void add(const Record& record, std::vector<RecordSpec>& specs) {
+    const auto& [name, payload, nbytes] = record;
+    if (const auto* bytes = std::get_if<py::bytes>(&payload)) kept_bytes_.push_back(*bytes);
+    if (const auto* make = std::get_if<py::function>(&payload))
+      makers_.emplace(specs.size(), *make);
+    has_holes_ |= std::holds_alternative<py::none>(payload) && nbytes > 0;
+    specs.push_back({name, nbytes});
+    addresses_.push_back(address(payload));
+  }
+
+  void add(const StorageList& list, std::vector<RecordSpec>& specs) {
+    specs.reserve(specs.size() + list.storages.size());
+    addresses_.reserve(specs.capacity());
+    for (std::size_t i = 0; i < list.storages.size(); ++i) {
+      const c10::Storage& storage = list.storages[i];
+      has_holes_ |= storage.data() == nullptr && storage.nbytes() > 0;
+      specs.push_back({"data/" + std::to_string(i), storage.nbytes()});
+      addresses_.push_back(static_cast<const std::byte*>(storage.data()));
+    }
+    storages_.insert(storages_.end(), list.storages.begin(), list.storages.end());
+  }
+
+  static const std::byte* address(const Payload& payload) {
+    if (const auto* bytes = std::get_if<py::bytes>(&payload)) {
+      return reinterpret_cast<const std::byte*>(PyBytes_AS_STRING(bytes->ptr()));
+    }
+    const auto* pointer = std::get_if<std::uintptr_t>(&payload);
+    return pointer == nullptr ? nullptr : reinterpret_cast<const std::byte*>(*pointer);
+  }
+
+  const std::byte* payload(std::size_t i) {
+    if (makers_.empty() || i == made_) return addresses_[i];
+    if (const auto make = makers_.find(i); make != makers_.end()) {
+      with_gil([&] {
+        PyObject* const made = PyObject_CallNoArgs(make->second.ptr());
+        if (made == nullptr) throw py::error_already_set();
+        addresses_[i] = static_cast<const std::byte*>(PyLong_AsVoidPtr(made));
+        Py_DECREF(made);
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+      });
+      made_ = i;
+    }
+    return addresses_[i];
+  }
+
+  void write_through_cache(File& file, const WriteOptions& options, const Poll& poll) {
+    if (!has_holes_) file.preallocate(nbytes());
+    write_buffered(layout_, payloads_, file, 0, options, progress_, poll);
+  }
+
+  template <typename Write>
+  void run(const py::object& callback, const Write& write) {
+    progress_ = 0;
+    made_ = ~std::size_t{0};
+    const Poll poll = make_poll([this] { return progress_.load(); }, callback);
+    without_gil([&] { write(poll); });
+  }
+
+  ArchiveLayout layout_;
+  std::vector<py::bytes> kept_bytes_;
+  std::vector<c10::Storage> storages_;
+  std::unordered_map<std::size_t, py::function> makers_;
+  std::vector<const std::byte*> addresses_;
+  bool has_holes_ = false;
+  std::size_t made_ = ~std::size_t{0};
+  Payloads payloads_;
+  Progress progress_{0};
+};
+
+}  // namespace
+
+void bind_writing(py::module_& module) {
+  py::class_<WriteOptions>(module, "WriteOptions")
+      .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes) {
+             return WriteOptions{compute_crcs, n_threads, chunk_nbytes};
+           }),
+           py::kw_only(), py::arg("compute_crcs"), py::arg("n_threads"), py::arg("chunk_nbytes"));
+  py::class_<StorageList>(module, "StorageList")
+      .def("__len__", [](const StorageList& self) { return self.storages.size(); })
+      .def_property_readonly("on_cpu", &StorageList::on_cpu);
+  py::class_<WritePlan>(module, "WritePlan")
+      .def(py::init<std::string, const WritePlan::Records&, std::uint64_t>(), py::arg("root"),
+           py::arg("records"), py::arg("alignment"))
+      .def_property_readonly("nbytes", &WritePlan::nbytes)
+      .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
+           py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))
+      .def("write_in_place", &WritePlan::write_in_place, py::arg("path"), py::kw_only(),
+           py::arg("durable"), py::arg("options"), py::arg("progress"))
+      .def("write_descriptor", &WritePlan::write_descriptor, py::arg("fd"), py::arg("offset"),
+           py::arg("name"), py::kw_only(), py::arg("durable"), py::arg("options"),
+           py::arg("progress"))
+      .def("write_memory", &WritePlan::write_memory, py::arg("target"), py::kw_only(),
+           py::arg("options"), py::arg("progress"))
+      .def("write_stream", &WritePlan::write_stream, py::arg("sink"), py::arg("skip"),
+           py::kw_only(), py::arg("options"), py::arg("progress"));
+}
+
+}  // namespace ptsave
