@@ -63,9 +63,8 @@ def check_version(reader: RecordReader) -> None:
 
 def check_small_records(reader: RecordReader) -> None:
     """Read every record that holds no storage, which verifies its name, header and checksum."""
-    for record in reader.records:
-        if record.stored and not record.name.startswith("data/"):
-            reader.get_record(record.name)
+    for name in reader.engine.other_names():
+        reader.get_record(name)
 
 
 def check_compressed_members(reader: RecordReader) -> None:
@@ -84,7 +83,7 @@ def check_compressed_members(reader: RecordReader) -> None:
     CorruptCheckpointError
         If a member is not what the archive says.
     """
-    for index, record in enumerate(reader.records):
+    for index, record in enumerate(reader.engine.records()):
         offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
         if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
             reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
@@ -95,7 +94,7 @@ def check_compressed_members(reader: RecordReader) -> None:
 
 def _inflate(reader: RecordReader, index: int, offset: int) -> tuple[int, int]:
     """Return size and CRC-32 of a member's contents, never holding more than a piece of them."""
-    record = reader.records[index]
+    record = reader.engine.record(index)
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     nbytes = crc = 0
     for begin in range(0, record.stored_nbytes, _PIECE_NBYTES):

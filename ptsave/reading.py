@@ -146,13 +146,11 @@ class RecordReader:
         self.wait_for_bytes = True
         self.verify = verify and config.current().verify
         self.progress: ProgressCallback | None = None
-        self.records = engine.records()
         self._small: dict[str, bytes] = {}
 
     def close(self) -> None:
         """Let go of the archive, even if something still refers to this reader."""
         del self.engine
-        self.records = []
         self._small.clear()
 
     # ------------------------------------------------------------------- torch's reader interface
@@ -161,7 +159,7 @@ class RecordReader:
         return self.engine.find(name) is not None
 
     def get_all_records(self) -> list[str]:
-        return [record.name for record in self.records]
+        return [record.name for record in self.engine.records()]
 
     def get_record(self, name: str) -> bytes:
         if name not in self._small:
@@ -172,7 +170,7 @@ class RecordReader:
         return self._small[name]
 
     def get_record_size(self, name: str) -> int:
-        return self.records[self._find(name)].nbytes
+        return self.engine.record(self._find(name)).nbytes
 
     def get_record_offset(self, name: str) -> int:
         try:
@@ -181,7 +179,7 @@ class RecordReader:
             raise_corrupt(error, self.path)
 
     def get_record_header_offset(self, name: str) -> int:
-        return self.records[self._find(name)].header_offset
+        return self.engine.record(self._find(name)).header_offset
 
     def get_record_offset_no_read(self, cursor: int, name: str, nbytes: int, alignment: int) -> int:
         full_name = f"{self.engine.root}/{name}"
@@ -194,14 +192,14 @@ class RecordReader:
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
         """Return a tensor over the storage of a record, which may still be being filled."""
         record = self._find(name)
-        found = self.records[record].nbytes
+        found = self.engine.record(record).nbytes
         if found != nbytes:
             raise CorruptCheckpointError(
                 f"record size ({found} bytes) does not match expected size ({nbytes} bytes = "
                 f"{nbytes} elements * 1 bytes/element) for dtype Byte: {self.path}, record {name}",
                 path=self.path,
                 record=name,
-                offset=self.records[record].header_offset,
+                offset=self.engine.record(record).header_offset,
             )
         if self.wait_for_bytes:
             self.engine.wait(record, progress=self.progress)
@@ -225,9 +223,8 @@ class RecordReader:
     @contextmanager
     def reading_storages(self, *, exact_offsets: bool) -> Iterator[None]:
         """Fill the storages of all tensors in the background; what is not done at the end stops."""
-        records = [i for i, record in enumerate(self.records) if record.name.startswith("data/")]
         options = config.current()
-        verify = self.verify and self._have_crcs(records)
+        verify = self.verify and self.engine.storages_have_crcs
         if self.verify and not verify:
             warnings.warn(
                 f"{self.path} was written without checksums of its storages "
@@ -237,7 +234,7 @@ class RecordReader:
             )
         try:
             self.engine.start(
-                records,
+                None,
                 n_threads=options.n_readers,
                 verify=verify,
                 exact_offsets=exact_offsets,
@@ -247,11 +244,6 @@ class RecordReader:
             raise_corrupt(error, self.path)
         finally:
             self.engine.cancel()
-
-    def _have_crcs(self, records: list[int]) -> bool:
-        """Whether the storages have checksums: torch writes zero for all of them or for none."""
-        filled = [self.records[i] for i in records if self.records[i].nbytes]
-        return not filled or any(record.crc for record in filled)
 
     def wait_for_storages(self) -> None:
         """Wait until every storage is filled, and refuse the archive if any is damaged."""

@@ -280,7 +280,7 @@ def load(
         reader.close()
         warnings.warn(_TORCHSCRIPT_WARNING, UserWarning, stacklevel=2)
         return _load_torchscript(f, map_location, restricted)
-    if reader is not None and not all(record.stored for record in reader.records):
+    if reader is not None and not reader.engine.all_stored:
         with closing(reader):
             check_compressed_members(reader)
         reader = None

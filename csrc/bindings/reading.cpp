@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -62,9 +63,28 @@ class Reader final : public StorageSource {
   bool has_crcs() const { return reader_->index().has_crcs(); }
   std::uint64_t nbytes() const { return reader_->source().nbytes(); }
 
+  const IndexedRecord& record(std::size_t i) const {
+    check(i);
+    return index().records()[i];
+  }
   std::vector<IndexedRecord> records() const {
-    const auto records = reader_->index().records();
-    return {records.begin(), records.end()};
+    return {index().records().begin(), index().records().end()};
+  }
+  bool all_stored() const { return std::ranges::all_of(index().records(), &IndexedRecord::stored); }
+  // torch writes a zero for the CRC of every storage, or of none.
+  bool storages_have_crcs() const {
+    const auto filled = [&](std::size_t i) { return index().records()[i].nbytes > 0; };
+    const auto has_crc = [&](std::size_t i) { return index().records()[i].crc != 0; };
+    const std::vector<std::size_t> storages = records_of(Folder::kData);
+    return std::ranges::none_of(storages, filled) ||
+           std::ranges::any_of(storages, [&](auto i) { return filled(i) && has_crc(i); });
+  }
+  std::vector<py::str> other_names() const {
+    std::vector<py::str> names;
+    for (const std::size_t i : records_of(Folder::kRoot)) {
+      names.push_back(decode(index().records()[i].name));
+    }
+    return names;
   }
   std::optional<std::size_t> find(const py::str& name) const {
     const std::size_t i = reader_->index().find(encode(name));
@@ -79,12 +99,13 @@ class Reader final : public StorageSource {
     return py::bytes(without_gil([&] { return reader_->read(i, verify); }));
   }
 
-  void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
-             bool exact_offsets) {
-    for (const std::size_t i : records) check(i);
+  void start(const std::optional<std::vector<std::size_t>>& records, std::size_t n_threads,
+             bool verify, bool exact_offsets) {
+    const std::vector<std::size_t> wanted = records ? *records : records_of(Folder::kData);
+    for (const std::size_t i : wanted) check(i);
     storages_.clear();
     empty_storages_.clear();
-    without_gil([&] { reader_->start(records, n_threads, verify, exact_offsets); });
+    without_gil([&] { reader_->start(wanted, n_threads, verify, exact_offsets); });
   }
   void wait(std::size_t i, const py::object& callback) {
     check(i);
@@ -131,15 +152,28 @@ class Reader final : public StorageSource {
     if (i >= reader_->index().records().size()) throw py::index_error("no such record");
   }
 
+  static constexpr std::string_view kDataFolder = "data/";
+  enum class Folder : std::uint8_t { kRoot, kData };
+
+  std::vector<std::size_t> records_of(Folder folder) const {
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < index().records().size(); ++i) {
+      const bool in_data = index().records()[i].name.starts_with(kDataFolder);
+      if (in_data == (folder == Folder::kData)) found.push_back(i);
+    }
+    return found;
+  }
+
   // Keys mostly come in the order of the records.
   std::size_t find_data_record(std::string_view key) {
-    constexpr std::string_view kFolder = "data/";
     const auto records = index().records();
     if (++last_found_ < records.size()) {
       const std::string_view next = records[last_found_].name;
-      if (next.starts_with(kFolder) && next.substr(kFolder.size()) == key) return last_found_;
+      if (next.starts_with(kDataFolder) && next.substr(kDataFolder.size()) == key) {
+        return last_found_;
+      }
     }
-    return last_found_ = index().find(std::string(kFolder).append(key));
+    return last_found_ = index().find(std::string(kDataFolder).append(key));
   }
 
   // Empty storages are not shared: torch makes a new one for each reference.
@@ -194,7 +228,11 @@ void bind_reading(py::module_& module) {
       .def_property_readonly("has_crcs", &Reader::has_crcs)
       .def_property_readonly("nbytes", &Reader::nbytes)
       .def_property_readonly("nbytes_to_read", &Reader::nbytes_to_read)
+      .def_property_readonly("all_stored", &Reader::all_stored)
+      .def_property_readonly("storages_have_crcs", &Reader::storages_have_crcs)
+      .def("record", &Reader::record, py::arg("record"))
       .def("records", &Reader::records)
+      .def("other_names", &Reader::other_names)
       .def("find", &Reader::find, py::arg("name"))
       .def("payload_offset", &Reader::payload_offset, py::arg("record"))
       .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))

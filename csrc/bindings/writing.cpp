@@ -39,7 +39,7 @@ class WritePlan {
   WritePlan& operator=(const WritePlan&) = delete;
   ~WritePlan() = default;
 
-  WritePlan(std::string root, const Records& records, std::uint64_t alignment) {
+  WritePlan(const std::string& root, const Records& records, std::uint64_t alignment) {
     std::vector<RecordSpec> specs;
     for (const auto& item : records) {
       if (const auto* record = std::get_if<Record>(&item)) {
@@ -48,7 +48,7 @@ class WritePlan {
         add(*std::get<const StorageList*>(item), specs);
       }
     }
-    layout_ = plan(std::move(root), specs, alignment);
+    layout_ = plan(root, specs, alignment);
     payloads_ = [this](std::size_t i) { return payload(i); };
   }
 
@@ -206,8 +206,8 @@ void bind_writing(py::module_& module) {
       .def("__len__", [](const StorageList& self) { return self.storages.size(); })
       .def_property_readonly("on_cpu", &StorageList::on_cpu);
   py::class_<WritePlan>(module, "WritePlan")
-      .def(py::init<std::string, const WritePlan::Records&, std::uint64_t>(), py::arg("root"),
-           py::arg("records"), py::arg("alignment"))
+      .def(py::init<const std::string&, const WritePlan::Records&, std::uint64_t>(),
+           py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
            py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))

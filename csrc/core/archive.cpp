@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory_resource>
 #include <stdexcept>
 #include <unordered_set>
 #include <utility>
@@ -72,19 +73,20 @@ void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entr
   }
 }
 
-// Which of `names` are taken: a flat table of their indices.  Nodes of a std::unordered_set would
-// cost more than all the rest of plan() when records are many.
+// Which names are taken: a flat table of their indices.  Nodes of a std::unordered_set would cost
+// more than all the rest of plan() when records are many.
 class NameSet {
  public:
-  NameSet(const std::vector<std::string>& names, std::size_t capacity)
-      : names_(names), slots_(std::bit_ceil(2 * capacity + 1), kFree) {}
+  explicit NameSet(const ArchiveLayout& layout, std::size_t capacity)
+      : layout_(layout), slots_(std::bit_ceil(2 * capacity + 1), kFree) {}
 
   // False if an earlier index has the same name.
   bool insert(std::size_t index) {
     const std::size_t mask = slots_.size() - 1;
-    std::size_t at = std::hash<std::string>{}(names_[index]) & mask;
+    const std::string_view name = layout_.name(index);
+    std::size_t at = std::hash<std::string_view>{}(name)&mask;
     for (; slots_[at] != kFree; at = (at + 1) & mask) {
-      if (names_[slots_[at]] == names_[index]) return false;
+      if (layout_.name(slots_[at]) == name) return false;
     }
     slots_[at] = static_cast<std::uint32_t>(index);  // the central directory's limit keeps it small
     return true;
@@ -92,15 +94,9 @@ class NameSet {
 
  private:
   static constexpr std::uint32_t kFree = 0xFFFFFFFF;
-  const std::vector<std::string>& names_;
+  const ArchiveLayout& layout_;
   std::vector<std::uint32_t> slots_;
 };
-
-std::string join(std::string_view root, std::string_view name) {
-  std::string full;
-  full.reserve(root.size() + 1 + name.size());
-  return full.append(root).append(1, '/').append(name);
-}
 
 // hash_combine of c10, in 64 bits.
 std::uint64_t combine(std::uint64_t seed, std::uint64_t value) {
@@ -121,8 +117,7 @@ std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view
 
 void ArchiveLayout::local_header(std::size_t i, std::byte* out) const {
   const RecordLayout& at = records_[i];
-  const std::string full_name = join(root_, names_[i]);
-  const zip::Entry entry{full_name, at.nbytes, at.header_offset};
+  const zip::Entry entry{full_name(i), at.nbytes, at.header_offset};
   const std::size_t extra_nbytes =
       at.payload_offset - at.header_offset - zip::local_header_nbytes(entry);
   std::byte* p = zip::write_local_header(entry, extra_nbytes, out);
@@ -135,62 +130,73 @@ void ArchiveLayout::data_descriptor(std::size_t i, std::uint32_t crc, std::byte*
   zip::write_descriptor({{}, records_[i].nbytes, records_[i].header_offset}, crc, out);
 }
 
-std::string ArchiveLayout::central_directory(std::span<const std::uint32_t> crcs) const {
-  if (crcs.size() != records_.size()) throw std::invalid_argument("one CRC per record, please");
-  std::string bytes(nbytes_ - central_directory_offset_, '\0');
-  auto* p = reinterpret_cast<std::byte*>(bytes.data());
+void ArchiveLayout::central_directory(std::byte* out) const {
+  const std::byte* const begin = out;
   for (std::size_t i = 0; i < records_.size(); ++i) {
-    const std::string full_name = join(root_, names_[i]);
-    p = zip::write_central_header({full_name, records_[i].nbytes, records_[i].header_offset},
-                                  crcs[i], p);
+    out = zip::write_central_header({full_name(i), records_[i].nbytes, records_[i].header_offset},
+                                    /*crc=*/0, out);
   }
   zip::write_end_records({.offset = central_directory_offset_,
-                          .nbytes = bytes.size() - zip::kEndRecordsNbytes,
+                          .nbytes = static_cast<std::uint64_t>(out - begin),
                           .n_entries = records_.size()},
-                         p);
-  return bytes;
+                         out);
 }
 
-ArchiveLayout plan(std::string root, std::span<const RecordSpec> records, std::uint64_t alignment) {
+void ArchiveLayout::set_central_crcs(std::span<const std::uint32_t> crcs,
+                                     std::byte* directory) const {
+  if (crcs.size() != records_.size()) throw std::invalid_argument("one CRC per record, please");
+  for (std::size_t i = 0; i < records_.size(); ++i) {
+    zip::store32(directory + zip::kCentralCrcOffset, crcs[i]);
+    directory +=
+        zip::central_header_nbytes({full_name(i), records_[i].nbytes, records_[i].header_offset});
+  }
+}
+
+ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
+                   std::uint64_t alignment) {
   check_root(root);
   if (alignment == 0) throw std::invalid_argument("alignment must be at least 1");
   ArchiveLayout layout;
-  layout.names_.reserve(records.size());
+  layout.root_ = root;
+  layout.name_ends_.reserve(records.size());
   layout.records_.reserve(records.size());
-  NameSet seen(layout.names_, records.size());
-  std::string full_name = root + '/';
+  NameSet seen(layout, records.size());
   std::uint64_t cursor = 0;
   std::uint64_t directory_nbytes = 0;
   for (const RecordSpec& record : records) {
     check_record_name(root, record.name);
-    full_name.resize(root.size() + 1);
-    full_name += record.name;
-    const zip::Entry entry{full_name, record.nbytes, cursor};
+    layout.full_names_.append(root).append(1, '/').append(record.name);
+    layout.name_ends_.push_back(layout.full_names_.size());
+    const std::size_t i = layout.records_.size();
+    const zip::Entry entry{layout.full_name(i), record.nbytes, cursor};
     check_directory_room(directory_nbytes, entry);
-    layout.names_.push_back(record.name);
-    if (!seen.insert(layout.names_.size() - 1)) {
+    if (!seen.insert(i)) {
       throw std::invalid_argument("duplicate record name " + quoted(record.name));
     }
     layout.records_.push_back(place(entry, alignment));
     cursor = layout.records_.back().end();
     directory_nbytes += zip::central_header_nbytes(entry);
   }
-  layout.root_ = std::move(root);
   layout.central_directory_offset_ = cursor;
   layout.nbytes_ = cursor + directory_nbytes + zip::kEndRecordsNbytes;
   return layout;
 }
 
-std::string serialization_id(std::span<const std::string> names,
-                             std::span<const std::uint32_t> crcs) {
+std::uint64_t hash_names(std::span<const std::string_view> names) {
   // torch folds the names in the iteration order of its std::unordered_set<std::string>.  That
-  // order depends on hashes and on growth one by one; a set of views has the same of both.
-  std::unordered_set<std::string_view> written;
-  for (const std::string& name : names) written.insert(name);
-  std::uint64_t names_hash = 0;
+  // order depends on hashes and on growth one by one; a set of views has the same of both, wherever
+  // its nodes are.
+  std::pmr::monotonic_buffer_resource nodes;
+  std::pmr::unordered_set<std::string_view> written(&nodes);
+  for (const std::string_view name : names) written.insert(name);
+  std::uint64_t hash = 0;
   for (const std::string_view name : written) {
-    names_hash = combine(names_hash, std::hash<std::string_view>{}(name));
+    hash = combine(hash, std::hash<std::string_view>{}(name));
   }
+  return hash;
+}
+
+std::string serialization_id(std::uint64_t names_hash, std::span<const std::uint32_t> crcs) {
   std::uint64_t crcs_hash = 0;
   for (const std::uint32_t crc : crcs) crcs_hash = combine(crcs_hash, crc);
   return twenty_digits(names_hash) + twenty_digits(crcs_hash);

@@ -39,7 +39,7 @@ class ArchiveLayout {
   const std::string& root() const { return root_; }
   std::size_t size() const { return records_.size(); }
   const RecordLayout& record(std::size_t i) const { return records_[i]; }
-  const std::string& name(std::size_t i) const { return names_[i]; }
+  std::string_view name(std::size_t i) const { return full_name(i).substr(root_.size() + 1); }
   std::uint64_t central_directory_offset() const { return central_directory_offset_; }
   std::uint64_t nbytes() const { return nbytes_; }  // of the whole file
 
@@ -48,15 +48,25 @@ class ArchiveLayout {
   void local_header(std::size_t i, std::byte* out) const;
   // Data descriptor of record i: record(i).descriptor_nbytes bytes.
   void data_descriptor(std::size_t i, std::uint32_t crc, std::byte* out) const;
-  // Central directory and both end records: nbytes() - central_directory_offset() bytes, given
-  // every record's CRC in order.
-  std::string central_directory(std::span<const std::uint32_t> crcs) const;
+  // Central directory and both end records, with all CRCs zero: nbytes() -
+  // central_directory_offset() bytes.
+  void central_directory(std::byte* out) const;
+  // Puts every record's CRC, in order, into what central_directory() has written.
+  void set_central_crcs(std::span<const std::uint32_t> crcs, std::byte* directory) const;
 
  private:
-  friend ArchiveLayout plan(std::string root, std::span<const RecordSpec> records,
+  friend ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
                             std::uint64_t alignment);
+  std::string_view full_name(std::size_t i) const {
+    const std::size_t begin = i == 0 ? 0 : name_ends_[i - 1];
+    return std::string_view(full_names_).substr(begin, name_ends_[i] - begin);
+  }
+
   std::string root_;
-  std::vector<std::string> names_;
+  // Root and name of every record, one after another: a string each would cost more than the rest
+  // of the layout.
+  std::string full_names_;
+  std::vector<std::size_t> name_ends_;
   std::vector<RecordLayout> records_;
   std::uint64_t central_directory_offset_ = 0;
   std::uint64_t nbytes_ = 0;
@@ -69,20 +79,24 @@ class ArchiveLayout {
 // empty, a leading or trailing '/', a NUL, a ".." component), for a duplicate name, and
 // std::length_error when the archive would exceed the format (central directory of 4 GiB, sizes
 // that overflow 63 bits).
-ArchiveLayout plan(std::string root, std::span<const RecordSpec> records, std::uint64_t alignment);
+ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
+                   std::uint64_t alignment);
 
 // Where the payload of a record begins whose local header is at `header_offset`, as torch's writer
 // places it.  `full_name` includes the root.  Throws as plan() does.
 std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view full_name,
                                    std::uint64_t nbytes, std::uint64_t alignment);
 
-// torch's 40-digit `.data/serialization_id`, from the names (without root) of all records written
-// before it and the CRCs of the non-empty ones, both in write order.  torch collects the CRCs by
-// looking at what passes its write function, so an empty record (no data descriptor) adds none, and
-// a payload that itself begins with "PK\7\8" and has at least 8 bytes adds its bytes 4..7 as a
-// little-endian number in front of its own CRC: see descriptor_lookalike().
-std::string serialization_id(std::span<const std::string> names,
-                             std::span<const std::uint32_t> crcs);
+// The part of the serialization id that the names (without root) of all records written before it
+// make, in write order.
+std::uint64_t hash_names(std::span<const std::string_view> names);
+
+// torch's 40-digit `.data/serialization_id`, from hash_names() and the CRCs of the non-empty
+// records, in write order.  torch collects the CRCs by looking at what passes its write function,
+// so an empty record (no data descriptor) adds none, and a payload that itself begins with
+// "PK\7\8" and has at least 8 bytes adds its bytes 4..7 as a little-endian number in front of its
+// own CRC: see descriptor_lookalike().
+std::string serialization_id(std::uint64_t names_hash, std::span<const std::uint32_t> crcs);
 
 // The extra number a payload that begins with `front` (8 bytes suffice) adds, if it does.
 std::optional<std::uint32_t> descriptor_lookalike(std::span<const std::byte> front);
@@ -138,7 +152,7 @@ class ArchiveIndex {
                                               const CentralDirectory& where);
   std::string root_;
   std::vector<IndexedRecord> records_;
-  std::vector<std::uint32_t> by_name_;  // indices, sorted by name
+  std::vector<std::uint32_t> by_name_;  // indices, shorter names first, then by bytes
   bool has_crcs_ = true;
   std::uint64_t central_directory_offset_ = 0;
 };

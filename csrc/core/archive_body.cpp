@@ -153,28 +153,36 @@ void ArchiveBody::put_descriptor(std::size_t i, std::uint32_t crc, ByteRange par
   sink.put_seam(descriptor.data() + (part.begin - layout_.record(i).payload_end()), part.nbytes());
 }
 
-std::string ArchiveBody::tail() {
+void ArchiveBody::prepare_tail() {
   const std::size_t last = layout_.size() - 1;
-  std::vector<std::string> names;
-  names.reserve(last);
+  std::vector<std::string_view> names(last);
+  for (std::size_t i = 0; i < last; ++i) names[i] = layout_.name(i);
+  names_hash_ = hash_names(names);
+  tail_.resize(layout_.nbytes() - nbytes_);
+  auto* const out = reinterpret_cast<std::byte*>(tail_.data());
+  layout_.local_header(last, out);
+  layout_.central_directory(out + (layout_.central_directory_offset() - nbytes_));
+}
+
+std::string ArchiveBody::tail() {
+  if (tail_.empty()) prepare_tail();
+  const std::size_t last = layout_.size() - 1;
   const std::span<std::uint32_t> crcs = crcs_.all();
   std::vector<std::uint32_t> folded;
   for (std::size_t i = 0; i < last; ++i) {
-    names.push_back(layout_.name(i));
     if (layout_.record(i).nbytes == 0) continue;
     if (lookalikes_[i]) folded.push_back(*lookalikes_[i]);
     folded.push_back(crcs[i]);
   }
-  const std::string id = serialization_id(names, folded);
+  const std::string id = serialization_id(names_hash_, folded);
   crcs[last] = compute_crcs_ ? crc32(0, id.data(), id.size()) : 0;
 
+  auto* const out = reinterpret_cast<std::byte*>(tail_.data());
   const RecordLayout& record = layout_.record(last);
-  std::string bytes(record.end() - record.header_offset, '\0');
-  auto* const out = reinterpret_cast<std::byte*>(bytes.data());
-  layout_.local_header(last, out);
-  std::memcpy(out + (record.payload_offset - record.header_offset), id.data(), id.size());
-  layout_.data_descriptor(last, crcs[last], out + (record.payload_end() - record.header_offset));
-  return bytes + layout_.central_directory(crcs);
+  std::memcpy(out + (record.payload_offset - nbytes_), id.data(), id.size());
+  layout_.data_descriptor(last, crcs[last], out + (record.payload_end() - nbytes_));
+  layout_.set_central_crcs(crcs, out + (layout_.central_directory_offset() - nbytes_));
+  return std::move(tail_);
 }
 
 }  // namespace ptsave

@@ -101,6 +101,9 @@ class ArchiveBody {
   // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
   // different chunks of one pipeline.
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink);
+  // Makes what of the tail needs no CRC, for a thread that would only wait while others produce
+  // chunks.  Optional.
+  void prepare_tail();
   // The rest of the archive, once every chunk is produced.
   std::string tail();
 
@@ -119,6 +122,8 @@ class ArchiveBody {
   const std::size_t n_chunks_;
   RecordCrcs crcs_;
   std::vector<std::optional<std::uint32_t>> lookalikes_;  // see serialization_id()
+  std::uint64_t names_hash_ = 0;
+  std::string tail_;  // empty until it is prepared
 };
 
 }  // namespace ptsave

@@ -1,5 +1,6 @@
 // The reading half of archive.h: parsers of hostile bytes.
 #include <algorithm>
+#include <cstddef>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -255,10 +256,35 @@ std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t 
   return limit - record.stored_nbytes - std::min(descriptor_nbytes, slack_nbytes);
 }
 
+// Sorts by merging the runs that are in order already, which here are few and long.
+template <typename Value, typename Less>
+void merge_runs(std::vector<Value>& values, const Less& less) {
+  std::vector<std::size_t> ends;  // of the sorted runs
+  for (auto at = values.begin(); at != values.end();) {
+    at = std::is_sorted_until(at, values.end(), less);
+    ends.push_back(static_cast<std::size_t>(at - values.begin()));
+  }
+  const auto position = [&](std::size_t n) {
+    return values.begin() + static_cast<std::ptrdiff_t>(n);
+  };
+  while (ends.size() > 1) {
+    std::vector<std::size_t> merged;
+    for (std::size_t i = 0; i < ends.size(); i += 2) {
+      const std::size_t begin = i == 0 ? 0 : ends[i - 1];
+      const std::size_t end = i + 1 < ends.size() ? ends[i + 1] : ends[i];
+      if (end > ends[i]) {
+        std::inplace_merge(position(begin), position(ends[i]), position(end), less);
+      }
+      merged.push_back(end);
+    }
+    ends = std::move(merged);
+  }
+}
+
 void place_records(std::vector<Extent>& extents, std::uint64_t end,
                    std::vector<IndexedRecord>& records) {
-  std::sort(extents.begin(), extents.end(),
-            [](const Extent& a, const Extent& b) { return a.header_offset < b.header_offset; });
+  merge_runs(extents,
+             [](const Extent& a, const Extent& b) { return a.header_offset < b.header_offset; });
   for (std::size_t i = 0; i < extents.size(); ++i) {
     const Extent& extent = extents[i];
     const std::uint64_t limit = i + 1 < extents.size() ? extents[i + 1].header_offset : end;
@@ -278,12 +304,18 @@ void place_records(std::vector<Extent>& extents, std::uint64_t end,
   }
 }
 
+// Shorter names first: torch's "data/0", "data/1", ... then come in order already.
+bool name_before(std::string_view a, std::string_view b) {
+  return a.size() != b.size() ? a.size() < b.size() : a < b;
+}
+
 // Indices of `records` by name.  Sorted, not hashed: names are hostile and std::hash has no secret.
 std::vector<std::uint32_t> sort_by_name(const std::vector<IndexedRecord>& records) {
   std::vector<std::uint32_t> order(records.size());
   std::iota(order.begin(), order.end(), 0u);
-  std::sort(order.begin(), order.end(),
-            [&](std::uint32_t a, std::uint32_t b) { return records[a].name < records[b].name; });
+  merge_runs(order, [&](std::uint32_t a, std::uint32_t b) {
+    return name_before(records[a].name, records[b].name);
+  });
   const auto twice = std::adjacent_find(order.begin(), order.end(), [&](auto a, auto b) {
     return records[a].name == records[b].name;
   });
@@ -335,9 +367,10 @@ ArchiveIndex parse_central_directory(std::span<const std::byte> bytes,
 }
 
 std::size_t ArchiveIndex::find(std::string_view name) const {
-  const auto at = std::lower_bound(
-      by_name_.begin(), by_name_.end(), name,
-      [this](std::uint32_t i, std::string_view wanted) { return records_[i].name < wanted; });
+  const auto at = std::lower_bound(by_name_.begin(), by_name_.end(), name,
+                                   [this](std::uint32_t i, std::string_view wanted) {
+                                     return name_before(records_[i].name, wanted);
+                                   });
   return at != by_name_.end() && records_[*at].name == name ? *at : kNotFound;
 }
 

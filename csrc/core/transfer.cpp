@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "core/crc32.h"
@@ -27,6 +28,7 @@ constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
 // Below this a transfer is over before a thread has started.
 constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
+constexpr std::uint32_t kNoSlot = 0xFFFFFFFF;
 
 }  // namespace
 
@@ -37,7 +39,9 @@ Transfer::Transfer(const ArchiveSource& source, const ArchiveIndex& index,
       verify_(verify),
       n_threads_(n_threads),
       slots_(records.size()) {
-  std::ranges::sort(records, {}, &WantedRecord::payload_offset);
+  if (!std::ranges::is_sorted(records, {}, &WantedRecord::payload_offset)) {
+    std::ranges::sort(records, {}, &WantedRecord::payload_offset);
+  }
   const std::vector<Run> runs = plan_runs(records);
   region_ = std::make_shared<Mapping>(runs.empty() ? 0 : runs.back().region_end);
   plan_chunks(runs);
@@ -50,6 +54,7 @@ Transfer::Transfer(const ArchiveSource& source, const ArchiveIndex& index,
 std::vector<Transfer::Run> Transfer::plan_runs(const std::vector<WantedRecord>& records) {
   std::vector<Run> runs;
   std::uint64_t archive_end = 0;
+  slot_by_index_.assign(index_.records().size(), kNoSlot);
   for (std::size_t i = 0; i < records.size(); ++i) {
     const IndexedRecord& record = index_.records()[records[i].index];
     const std::uint64_t page = align_down(record.header_offset, kPageNbytes);
@@ -65,7 +70,7 @@ std::vector<Transfer::Run> Transfer::plan_runs(const std::vector<WantedRecord>& 
     slot.header = run.region_begin + (record.header_offset - run.archive_begin);
     slot.payload = run.region_begin + (records[i].payload_offset - run.archive_begin);
     slot.end = slot.payload + record.nbytes;
-    slot_by_index_.emplace(slot.index, i);
+    slot_by_index_[slot.index] = static_cast<std::uint32_t>(i);
     nbytes_to_read_ += record.nbytes;
   }
   return runs;
@@ -300,7 +305,8 @@ std::uint32_t Transfer::combined_crc(const Slot& slot) const {
 }
 
 const Transfer::Slot& Transfer::slot_of(std::size_t index) const {
-  return slots_[slot_by_index_.at(index)];
+  if (slot_by_index_.at(index) == kNoSlot) throw std::out_of_range("record is not being read");
+  return slots_[slot_by_index_[index]];
 }
 
 DamagedRecord Transfer::damage(const Slot& slot) const {

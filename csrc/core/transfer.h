@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "core/pipeline.h"
@@ -91,8 +90,8 @@ class Transfer {
   const ArchiveIndex& index_;
   const bool verify_;
   const std::size_t n_threads_;
-  std::vector<Slot> slots_;  // in file order
-  std::unordered_map<std::size_t, std::size_t> slot_by_index_;
+  std::vector<Slot> slots_;                   // in file order
+  std::vector<std::uint32_t> slot_by_index_;  // kNoSlot for records that are not wanted
   std::vector<Chunk> chunks_;
   std::shared_ptr<Mapping> region_;
   std::once_flag buffers_made_;

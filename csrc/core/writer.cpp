@@ -91,14 +91,15 @@ class GatheringChunk final : public ChunkSink {
 };
 
 // Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
-void run_chunks(const ArchiveBody& body, std::size_t n_threads, Progress& progress,
-                const Poll& poll, const ChunkPipeline::Work& write_chunk) {
+void run_chunks(ArchiveBody& body, std::size_t n_threads, Progress& progress, const Poll& poll,
+                const ChunkPipeline::Work& write_chunk) {
   ChunkPipeline pipeline(body.n_chunks(), body.n_chunks() > 1 ? n_threads : 0,
                          [&](ChunkPipeline& self, std::size_t chunk) {
                            write_chunk(self, chunk);
                            progress.fetch_add(body.chunk_range(chunk).nbytes(),
                                               std::memory_order_relaxed);
                          });
+  body.prepare_tail();
   pipeline.finish(poll);
 }
 

@@ -21,6 +21,7 @@ inline constexpr std::uint64_t kMax32 = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kDescriptorSignature = 0x08074b50;
 
 inline constexpr std::size_t kLocalHeaderNbytes = 30;    // without name and extra fields
+inline constexpr std::size_t kCentralCrcOffset = 16;     // in a central header
 inline constexpr std::size_t kCentralHeaderNbytes = 46;  // without name, extra fields and comment
 inline constexpr std::size_t kExtraHeadNbytes = 4;       // id and size in front of an extra field
 inline constexpr std::size_t kZip64EndNbytes = 56;

@@ -36,6 +36,18 @@ inline std::uint32_t crc_of(const string& data) {
       crc32(0, reinterpret_cast<const Bytef*>(data.data()), static_cast<uInt>(data.size())));
 }
 
+inline string central_directory(const ArchiveLayout& layout,
+                                const std::vector<std::uint32_t>& crcs) {
+  string bytes(layout.nbytes() - layout.central_directory_offset(), '\0');
+  layout.central_directory(bytes_of(bytes).data());
+  layout.set_central_crcs(crcs, bytes_of(bytes).data());
+  return bytes;
+}
+
+inline std::uint64_t hash_of(const std::vector<string>& names) {
+  return hash_names(std::vector<std::string_view>(names.begin(), names.end()));
+}
+
 struct Record {
   string name;
   string data;
@@ -58,7 +70,7 @@ inline string archive(const std::vector<Record>& records, std::uint64_t alignmen
     file.replace(at.payload_offset, at.nbytes, records[i].data);
     layout.data_descriptor(i, crcs[i], bytes_of(file).data() + at.payload_end());
   }
-  file += layout.central_directory(crcs);
+  file += central_directory(layout, crcs);
   EXPECT_EQ(file.size(), layout.nbytes());
   return file;
 }

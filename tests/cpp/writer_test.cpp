@@ -22,7 +22,9 @@ namespace ptsave {
 namespace {
 
 using archive_fixture::bytes_of;
+using archive_fixture::central_directory;
 using archive_fixture::crc_of;
+using archive_fixture::hash_of;
 using scratch::Folder;
 using scratch::noise;
 
@@ -54,7 +56,7 @@ std::string reference(const std::vector<Entry>& entries, std::uint64_t alignment
     if (const auto extra = descriptor_lookalike(front)) folded.push_back(*extra);
     folded.push_back(crcs.back());
   }
-  payloads.push_back(serialization_id(names, folded));
+  payloads.push_back(serialization_id(hash_of(names), folded));
   crcs.push_back(with_crcs ? crc_of(payloads.back()) : 0);
   specs.push_back({".data/serialization_id", kIdNbytes});
   const ArchiveLayout layout = plan("archive", specs, alignment);
@@ -65,7 +67,7 @@ std::string reference(const std::vector<Entry>& entries, std::uint64_t alignment
     file.replace(at.payload_offset, at.nbytes, payloads[i]);
     layout.data_descriptor(i, crcs[i], bytes_of(file).data() + at.payload_end());
   }
-  return file + layout.central_directory(crcs);
+  return file + central_directory(layout, crcs);
 }
 
 enum class Target { kMemory, kStream, kBuffered, kBufferedAtOffset, kDirect };
