@@ -116,7 +116,7 @@ class ArchiveWriter:
             self._write_in_place(target, path)
         elif self._atomic and _can_replace(target, status):
             self._replace(target, path)
-        elif _is_mapped(status):
+        elif _is_mapped(target):
             self._replace(target, path)  # overwriting would change the tensors while they are read
         else:
             self._write_in_place(target, path)
@@ -133,20 +133,37 @@ class ArchiveWriter:
                 progress=self._progress,
             )
         except OSError as error:
-            overwritable = os.path.exists(target) and not _is_mapped(os.stat(target))
+            overwritable = os.path.exists(target) and not _is_mapped(target)
             refused = _RENAME_REFUSED if overwritable else set()
             if operation_of(error) != "rename" or error.errno not in refused | _UNSUPPORTED:
                 raise SaveError.from_os_error(error, path) from None
             self._write_in_place(target, path)
 
     def _write_in_place(self, target: str, path: str) -> None:
+        exists = os.path.exists(target)
         with _translated_errors(path):
-            self._plan.write_in_place(
-                os.fsencode(target),
-                durable=self._fsync,
-                options=self._options(direct=False),
-                progress=self._progress,
-            )
+            if exists:
+                self._check_room(target)
+            try:
+                self._plan.write_in_place(
+                    os.fsencode(target),
+                    durable=self._fsync,
+                    options=self._options(direct=False),
+                    progress=self._progress,
+                )
+            except BaseException:
+                if not exists:
+                    with suppress(OSError):
+                        os.unlink(target)
+                raise
+
+    def _check_room(self, target: str) -> None:
+        """Refuse to overwrite a file with what its disk, as far as it tells, has no room for."""
+        disk = os.statvfs(target)
+        free_nbytes = disk.f_bavail * disk.f_frsize
+        freed_nbytes = os.stat(target).st_blocks * 512
+        if disk.f_blocks and not self._has_holes and self._plan.nbytes > free_nbytes + freed_nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
     def _wants_direct(self) -> bool:
         # The page cache is faster as long as it only has to remember; once the kernel makes writers
@@ -264,14 +281,19 @@ def _can_replace(target: str, status: os.stat_result | None) -> bool:
     return not directory.st_mode & stat.S_ISVTX or os.geteuid() in owners
 
 
-def _is_mapped(status: os.stat_result | None) -> bool:
+def _is_mapped(target: str) -> bool:
     """Whether this process has the file memory-mapped."""
-    if status is None:
+    try:
+        status = os.stat(target)
+    except FileNotFoundError:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        fields = (line.split(maxsplit=5) for line in maps)
-        return any(f[3] == device and f[4] == str(status.st_ino) for f in fields)
+        # Filesystems with devices of their own (btrfs, overlayfs) are listed under another one.
+        return any(
+            fields[4] == str(status.st_ino) and (fields[3] == device or fields[-1] == target)
+            for fields in (line.rstrip("\n").split(maxsplit=5) for line in maps)
+        )
 
 
 def _is_plain(stream: Any) -> bool:

@@ -187,7 +187,9 @@ def test_full_disk_without_preallocation(small_disk: Path) -> None:
 def test_full_disk_in_place(small_disk: Path) -> None:
     path = small_disk / "model.pt"
     assert_refused(path, errno.ENOSPC, large(30 * MIB), atomic=False)
+    assert not path.exists()
     ptsave.save(NEW, path, atomic=False)
+    assert_refused(path, errno.ENOSPC, large(30 * MIB), atomic=False)
     assert_holds(path, NEW)
 
 
