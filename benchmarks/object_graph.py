@@ -1,0 +1,235 @@
+"""Many tensors, few bytes: what the object graph costs, stock torch beside ptsave.
+
+    python -m benchmarks.object_graph                   all workloads, 5 rounds
+    python -m benchmarks.object_graph small --rounds 9
+    python -m benchmarks.object_graph --output benchmarks/results/object_graph.md
+
+In each round every workload runs once with every contender, in a shuffled order.  Every figure
+comes from a fresh process that has saved and loaded one tensor before, so that nobody's imports are
+measured.  Files are on tmpfs and in the page cache.  The floor of a load is what it costs to make
+as many empty tensors in a loop, and nothing else.  Files are compared byte by byte, and loaded
+objects tensor by tensor, outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import gc
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks._system import describe_machine, fetch_free_memory
+
+ROOT = Path(__file__).resolve().parent.parent
+STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
+FETCHED_NBYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An object, and what issue 3 asks of saving and loading it."""
+
+    title: str
+    make: Callable[[], Any]
+    save_goal: float
+    load_goal: float
+
+
+def many_tensors(count: int, numel: int) -> dict[str, torch.Tensor]:
+    """Return `count` tensors of `numel` float32 each, under names as modules give them."""
+    return {f"layers.{i}.weight": torch.full((numel,), float(i)) for i in range(count)}
+
+
+def adamw_state(n_parameters: int) -> dict[str, Any]:
+    """Return an AdamW state dict after one step."""
+    parameters = [torch.nn.Parameter(torch.full((16,), float(i))) for i in range(n_parameters)]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+WORKLOADS = {
+    "small": Workload("100,000 tensors of 16 floats", lambda: many_tensors(100_000, 16), 20, 30),
+    "adamw": Workload("AdamW state of 20,000 parameters", lambda: adamw_state(20_000), 15, 25),
+    "medium": Workload("1,000 tensors of 16 KiB", lambda: many_tensors(1_000, 4096), 8, 15),
+}
+
+
+# ------------------------------------------------------------------------- one figure, one process
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    workload: str
+    action: str  # "save" or "load"
+    contender: str
+    path: str
+    reference: str = ""  # a file by torch to compare with
+
+
+def calls(contender: str) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return what the contender's user would call."""
+    if contender == STOCK:
+        return torch.save, torch.load
+    import ptsave
+
+    return ptsave.save, ptsave.load
+
+
+def measure(task: Task) -> float:
+    """Return the seconds of one call."""
+    if task.contender == FLOOR:
+        return measure_floor(task)
+    save, load = calls(task.contender)
+    warm_up = Path(task.path).with_name(f"warm-up-{task.contender}.pt")
+    save([torch.zeros(1)], warm_up)
+    load(warm_up, weights_only=True)
+    saved = WORKLOADS[task.workload].make() if task.action == "save" else None
+    gc.collect()
+    fetch_free_memory(FETCHED_NBYTES)
+    start = time.perf_counter()
+    if task.action == "save":
+        save(saved, task.path)
+    else:
+        loaded = load(task.path, weights_only=True)
+    seconds = time.perf_counter() - start
+    if task.action == "load" and task.reference:
+        check_equal(loaded, torch.load(task.reference, weights_only=True))
+    return seconds
+
+
+def measure_floor(task: Task) -> float:
+    count = sum(1 for _ in tensors_of(torch.load(task.path, weights_only=True)))
+    gc.collect()
+    start = time.perf_counter()
+    made = [torch.empty(0) for _ in range(count)]
+    seconds = time.perf_counter() - start
+    del made
+    return seconds
+
+
+def tensors_of(obj: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of nested dicts and lists."""
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif isinstance(obj, (dict, list, tuple)):
+        for child in obj.values() if isinstance(obj, dict) else obj:
+            yield from tensors_of(child)
+
+
+def check_equal(loaded: Any, expected: Any) -> None:
+    pairs = itertools.zip_longest(tensors_of(loaded), tensors_of(expected))
+    if any(mine is None or not torch.equal(mine, theirs) for mine, theirs in pairs):
+        raise RuntimeError("other tensors were loaded than stock torch loads")
+
+
+# --------------------------------------------------------------------------------------- the rounds
+
+Figures = dict[tuple[str, str, str], list[float]]  # by workload, action, contender
+
+
+def run_task(task: Task) -> float:
+    command = [sys.executable, "-m", "benchmarks.object_graph", "--task", json.dumps(asdict(task))]
+    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return float(result.stdout.splitlines()[-1])
+
+
+def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
+    """Measure everything, and compare the files that the contenders wrote."""
+    figures: Figures = {}
+    steps = list(itertools.product(range(rounds), names))
+    for number, name in tqdm(steps, leave=False, disable=None):
+        for contender in random.sample([STOCK, PTSAVE], 2):
+            # One name in several folders: a file's name is part of its bytes.
+            path = folder / contender / f"{name}.pt"
+            path.parent.mkdir(exist_ok=True)
+            seconds = run_task(Task(name, "save", contender, str(path)))
+            figures.setdefault((name, "save", contender), []).append(seconds)
+        reference = folder / STOCK / f"{name}.pt"
+        if not filecmp.cmp(reference, folder / PTSAVE / f"{name}.pt", shallow=False):
+            raise RuntimeError(f"ptsave wrote a file that differs from stock's: {name}")
+        for contender in random.sample([STOCK, PTSAVE, FLOOR], 3):
+            compared = str(reference) if number == 0 and contender == PTSAVE else ""
+            seconds = run_task(Task(name, "load", contender, str(reference), compared))
+            figures.setdefault((name, "load", contender), []).append(seconds)
+    return figures
+
+
+# ---------------------------------------------------------------------------------------- reporting
+
+TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
+HEADER = f"| workload | | stock s | ptsave s | min - max | floor s | {TIMES_STOCK} | goal | met |"
+
+
+def rows(names: list[str], figures: Figures) -> Iterator[str]:
+    for name, action in itertools.product(names, ("save", "load")):
+        workload = WORKLOADS[name]
+        stock, mine = (figures[name, action, contender] for contender in (STOCK, PTSAVE))
+        goal = workload.save_goal if action == "save" else workload.load_goal
+        ratio = median(s / m for s, m in zip(stock, mine, strict=True))
+        floor = f"{median(figures[name, action, FLOOR]):.4f}" if action == "load" else ""
+        cells = [
+            workload.title,
+            action,
+            f"{median(stock):.4f}",
+            f"{median(mine):.4f}",
+            f"{min(mine):.4f} - {max(mine):.4f}",
+            floor,
+            f"{ratio:.1f}",
+            f"≥ {goal:g}",
+            "yes" if ratio >= goal else "**no**",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def report(names: list[str], figures: Figures) -> str:
+    notes = (__doc__ or "").rpartition("\n\n")[2].strip()
+    rule = "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+    return "\n".join([HEADER, rule, *rows(names, figures), "", notes])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.object_graph",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], metavar="workload")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder on tmpfs")
+    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        print(measure(Task(**json.loads(options.task))))
+        return
+    names = options.workloads or list(WORKLOADS)
+    with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.tmpfs) as folder:
+        command = ["python", "-m", "benchmarks.object_graph", *options.workloads]
+        machine = describe_machine(Path(folder), [*command, "--rounds", str(options.rounds)])
+        tables = report(names, run_rounds(names, options.rounds, Path(folder)))
+    print(tables)
+    if options.output is not None:
+        options.output.write_text(f"# Object graph benchmark\n\n{machine}\n\n{tables}\n")
+
+
+if __name__ == "__main__":
+    main()
