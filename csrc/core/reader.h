@@ -74,7 +74,7 @@ class Segment {
 struct LoadedPayload {
   std::byte* data = nullptr;
   std::uint64_t nbytes = 0;
-  std::vector<std::shared_ptr<Segment>> owners;
+  std::shared_ptr<const void> owner;
 };
 
 // A record whose bytes do not match its CRC.

@@ -332,11 +332,15 @@ std::vector<DamagedRecord> Transfer::wait_all(const Poll& poll) {
 
 LoadedPayload Transfer::payload(std::size_t index) const {
   const Slot& slot = slot_of(index);
-  LoadedPayload payload{region_->data() + slot.payload, slot.end - slot.payload, {}};
   const auto next = std::ranges::upper_bound(segment_begins_, slot.payload);
-  for (auto i = static_cast<std::size_t>(next - segment_begins_.begin()) - 1;
-       i < segment_begins_.size() && segment_begins_[i] < slot.end; ++i) {
-    payload.owners.push_back(segments_[i]);
+  const auto first = static_cast<std::size_t>(next - segment_begins_.begin()) - 1;
+  std::size_t end = first + 1;
+  while (end < segments_.size() && segment_begins_[end] < slot.end) ++end;
+  LoadedPayload payload{region_->data() + slot.payload, slot.end - slot.payload, segments_[first]};
+  if (end > first + 1) {
+    payload.owner = std::make_shared<std::vector<std::shared_ptr<Segment>>>(
+        segments_.begin() + static_cast<std::ptrdiff_t>(first),
+        segments_.begin() + static_cast<std::ptrdiff_t>(end));
   }
   return payload;
 }

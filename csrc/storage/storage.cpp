@@ -8,17 +8,16 @@
 #include <cstring>
 #include <memory>
 #include <utility>
-#include <vector>
 
 namespace ptsave {
 namespace {
 
 constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s memory
 
-using Owners = std::vector<std::shared_ptr<Segment>>;
+using Owner = std::shared_ptr<const void>;
 
-void release_owners(void* context) {
-  const std::unique_ptr<Owners> owners(static_cast<Owners*>(context));
+void release_owner(void* context) {
+  const std::unique_ptr<Owner> owner(static_cast<Owner*>(context));
 }
 
 }  // namespace
@@ -42,8 +41,8 @@ c10::Storage make_storage(LoadedPayload payload) {
     if (payload.nbytes > 0) std::memcpy(copy.get(), payload.data, payload.nbytes);
     return wrap(std::move(copy));
   }
-  auto owners = std::make_unique<Owners>(std::move(payload.owners));
-  return wrap(c10::DataPtr(payload.data, owners.release(), &release_owners,
+  auto owner = std::make_unique<Owner>(std::move(payload.owner));
+  return wrap(c10::DataPtr(payload.data, owner.release(), &release_owner,
                            c10::Device(c10::DeviceType::CPU)));
 }
 

@@ -517,7 +517,7 @@ TEST(ReaderMemory, PayloadsOutliveTheReaderAndAreFreedOneByOne) {
   for (const std::size_t freed : {1u, 0u, 3u, 2u}) {
     const std::byte* const middle = payloads[freed].data + payloads[freed].nbytes / 2;
     EXPECT_TRUE(is_resident(middle));
-    payloads[freed].owners.clear();
+    payloads[freed].owner.reset();
     EXPECT_EQ(is_resident(middle), payloads[freed].nbytes < kMiB) << freed;
     payloads[freed] = {};
     for (std::size_t i = 0; i < payloads.size(); ++i) {
