@@ -50,7 +50,7 @@ $(INSTALL_STAMP): $(SETUP_STAMP) setup.py pyproject.toml
 # --------------------------------------------------------------------------------------------- use
 
 demo: build  ## train one step, save and load it with stock torch and ptsave, print the table
-	$(RUN) benchmarks/demo.py
+	$(RUN) -m benchmarks.demo
 
 benchmark: build  ## all benchmarks against stock torch and safetensors
 	tools/system_packages.sh benchmark

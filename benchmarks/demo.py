@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import mmap
 import os
 import subprocess
 import sys
@@ -26,6 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks._system import fetch_free_memory
+
+ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 50257
 CONTEXT = 1024
 WIDTH = 768
@@ -198,13 +200,6 @@ Library = Stock | Ptsave
 LIBRARIES: dict[str, type[Library]] = {"torch": Stock, "ptsave": Ptsave}
 
 
-def fetch_free_memory(nbytes: int) -> None:
-    """Touch and free memory: a virtual machine's host may have taken it back, at random."""
-    with mmap.mmap(-1, nbytes) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
-
-
 def seconds_of(action: Callable[[], object], nbytes: int) -> float:
     os.sync()  # what others wrote must not slow this one down
     fetch_free_memory(nbytes + nbytes // 8)  # a file in the page cache, or tensors
@@ -217,8 +212,8 @@ def seconds_of(action: Callable[[], object], nbytes: int) -> float:
 
 def seconds_of_load_in_fresh_process(library: Library, path: Path) -> float:
     """Time a load as a resumed training does it: this process has memory to reuse, that one not."""
-    command = [sys.executable, __file__, "--time-load", library.name, str(path)]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "benchmarks.demo", "--time-load", library.name, str(path)]
+    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     return float(result.stdout)
 
 
@@ -281,7 +276,7 @@ def check_all(libraries: list[Library], checkpoint: object, paths: dict[str, Pat
 @contextmanager
 def scratch_directory(parent: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ptsave-demo-", dir=parent) as directory:
-        yield Path(directory)
+        yield Path(directory).resolve()
 
 
 def run(directory: Path, rounds: int) -> bool:
