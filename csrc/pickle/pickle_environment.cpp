@@ -5,11 +5,13 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 
 #include "pickle/pickle_stream.h"
 
@@ -102,14 +104,26 @@ bool PickleEnvironment::has_default_modes() const {
   using c10::DispatchKey;
   constexpr std::array kTransforms = {DispatchKey::FuncTorchDynamicLayerFrontMode,
                                       DispatchKey::Functionalize, DispatchKey::Tracer};
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-      at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || !has_default_function_modes() ||
       std::ranges::any_of(kTransforms, c10::impl::tls_is_dispatch_key_included)) {
     return false;
   }
   const Object tls = attribute(torch_serialization_, "_serialization_tls");
   return !is_true(attribute(tls, "skip_data")) &&
          !is_true(attribute(tls, "materialize_fake_tensors"));
+}
+
+// A default device is a mode, too, but only where tensors are made.
+bool PickleEnvironment::has_default_function_modes() const {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  const std::int64_t n = Modes::stack_len();
+  if (n == 0) return true;
+  const Object device_context = attribute(import("torch.utils._device"), "DeviceContext");
+  for (std::int64_t i = 0; i < n; ++i) {
+    PyObject* const mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (!Py_IS_TYPE(mode, type(device_context))) return false;
+  }
+  return true;
 }
 
 bool PickleEnvironment::has_default_reducers() const {

@@ -55,6 +55,7 @@ class PickleEnvironment {
   }
 
   bool has_default_modes() const;
+  bool has_default_function_modes() const;
   bool has_default_reducers() const;
   bool has_default_methods() const;
   bool is_torchs_tagger(PyObject* tagger) const;

@@ -5,6 +5,8 @@
 
 #include <Python.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -16,6 +18,10 @@ namespace ptsave {
 // Address -> number.  Open addressing: a lookup is one cache miss, and nothing is ever removed.
 class AddressTable {
  public:
+  AddressTable() : AddressTable(0) {}
+  explicit AddressTable(std::size_t expected_size)
+      : slots_(std::bit_ceil(std::max(kInitialSize, expected_size * 2))) {}
+
   std::optional<std::uint32_t> find(const void* address) const {
     const Slot& slot = slots_[slot_of(slots_, address)];
     return slot.address == nullptr ? std::nullopt : std::optional(slot.number);
@@ -58,7 +64,7 @@ class AddressTable {
     slots_.swap(slots);
   }
 
-  std::vector<Slot> slots_ = std::vector<Slot>(kInitialSize);
+  std::vector<Slot> slots_;
   std::size_t size_ = 0;
 };
 

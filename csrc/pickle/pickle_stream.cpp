@@ -47,7 +47,7 @@ bool PickleStream::get(PyObject* object) {
 }
 
 void PickleStream::text(Recurring& text) {
-  recurring(text, [this](PyObject* object) { this->text(object); });
+  recurring(text, [this](PyObject* object) { this->text(object, Reach::kAgain); });
 }
 
 void PickleStream::characters(PyObject* text) {

@@ -28,6 +28,11 @@ struct Recurring {
   std::optional<std::uint32_t> number = std::nullopt;
 };
 
+// Whether the pickle can meet an object once more.  If the only reference to it is the one that it
+// was met through, it cannot, and need not be looked for in the memo, nor be put there: only its
+// number is taken.
+enum class Reach : std::uint8_t { kOnce, kAgain };
+
 class PickleStream {
  public:
   explicit PickleStream(const PickleEnvironment& environment) : environment_(environment) {}
@@ -38,7 +43,13 @@ class PickleStream {
   // If the object has been written, refers to it; otherwise returns false.
   bool get(PyObject* object);
   // The object has just been written.
-  void put(PyObject* object) { out_.put(checked_memo().add(object)); }
+  void put(PyObject* object, Reach reach = Reach::kAgain) {
+    if (reach == Reach::kOnce) {
+      put_unreachable();
+    } else {
+      out_.put(checked_memo().add(object));
+    }
+  }
   // One that is made for this pickle only has just been written; returns its number.
   std::uint32_t put_unreachable() {
     const std::uint32_t number = checked_memo().add_unreachable();
@@ -47,9 +58,9 @@ class PickleStream {
   }
 
   // A str that has not been written yet.
-  void text(PyObject* text) {
+  void text(PyObject* text, Reach reach) {
     characters(text);
-    put(text);
+    put(text, reach);
   }
   // Its characters, as a str that is not in the memo.
   void characters(PyObject* text);

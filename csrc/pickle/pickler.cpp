@@ -53,6 +53,21 @@ class RecursionLevels {
   int n_ = 0;
 };
 
+// Of an object that is referred to once by what it was met in, and `known` times in all, as far as
+// one can know here.
+Reach reach_with(Py_ssize_t known, PyObject* object) {
+#ifdef Py_GIL_DISABLED
+  return Reach::kAgain;  // what is counted elsewhere is not seen
+#else
+  return Py_REFCNT(object) == known ? Reach::kOnce : Reach::kAgain;
+#endif
+}
+
+// The __dict__s of a class's instances have their keys in common, with one reference for all.
+bool may_share_keys(PyObject* dict) {
+  return reinterpret_cast<PyDictObject*>(dict)->ma_values != nullptr;
+}
+
 // The next item of an iterator, or nothing.
 Object next_of(PyObject* iterator) {
   Object item = Object::steal(PyIter_Next(iterator));
@@ -95,17 +110,18 @@ class Pickler {
 
  private:
   // The caller keeps the object alive.
-  void save(PyObject* object);
+  void save(PyObject* object, Reach reach = Reach::kAgain);
   bool save_atom(PyObject* object);
   bool save_simple(PyObject* object);
-  void save_container(PyObject* object);
+  void save_container(PyObject* object, Reach reach);
 
   void save_int(PyObject* object);
   void save_bytes(PyObject* object);
 
-  void save_list(PyObject* list);
-  void save_tuple(PyObject* tuple);
-  void save_dict(PyObject* dict);
+  void save_list(PyObject* list, Reach reach);
+  void save_tuple(PyObject* tuple, Reach reach);
+  void replace_tuple(Py_ssize_t size, std::uint32_t number);
+  void save_dict(PyObject* dict, Reach reach);
   bool save_item(PyObject* dict, Py_ssize_t& position);
   void save_ordered_dict(PyObject* dict);
   void save_items(PyObject* iterator);
@@ -123,16 +139,16 @@ class Pickler {
   int depth_ = 0;
 };
 
-void Pickler::save(PyObject* object) {
+void Pickler::save(PyObject* object, Reach reach) {
   if (save_atom(object)) return;
   PyTypeObject* const type = Py_TYPE(object);
   if (tensors_.is_storage(type)) return tensors_.storage(object);
-  if (stream_.get(object)) return;
-  if (type == &PyUnicode_Type) return stream_.text(object);
-  if (TensorPickler::is_tensor(type)) return tensors_.tensor(object);
-  if (TensorPickler::is_parameter(type)) return tensors_.parameter(object);
+  if (reach == Reach::kAgain && stream_.get(object)) return;
+  if (type == &PyUnicode_Type) return stream_.text(object, reach);
+  if (TensorPickler::is_tensor(type)) return tensors_.tensor(object, reach);
+  if (TensorPickler::is_parameter(type)) return tensors_.parameter(object, reach);
   if (save_simple(object)) return;
-  save_container(object);
+  save_container(object, reach);
 }
 
 // What is never memoised.
@@ -171,17 +187,17 @@ bool Pickler::save_simple(PyObject* object) {
   return true;
 }
 
-void Pickler::save_container(PyObject* object) {
+void Pickler::save_container(PyObject* object, Reach reach) {
   if (depth_ == kMaxDepth) throw HandOver{};
   const RecursionLevels levels(kLevelsForContainer);
   ++depth_;
   PyTypeObject* const type = Py_TYPE(object);
   if (type == &PyDict_Type) {
-    save_dict(object);
+    save_dict(object, reach);
   } else if (type == &PyList_Type) {
-    save_list(object);
+    save_list(object, reach);
   } else if (type == &PyTuple_Type) {
-    save_tuple(object);
+    save_tuple(object, reach);
   } else if (type == environment_.ordered_dict_type()) {
     save_ordered_dict(object);
   } else if (type == &PySet_Type || type == &PyFrozenSet_Type) {
@@ -232,12 +248,15 @@ void Pickler::save_bytes(PyObject* object) {
 
 // ---------------------------------------------------------------------------------- containers
 
-void Pickler::save_list(PyObject* list) {
+void Pickler::save_list(PyObject* list, Reach reach) {
   out_.opcode(Opcode::kEmptyList);
-  stream_.put(list);
+  stream_.put(list, reach);
   if (PyList_GET_SIZE(list) == 0) return;
   Py_ssize_t i = 0;
-  const auto save_next = [&] { save(Object::borrow(PyList_GET_ITEM(list, i++)).get()); };
+  const auto save_next = [&] {
+    const Object item = Object::borrow(PyList_GET_ITEM(list, i++));
+    save(item.get(), reach_with(2, item.get()));
+  };
   if (PyList_GET_SIZE(list) == 1) {
     save_next();
     return out_.opcode(Opcode::kAppend);
@@ -249,28 +268,37 @@ void Pickler::save_list(PyObject* list) {
   } while (i < PyList_GET_SIZE(list));
 }
 
-void Pickler::save_tuple(PyObject* tuple) {
+void Pickler::save_tuple(PyObject* tuple, Reach reach) {
   const Py_ssize_t size = PyTuple_GET_SIZE(tuple);
   if (size == 0) return out_.opcode(Opcode::kEmptyTuple);
   if (size > 3) out_.opcode(Opcode::kMark);
-  for (Py_ssize_t i = 0; i < size; ++i) save(PyTuple_GET_ITEM(tuple, i));
-  const std::optional<std::uint32_t> number = stream_.find(tuple);
-  if (!number) {
-    out_.tuple(static_cast<std::size_t>(size));
-    return stream_.put(tuple);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* const item = PyTuple_GET_ITEM(tuple, i);
+    // A tuple that contains itself is written twice, and with it what is only in it.
+    save(item, reach == Reach::kOnce ? reach_with(1, item) : Reach::kAgain);
   }
-  // The tuple contains itself and has been written on the way: the parts are thrown away.
+  if (reach == Reach::kAgain) {
+    if (const std::optional<std::uint32_t> number = stream_.find(tuple)) {
+      return replace_tuple(size, *number);
+    }
+  }
+  out_.tuple(static_cast<std::size_t>(size));
+  stream_.put(tuple, reach);
+}
+
+// A tuple that contains itself has been written on the way: the parts are thrown away.
+void Pickler::replace_tuple(Py_ssize_t size, std::uint32_t number) {
   if (size > 3) {
     out_.opcode(Opcode::kPopMark);
   } else {
     for (Py_ssize_t i = 0; i < size; ++i) out_.opcode(Opcode::kPop);
   }
-  out_.get(*number);
+  out_.get(number);
 }
 
-void Pickler::save_dict(PyObject* dict) {
+void Pickler::save_dict(PyObject* dict, Reach reach) {
   out_.opcode(Opcode::kEmptyDict);
-  stream_.put(dict);
+  stream_.put(dict, reach);
   const Py_ssize_t size = PyDict_GET_SIZE(dict);
   if (size == 0) return;
   Py_ssize_t position = 0;
@@ -293,8 +321,8 @@ bool Pickler::save_item(PyObject* dict, Py_ssize_t& position) {
   if (PyDict_Next(dict, &position, &key, &value) == 0) return false;
   const Object kept_key = Object::borrow(key);
   const Object kept_value = Object::borrow(value);
-  save(key);
-  save(value);
+  save(key, may_share_keys(dict) ? Reach::kAgain : reach_with(2, key));
+  save(value, reach_with(2, value));
   return true;
 }
 
@@ -333,8 +361,11 @@ void Pickler::save_items(PyObject* iterator) {
 }
 
 void Pickler::save_pair(PyObject* pair) {
-  save(PyTuple_GET_ITEM(pair, 0));
-  save(PyTuple_GET_ITEM(pair, 1));
+  // The dict, its list of keys and the pair refer to a key; the dict and the pair to a value.
+  PyObject* const key = PyTuple_GET_ITEM(pair, 0);
+  PyObject* const value = PyTuple_GET_ITEM(pair, 1);
+  save(key, reach_with(3, key));
+  save(value, reach_with(2, value));
 }
 
 // ------------------------------------------------------------------------------ reduced objects

@@ -81,20 +81,23 @@ bool TensorPickler::is_storage(PyTypeObject* type) const {
   return type == THPStorageClass || type == environment_.typed_storage_type();
 }
 
-std::vector<c10::Storage> TensorPickler::take_storages() { return std::move(storages_); }
+std::vector<c10::Storage> TensorPickler::take_storages() {
+  if (has_several_dtypes_) check_dtypes();
+  return std::move(storages_);
+}
 
 // ------------------------------------------------------------------------------------- tensors
 
-void TensorPickler::tensor(PyObject* object) {
-  const at::Tensor tensor = THPVariable_Unpack(object);
+void TensorPickler::tensor(PyObject* object, Reach reach) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
   check_plain(object, tensor);
   if (has_hooks(object)) throw HandOver{};
   reduced_tensor(object, tensor, tensor.requires_grad());
-  stream_.put(object);
+  stream_.put(object, reach);
 }
 
-void TensorPickler::parameter(PyObject* object) {
-  const at::Tensor tensor = THPVariable_Unpack(object);
+void TensorPickler::parameter(PyObject* object, Reach reach) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
   check_plain(object, tensor);
   function(rebuild_parameter_, "_rebuild_parameter");
   reduced_tensor(object, tensor, /*requires_grad=*/false);
@@ -104,7 +107,7 @@ void TensorPickler::parameter(PyObject* object) {
   out_.tuple(3);
   stream_.put_unreachable();
   out_.opcode(Opcode::kReduce);
-  stream_.put(object);
+  stream_.put(object, reach);
 }
 
 void TensorPickler::check_plain(PyObject* object, const at::Tensor& tensor) const {
@@ -245,14 +248,20 @@ void TensorPickler::reference(const c10::Storage& storage, Recurring& storage_cl
 }
 
 void TensorPickler::key(const c10::Storage& storage, c10::ScalarType dtype) {
-  const auto next = static_cast<std::uint32_t>(storages_.size());
-  const std::uint32_t index = keys_by_storage_.find_or_add(storage.unsafeGetStorageImpl(), next);
-  if (index < next) {
-    if (keys_[index].dtype != dtype) check_dtype(storage, dtype);
-    return out_.get(keys_[index].number);
+  const auto index = static_cast<std::uint32_t>(storages_.size());
+  if (storage.use_count() == 1) {  // only the one tensor has it
+    note_dtype(storage, dtype);
+    key_text(index);
+    return;
   }
-  check_dtype(storage, dtype);
-  storages_.push_back(storage);
+  const auto next = static_cast<std::uint32_t>(keys_.size());
+  const std::uint32_t known = keys_by_storage_.find_or_add(storage.unsafeGetStorageImpl(), next);
+  if (known < next) {
+    const bool has_address = storage.data() != nullptr && !storage.device().is_meta();
+    if (keys_[known].dtype != dtype && has_address) throw HandOver{};  // torch refuses it
+    return out_.get(keys_[known].number);
+  }
+  note_dtype(storage, dtype);
   keys_.push_back({key_text(index), dtype});
 }
 
@@ -270,18 +279,27 @@ std::uint32_t TensorPickler::key_text(std::uint32_t index) {
   return *text.number;
 }
 
-// A file records one dtype for each storage, so views of other dtypes cannot be saved.
-void TensorPickler::check_dtype(const c10::Storage& storage, c10::ScalarType dtype) {
-  if (storage.device().is_meta()) return;
+// Adds a storage that has not been met before.
+void TensorPickler::note_dtype(const c10::Storage& storage, c10::ScalarType dtype) {
   // To ask for the address of a lazy copy makes a real one of it.
   if (c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) throw HandOver{};
-  const void* const address = storage.mutable_data();
-  if (address == nullptr) {
-    if (storage.nbytes() > 0) throw HandOver{};  // torch refuses it
-    return;
+  const bool has_memory = storage.mutable_data() != nullptr || storage.nbytes() == 0;
+  if (!has_memory && !storage.device().is_meta()) throw HandOver{};  // torch refuses it
+  has_several_dtypes_ |= !storage_dtypes_.empty() && storage_dtypes_.back() != dtype;
+  storages_.push_back(storage);
+  storage_dtypes_.push_back(dtype);
+}
+
+// A file records one dtype for each storage, so views of other dtypes cannot be saved, even if they
+// are in storages of their own.
+void TensorPickler::check_dtypes() const {
+  AddressTable dtypes_by_address(storages_.size());
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    const void* const address = storages_[i].data();
+    if (address == nullptr || storages_[i].device().is_meta()) continue;
+    const auto dtype = static_cast<std::uint32_t>(storage_dtypes_[i]);
+    if (dtypes_by_address.find_or_add(address, dtype) != dtype) throw HandOver{};
   }
-  const auto number = static_cast<std::uint32_t>(dtype);
-  if (dtypes_by_address_.find_or_add(address, number) != number) throw HandOver{};
 }
 
 void TensorPickler::location(const c10::Storage& storage) {

@@ -31,11 +31,11 @@ class TensorPickler {
 
   // Objects of exactly these types that the stream does not know yet; storages always are written
   // anew.  HandOver: one with something about it that is not ordinary.
-  void tensor(PyObject* object);
-  void parameter(PyObject* object);
+  void tensor(PyObject* object, Reach reach);
+  void parameter(PyObject* object, Reach reach);
   void storage(PyObject* object);
 
-  // Those met, in the order of their keys.
+  // Those met, in the order of their keys.  HandOver: torch refuses them.
   std::vector<c10::Storage> take_storages();
 
  private:
@@ -43,6 +43,7 @@ class TensorPickler {
     Recurring dtype;
     std::optional<Recurring> storage_class;  // if tensors of this dtype have typed storages
   };
+  // Of a storage that may be met again.
   struct StorageKey {
     std::uint32_t number;   // of its text in the memo
     c10::ScalarType dtype;  // of the first reference
@@ -66,7 +67,8 @@ class TensorPickler {
   void reference(const c10::Storage& storage, Recurring& storage_class, c10::ScalarType dtype);
   void key(const c10::Storage& storage, c10::ScalarType dtype);
   std::uint32_t key_text(std::uint32_t index);
-  void check_dtype(const c10::Storage& storage, c10::ScalarType dtype);
+  void note_dtype(const c10::Storage& storage, c10::ScalarType dtype);
+  void check_dtypes() const;
   void location(const c10::Storage& storage);
   Location& location_of(const c10::Storage& storage);
 
@@ -75,9 +77,10 @@ class TensorPickler {
   PickleWriter& out_;
 
   std::vector<c10::Storage> storages_;
-  std::vector<StorageKey> keys_;    // of storages_
-  AddressTable keys_by_storage_;    // StorageImpl -> index
-  AddressTable dtypes_by_address_;  // memory -> dtype
+  std::vector<c10::ScalarType> storage_dtypes_;  // of storages_
+  bool has_several_dtypes_ = false;
+  std::vector<StorageKey> keys_;
+  AddressTable keys_by_storage_;  // StorageImpl -> index into keys_
   std::vector<Location> locations_;
   std::array<std::optional<StoredDtype>, c10::NumScalarTypes> dtypes_;
   std::optional<Recurring> rebuild_tensor_v2_;
