@@ -59,10 +59,10 @@ class _StorageTable:
 
 
 @functools.lru_cache(maxsize=8)
-def _pickler_class(pickle_module: Any) -> Any:
+def _pickler_class(base: Any) -> Any:
     # One class for all saves: a class is in a reference cycle with itself, so one made for each
     # save would keep that save's storages alive until the garbage collector comes by.
-    class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+    class Pickler(base):  # type: ignore[misc]
         table: _StorageTable
 
         def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
@@ -98,7 +98,7 @@ def pickle_object(
             data, storages = pickled
             return data, storages if storages.on_cpu else _by_key(storages)
     stream = io.BytesIO()
-    pickler = _pickler_class(pickle_module)(stream, protocol=pickle_protocol)
+    pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
     pickler.table = _StorageTable()
     pickler.dump(obj)
     return stream.getvalue(), pickler.table.storages

@@ -13,19 +13,13 @@
 #include <array>
 #include <cstdint>
 
+#include "pickle/attribute.h"
 #include "pickle/pickle_stream.h"
 
 namespace ptsave {
 namespace {
 
-Object attribute(const Object& object, const char* name) {
-  return Object::checked(PyObject_GetAttrString(object.get(), name));
-}
-
 Object import(const char* name) { return Object::checked(PyImport_ImportModule(name)); }
-
-// The very object that a string constant in torch's source is, if it looks like a name.
-Object interned(const char* text) { return Object::checked(PyUnicode_InternFromString(text)); }
 
 bool is_true(const Object& object) { return checked(PyObject_IsTrue(object.get())) != 0; }
 
@@ -46,10 +40,9 @@ bool is_defined(const Object& owner, const char* name, const Object& module, con
 template <std::size_t N>
 bool are_built_in(PyTypeObject* type, const std::array<const char*, N>& names) {
   return std::ranges::all_of(names, [&](const char* name) {
-    const Object attribute =
-        Object::checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
-    return Py_IS_TYPE(attribute.get(), &PyMethodDescr_Type) ||
-           Py_IS_TYPE(attribute.get(), &PyGetSetDescr_Type);
+    const Object member = attribute(reinterpret_cast<PyObject*>(type), name);
+    return Py_IS_TYPE(member.get(), &PyMethodDescr_Type) ||
+           Py_IS_TYPE(member.get(), &PyGetSetDescr_Type);
   });
 }
 
@@ -89,12 +82,9 @@ PickleEnvironment::PickleEnvironment()
       global_names_(attribute(import("_compat_pickle"), "REVERSE_NAME_MAPPING")),
       codecs_encode_(attribute(import("_codecs"), "encode")),
       word_storage_(interned("storage")),
-      word_latin1_(interned("latin1")) {
-  const Object object = Object::borrow(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-  if (PyObject_HasAttrString(object.get(), "__getstate__") != 0) {
-    getstate_ = attribute(object, "__getstate__");
-  }
-}
+      word_latin1_(interned("latin1")),
+      getstate_(
+          attribute_or_nothing(reinterpret_cast<PyObject*>(&PyBaseObject_Type), "__getstate__")) {}
 
 bool PickleEnvironment::is_default() const {
   return has_default_modes() && has_default_reducers() && has_default_methods();
@@ -168,7 +158,7 @@ bool PickleEnvironment::has_default_methods() const {
 
 std::optional<Object> PickleEnvironment::typed_storage_class(PyObject* dtype) const {
   const auto call = [&](const char* function) {
-    return Object::checked(PyObject_CallNoArgs(attribute(torch_storage_, function).get()));
+    return call_method(torch_storage_.get(), function);
   };
   if (checked(PySequence_Contains(call("_new_dtypes").get(), dtype)) != 0) return std::nullopt;
   const Object names = call("_dtype_to_storage_type_map");

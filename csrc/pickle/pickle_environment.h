@@ -38,6 +38,7 @@ class PickleEnvironment {
 
   PyTypeObject* typed_storage_type() const { return type(typed_storage_); }
   PyTypeObject* ordered_dict_type() const { return type(ordered_dict_); }
+  // The very objects that string constants in the sources of torch and Python are.
   PyObject* word_storage() const { return word_storage_.get(); }
   PyObject* word_latin1() const { return word_latin1_.get(); }
   PyObject* codecs_encode() const { return codecs_encode_.get(); }

@@ -3,13 +3,14 @@
 #include <cstddef>
 #include <limits>
 
+#include "pickle/attribute.h"
+
 namespace ptsave {
 namespace {
 
 // The attribute of a class, function or torch object that is a str; nothing may run to find it.
 Object text_attribute(PyObject* object, const char* name) {
-  Object text = Object::steal(PyObject_GetAttrString(object, name));
-  if (!text) PyErr_Clear();
+  Object text = attribute_or_nothing(object, name);
   if (!text || PyUnicode_CheckExact(text.get()) == 0) throw HandOver{};
   return text;
 }
@@ -75,7 +76,7 @@ void PickleStream::reduced_to_name(Recurring& object) {
 }
 
 void PickleStream::reduced_to_name(PyObject* object) {
-  Object name = Object::checked(PyObject_CallMethod(object, "__reduce_ex__", "i", 2));
+  const Object name = call_method(object, "__reduce__");
   global(object, name);
 }
 

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "pickle/attribute.h"
 #include "pickle/pickle_environment.h"
 #include "pickle/pickle_stream.h"
 #include "pickle/tensor_pickler.h"
@@ -218,11 +219,11 @@ void Pickler::save_int(PyObject* object) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
   if (overflow == 0) return out_.integer(value);
-  const Object n_bits = Object::checked(PyObject_CallMethod(object, "bit_length", nullptr));
+  const Object n_bits = call_method(object, "bit_length");
   const Py_ssize_t n = PyLong_AsSsize_t(n_bits.get()) / 8 + 1;
   if (PyErr_Occurred() != nullptr) throw PythonError{};
   if (n > std::numeric_limits<std::int32_t>::max()) throw HandOver{};
-  const Object to_bytes = Object::checked(PyObject_GetAttrString(object, "to_bytes"));
+  const Object to_bytes = attribute(object, "to_bytes");
   const Object arguments = Object::checked(Py_BuildValue("(ns)", n, "little"));
   const Object keywords = Object::checked(Py_BuildValue("{sO}", "signed", Py_True));
   const Object bytes =
@@ -330,7 +331,7 @@ void Pickler::save_ordered_dict(PyObject* dict) {
   const Object state = instance_state(dict);
   stream_.new_ordered_dict();
   stream_.put(dict);
-  const Object items = Object::checked(PyObject_CallMethod(dict, "items", nullptr));
+  const Object items = call_method(dict, "items");
   save_items(Object::checked(PyObject_GetIter(items.get())).get());
   if (!state) return;
   save(state.get());
@@ -394,7 +395,7 @@ void Pickler::save_complex(PyObject* object) {
 
 // An object of torch's whose __reduce__ is written in C.
 void Pickler::save_reduced(PyObject* object) {
-  const Object reduced = Object::checked(PyObject_CallMethod(object, "__reduce_ex__", "i", 2));
+  const Object reduced = call_method(object, "__reduce__");
   if (PyTuple_CheckExact(reduced.get()) == 0 || PyTuple_GET_SIZE(reduced.get()) != 2) {
     throw HandOver{};
   }

@@ -13,6 +13,8 @@
 #include <string_view>
 #include <utility>
 
+#include "pickle/attribute.h"
+
 namespace ptsave {
 namespace {
 
@@ -43,15 +45,9 @@ bool has_hooks(PyObject* tensor) {
   return PyDict_Check(hooks) == 0 || PyDict_Size(hooks) > 0;
 }
 
-Object attribute(PyObject* object, const char* name) {
-  return Object::checked(PyObject_GetAttrString(object, name));
-}
-
 // torch.serialization.skip_data and fake tensors leave the device of the real data here.
 bool has_fake_device(PyObject* storage) {
-  Object device = Object::steal(PyObject_GetAttrString(storage, "_fake_device"));
-  if (!device && PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw PythonError{};
-  if (!device) PyErr_Clear();
+  const Object device = attribute_or_nothing(storage, "_fake_device");
   return device && device.get() != Py_None;
 }
 
