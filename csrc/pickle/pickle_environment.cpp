@@ -6,7 +6,6 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -74,6 +73,7 @@ PickleEnvironment::PickleEnvironment()
       torch_storage_(import("torch.storage")),
       torch_serialization_(import("torch.serialization")),
       typed_storage_(attribute(torch_storage_, "TypedStorage")),
+      size_(attribute(torch_, "Size")),
       ordered_dict_(attribute(import("collections"), "OrderedDict")),
       dispatch_table_(attribute(import("copyreg"), "dispatch_table")),
       extension_registry_(attribute(import("copyreg"), "_extension_registry")),
@@ -123,7 +123,7 @@ bool PickleEnvironment::has_default_reducers() const {
                             reinterpret_cast<PyTypeObject*>(ParameterClass),
                             &THPDtypeType,
                             &THPDeviceType,
-                            &THPSizeType,
+                            size_type(),
                             ordered_dict_type(),
                             &PyCFunction_Type,
                             Py_TYPE(storage_class.get())};

@@ -38,6 +38,7 @@ class PickleEnvironment {
 
   PyTypeObject* typed_storage_type() const { return type(typed_storage_); }
   PyTypeObject* ordered_dict_type() const { return type(ordered_dict_); }
+  PyTypeObject* size_type() const { return type(size_); }
   // The very objects that string constants in the sources of torch and Python are.
   PyObject* word_storage() const { return word_storage_.get(); }
   PyObject* word_latin1() const { return word_latin1_.get(); }
@@ -69,6 +70,7 @@ class PickleEnvironment {
   Object torch_storage_;
   Object torch_serialization_;
   Object typed_storage_;
+  Object size_;
   Object ordered_dict_;
   Object dispatch_table_;
   Object extension_registry_;

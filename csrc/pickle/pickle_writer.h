@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string_view>
+#include <utility>
 
 #include "pickle/object.h"
 
@@ -112,7 +113,7 @@ class PickleWriter {
   }
 
   void reserve(std::size_t n) {
-    if (static_cast<std::size_t>(end_ - next_) < n) grow(n);
+    if (std::cmp_less(end_ - next_, n)) grow(n);
   }
   void grow(std::size_t n);
   void resize(std::size_t nbytes);

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/Size.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -205,7 +204,7 @@ void Pickler::save_container(PyObject* object, Reach reach) {
     save_set(object);
   } else if (type == &PyComplex_Type) {
     save_complex(object);
-  } else if (type == &THPSizeType || type == &THPDeviceType) {
+  } else if (type == environment_.size_type() || type == &THPDeviceType) {
     save_reduced(object);
   } else {
     throw HandOver{};

@@ -57,6 +57,16 @@ c10::Storage unpacked(PyObject* untyped_storage) {
   return storage;
 }
 
+// Torch has given up on names of dimensions; before it had, it refused to save them.
+template <typename TensorImpl>
+bool has_names(const TensorImpl& impl) {
+  if constexpr (requires { impl.has_named_tensor_meta(); }) {
+    return impl.has_named_tensor_meta();
+  } else {
+    return false;
+  }
+}
+
 Object wrapped(const c10::Storage& storage) { return Object::checked(THPStorage_Wrap(storage)); }
 
 // Of what Python's str(number) would be.  Python may keep the strings of one digit, so that the
@@ -112,7 +122,7 @@ void TensorPickler::check_plain(PyObject* object, const at::Tensor& tensor) cons
   const bool has_ordinary_keys =
       (impl.key_set().raw_repr() & ~kOrdinaryKeys.raw_repr()) == 0 && !impl.key_set().empty();
   if (!has_ordinary_keys || tensor.layout() != c10::kStrided || !is_plain_device(tensor.device()) ||
-      impl.has_symbolic_sizes_strides() || environment_.has_state(object)) {
+      impl.has_symbolic_sizes_strides() || has_names(impl) || environment_.has_state(object)) {
     throw HandOver{};
   }
 }
