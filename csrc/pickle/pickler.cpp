@@ -16,6 +16,7 @@
 #include "pickle/attribute.h"
 #include "pickle/pickle_environment.h"
 #include "pickle/pickle_stream.h"
+#include "pickle/recursion_levels.h"
 #include "pickle/tensor_pickler.h"
 
 namespace ptsave {
@@ -28,30 +29,6 @@ constexpr int kMaxDepth = 400;
 // calls of a tensor's __reduce_ex__ and all that it calls.
 constexpr int kLevelsForContainer = 2;
 constexpr int kLevelsForReduce = 16;
-
-// Takes levels off Python's recursion limit as long as it lives.
-class RecursionLevels {
- public:
-  explicit RecursionLevels(int n) {
-    for (; n_ < n; ++n_) {
-      if (Py_EnterRecursiveCall("") != 0) {
-        leave();
-        PyErr_Clear();
-        throw HandOver{};  // Python's pickler raises, or has room yet
-      }
-    }
-  }
-  RecursionLevels(const RecursionLevels&) = delete;
-  RecursionLevels& operator=(const RecursionLevels&) = delete;
-  ~RecursionLevels() { leave(); }
-
- private:
-  void leave() {
-    for (; n_ > 0; --n_) Py_LeaveRecursiveCall();
-  }
-
-  int n_ = 0;
-};
 
 // Of an object that is referred to once by what it was met in, and `known` times in all, as far as
 // one can know here.
@@ -102,6 +79,7 @@ class Pickler {
 
   PickledObject dump(PyObject* object) {
     const RecursionLevels levels(kLevelsForReduce);
+    if (levels.too_deep()) throw HandOver{};
     constexpr std::string_view kProtocol = "\x80\x02";
     out_.append(kProtocol);
     save(object);
@@ -188,8 +166,8 @@ bool Pickler::save_simple(PyObject* object) {
 }
 
 void Pickler::save_container(PyObject* object, Reach reach) {
-  if (depth_ == kMaxDepth) throw HandOver{};
   const RecursionLevels levels(kLevelsForContainer);
+  if (depth_ == kMaxDepth || levels.too_deep()) throw HandOver{};
   ++depth_;
   PyTypeObject* const type = Py_TYPE(object);
   if (type == &PyDict_Type) {
