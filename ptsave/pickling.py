@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import _pickle
 import functools
 import io
+import pickle
 from typing import Any
 
 import torch
 from torch.serialization import location_tag, normalize_storage_type
+
+from ptsave import _C
 
 __all__ = ["pickle_object"]
 
@@ -55,10 +59,10 @@ class _StorageTable:
 
 
 @functools.lru_cache(maxsize=8)
-def _pickler_class(pickle_module: Any) -> Any:
+def _pickler_class(base: Any) -> Any:
     # One class for all saves: a class is in a reference cycle with itself, so one made for each
     # save would keep that save's storages alive until the garbage collector comes by.
-    class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+    class Pickler(base):  # type: ignore[misc]
         table: _StorageTable
 
         def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
@@ -69,7 +73,7 @@ def _pickler_class(pickle_module: Any) -> Any:
 
 def pickle_object(
     obj: object, pickle_module: Any, pickle_protocol: int
-) -> tuple[bytes, dict[str, Storage]]:
+) -> tuple[bytes, dict[str, Storage] | _C.StorageList]:
     """Pickle `obj` as :func:`torch.save` does.
 
     Parameters
@@ -85,11 +89,30 @@ def pickle_object(
     -------
     data : bytes
         The contents of the record ``data.pkl``.
-    storages : dict of str to torch.UntypedStorage
-        Storage key to storage, in the order of their records.
+    storages : _C.StorageList or dict of str to torch.UntypedStorage
+        The storages in the order of their records; by their keys, unless all are in CPU memory.
     """
+    if _is_standard(pickle_module, pickle_protocol):
+        pickled = _C.pickle_object(obj)
+        if pickled is not None:
+            data, storages = pickled
+            return data, storages if storages.on_cpu else _by_key(storages)
     stream = io.BytesIO()
-    pickler = _pickler_class(pickle_module)(stream, protocol=pickle_protocol)
+    pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
     pickler.table = _StorageTable()
     pickler.dump(obj)
     return stream.getvalue(), pickler.table.storages
+
+
+def _is_standard(pickle_module: Any, pickle_protocol: int) -> bool:
+    """Return whether it is Python's own pickler that the engine would stand in for."""
+    return (
+        pickle_module is pickle
+        and pickle.Pickler is _pickle.Pickler
+        and type(pickle_protocol) is int
+        and pickle_protocol == 2
+    )
+
+
+def _by_key(storages: _C.StorageList) -> dict[str, Storage]:
+    return {str(i): storage for i, storage in enumerate(_C.untyped_storages(storages))}

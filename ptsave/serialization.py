@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import _weights_only_unpickler
@@ -37,6 +37,8 @@ from ptsave.unpickling import unpickle
 from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
 
 __all__ = ["load", "save"]
+
+_Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
 
 _SERIALIZATION_ID_NBYTES = 40
 # The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
@@ -134,8 +136,8 @@ def save(
         writer = ArchiveWriter(
             plan,
             compute_crcs=get_crc32_options(),
-            sequential=any(callable(payload) for _, payload, _ in records),
-            has_holes=any(payload is None and nbytes for _, payload, nbytes in records),
+            sequential=_are_staged(records),
+            has_holes=_have_holes(records),
             fsync=fsync,
             atomic=atomic,
             progress=callback,
@@ -152,9 +154,9 @@ def _engine_can_save(new_format: bool) -> bool:
     return new_format and _get_storage_alignment() <= _MAX_ALIGNMENT
 
 
-def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_C.PlannedRecord]:
+def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]:
     alignment = str(_get_storage_alignment()).encode()
-    records: list[_C.PlannedRecord] = [
+    records: list[_Records] = [
         ("data.pkl", data, len(data)),
         (".format_version", b"1", 1),
         (".storage_alignment", alignment, len(alignment)),
@@ -176,8 +178,10 @@ def _byte_order_record() -> _C.PlannedRecord:
     return ("byteorder", sys.byteorder.encode(), len(sys.byteorder))
 
 
-def _storage_records(storages: dict[str, torch.UntypedStorage]) -> list[_C.PlannedRecord]:
-    records: list[_C.PlannedRecord] = []
+def _storage_records(storages: dict[str, torch.UntypedStorage] | _C.StorageList) -> list[_Records]:
+    if isinstance(storages, _C.StorageList):
+        return [storages]
+    records: list[_Records] = []
     staged: list[torch.UntypedStorage] = []  # at most one: the CPU copy being written
     for key, storage in storages.items():
         payload: int | Callable[[], int] | None
@@ -189,6 +193,14 @@ def _storage_records(storages: dict[str, torch.UntypedStorage]) -> list[_C.Plann
             payload = functools.partial(_stage, storage, staged)
         records.append((f"data/{key}", payload, storage.nbytes()))
     return records
+
+
+def _are_staged(records: list[_Records]) -> bool:
+    return any(isinstance(record, tuple) and callable(record[1]) for record in records)
+
+
+def _have_holes(records: list[_Records]) -> bool:
+    return any(isinstance(record, tuple) and record[1] is None and record[2] for record in records)
 
 
 def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:

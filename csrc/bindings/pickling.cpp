@@ -1,16 +1,46 @@
 // What ptsave._C knows about pickles.
 #include <pybind11/stl.h>
+#include <torch/csrc/Storage.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_set>
+#include <utility>
 
 #include "bindings/bindings.h"
+#include "pickle/pickler.h"
 #include "pickle/scan.h"
+#include "storage/storage.h"
 
 namespace py = pybind11;
 
 namespace ptsave {
+namespace {
+
+py::object pickled(const py::object& object) {
+  try {
+    std::optional<PickledObject> result = pickle_object(object.ptr());
+    if (!result) return py::none();
+    return py::make_tuple(py::reinterpret_steal<py::bytes>(result->data.release()),
+                          StorageList{std::move(result->storages)});
+  } catch (const PythonError&) {
+    throw py::error_already_set();
+  }
+}
+
+// As torch.UntypedStorage objects.
+py::list untyped_storages(const StorageList& list) {
+  py::list storages;
+  for (const c10::Storage& storage : list.storages) {
+    PyObject* const wrapped = THPStorage_Wrap(storage);
+    if (wrapped == nullptr) throw py::error_already_set();
+    storages.append(py::reinterpret_steal<py::object>(wrapped));
+  }
+  return storages;
+}
+
+}  // namespace
 
 void bind_pickling(py::module_& module) {
   module.def(
@@ -19,6 +49,8 @@ void bind_pickling(py::module_& module) {
         return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes);
       },
       py::arg("pickle"), py::arg("dtypes"));
+  module.def("pickle_object", &pickled, py::arg("obj"));
+  module.def("untyped_storages", &untyped_storages, py::arg("storages"));
 }
 
 }  // namespace ptsave

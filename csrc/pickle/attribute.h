@@ -1,0 +1,36 @@
+// Attributes by name, asked for with the interned str that Python's own code uses: any other str
+// would take a place in the interpreter's cache of looked up methods.  The GIL is held.
+#pragma once
+
+#include <Python.h>
+
+#include "pickle/object.h"
+
+namespace ptsave {
+
+inline Object interned(const char* text) {
+  return Object::checked(PyUnicode_InternFromString(text));
+}
+
+inline Object attribute(PyObject* object, const char* name) {
+  return Object::checked(PyObject_GetAttr(object, interned(name).get()));
+}
+
+inline Object attribute(const Object& object, const char* name) {
+  return attribute(object.get(), name);
+}
+
+// Nothing if there is no such attribute.
+inline Object attribute_or_nothing(PyObject* object, const char* name) {
+  Object found = Object::steal(PyObject_GetAttr(object, interned(name).get()));
+  if (found) return found;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw PythonError{};
+  PyErr_Clear();
+  return found;
+}
+
+inline Object call_method(PyObject* object, const char* name) {
+  return Object::checked(PyObject_CallNoArgs(attribute(object, name).get()));
+}
+
+}  // namespace ptsave
