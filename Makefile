@@ -58,6 +58,7 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(CMAKE) --build build/cpp-benchmark --parallel $(JOBS)
 	build/cpp-benchmark/crc32_benchmark
 	$(RUN) -m benchmarks
+	$(RUN) -m benchmarks.object_graph
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .

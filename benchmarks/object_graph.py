@@ -6,9 +6,10 @@
 
 In each round every workload runs once with every contender, in a shuffled order.  Every figure
 comes from a fresh process that has saved and loaded one tensor before, so that nobody's imports are
-measured.  Files are on tmpfs and in the page cache.  The floor of a load is what it costs to make
-as many empty tensors in a loop, and nothing else.  Files are compared byte by byte, and loaded
-objects tensor by tensor, outside the clock.
+measured.  Files are on tmpfs and in the page cache.  The floor of a save is one write() of the
+finished file's bytes, that of a load is making as many empty tensors in a loop: every library has
+to do that and more.  Files are compared byte by byte, and loaded objects tensor by tensor, outside
+the clock.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,7 +84,7 @@ class Task:
     action: str  # "save" or "load"
     contender: str
     path: str
-    reference: str = ""  # a file by torch to compare with
+    reference: str = ""  # a file by torch to compare with, or whose floor to measure
 
 
 def calls(contender: str) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -117,13 +119,25 @@ def measure(task: Task) -> float:
 
 
 def measure_floor(task: Task) -> float:
-    count = sum(1 for _ in tensors_of(torch.load(task.path, weights_only=True)))
+    """Return the seconds of what every implementation has to do at least."""
+    action: Callable[[], object]
+    if task.action == "save":
+        data = Path(task.reference).read_bytes()
+        action = partial(Path(task.path).write_bytes, data)
+    else:
+        count = sum(1 for _ in tensors_of(torch.load(task.reference, weights_only=True)))
+        action = partial(empty_tensors, count)
     gc.collect()
+    fetch_free_memory(FETCHED_NBYTES)
     start = time.perf_counter()
-    made = [torch.empty(0) for _ in range(count)]
+    made = action()
     seconds = time.perf_counter() - start
-    del made
+    del made  # freed after the clock has stopped
     return seconds
+
+
+def empty_tensors(count: int) -> list[torch.Tensor]:
+    return [torch.empty(0) for _ in range(count)]
 
 
 def tensors_of(obj: Any) -> Iterator[torch.Tensor]:
@@ -143,7 +157,8 @@ def check_equal(loaded: Any, expected: Any) -> None:
 
 # --------------------------------------------------------------------------------------- the rounds
 
-Figures = dict[tuple[str, str, str], list[float]]  # by workload, action, contender
+Step = tuple[str, str]  # workload, action
+Figures = dict[tuple[str, str, str], list[float]]  # by step and contender
 
 
 def run_task(task: Task) -> float:
@@ -152,24 +167,35 @@ def run_task(task: Task) -> float:
     return float(result.stdout.splitlines()[-1])
 
 
+def measure_in_turn(
+    step: Step, contenders: list[str], folder: Path, figures: Figures, *, compare: bool
+) -> None:
+    """Measure one call of every contender, in a shuffled order."""
+    name, action = step
+    reference = folder / STOCK / f"{name}.pt"
+    for contender in random.sample(contenders, len(contenders)):
+        # One name in several folders: a file's name is part of its bytes.
+        path = folder / contender / f"{name}.pt" if action == "save" else reference
+        path.parent.mkdir(exist_ok=True)
+        if action == "save":
+            path.unlink(missing_ok=True)
+        compared = str(reference) if compare or contender == FLOOR else ""
+        seconds = run_task(Task(name, action, contender, str(path), compared))
+        figures.setdefault((*step, contender), []).append(seconds)
+
+
 def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
-    """Measure everything, and compare the files that the contenders wrote."""
+    """Measure everything, and compare what the contenders saved and loaded."""
     figures: Figures = {}
-    steps = list(itertools.product(range(rounds), names))
-    for number, name in tqdm(steps, leave=False, disable=None):
-        for contender in random.sample([STOCK, PTSAVE], 2):
-            # One name in several folders: a file's name is part of its bytes.
-            path = folder / contender / f"{name}.pt"
-            path.parent.mkdir(exist_ok=True)
-            seconds = run_task(Task(name, "save", contender, str(path)))
-            figures.setdefault((name, "save", contender), []).append(seconds)
-        reference = folder / STOCK / f"{name}.pt"
-        if not filecmp.cmp(reference, folder / PTSAVE / f"{name}.pt", shallow=False):
+    for number, name in tqdm(list(itertools.product(range(rounds), names)), leave=False):
+        saving: Step = (name, "save")
+        measure_in_turn(saving, [STOCK, PTSAVE], folder, figures, compare=False)
+        measure_in_turn(saving, [FLOOR], folder, figures, compare=False)
+        files = [folder / contender / f"{name}.pt" for contender in (STOCK, PTSAVE)]
+        if not filecmp.cmp(files[0], files[1], shallow=False):
             raise RuntimeError(f"ptsave wrote a file that differs from stock's: {name}")
-        for contender in random.sample([STOCK, PTSAVE, FLOOR], 3):
-            compared = str(reference) if number == 0 and contender == PTSAVE else ""
-            seconds = run_task(Task(name, "load", contender, str(reference), compared))
-            figures.setdefault((name, "load", contender), []).append(seconds)
+        loading: Step = (name, "load")
+        measure_in_turn(loading, [STOCK, PTSAVE, FLOOR], folder, figures, compare=number == 0)
     return figures
 
 
@@ -185,14 +211,13 @@ def rows(names: list[str], figures: Figures) -> Iterator[str]:
         stock, mine = (figures[name, action, contender] for contender in (STOCK, PTSAVE))
         goal = workload.save_goal if action == "save" else workload.load_goal
         ratio = median(s / m for s, m in zip(stock, mine, strict=True))
-        floor = f"{median(figures[name, action, FLOOR]):.4f}" if action == "load" else ""
         cells = [
             workload.title,
             action,
             f"{median(stock):.4f}",
             f"{median(mine):.4f}",
             f"{min(mine):.4f} - {max(mine):.4f}",
-            floor,
+            f"{median(figures[name, action, FLOOR]):.4f}",
             f"{ratio:.1f}",
             f"≥ {goal:g}",
             "yes" if ratio >= goal else "**no**",
