@@ -187,7 +187,9 @@ def measure_in_turn(
 def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
     """Measure everything, and compare what the contenders saved and loaded."""
     figures: Figures = {}
-    for number, name in tqdm(list(itertools.product(range(rounds), names)), leave=False):
+    for number, name in tqdm(
+        list(itertools.product(range(rounds), names)), leave=False, disable=None
+    ):
         saving: Step = (name, "save")
         measure_in_turn(saving, [STOCK, PTSAVE], folder, figures, compare=False)
         measure_in_turn(saving, [FLOOR], folder, figures, compare=False)
