@@ -1,7 +1,7 @@
 """The engine.  Offsets count from the archive's beginning, sizes are in bytes."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from typing_extensions import Buffer
@@ -136,3 +136,10 @@ def payload_offset_after(
     header_offset: int, full_name: str, nbytes: int, alignment: int
 ) -> int: ...
 def rebuilds_blindly(pickle: bytes, dtypes: set[str]) -> bool: ...
+def unpickle_weights_only(
+    pickle: bytes,
+    persistent_load: Callable[[Any], Any],
+    *,
+    encoding: str,
+    storages: StorageSource | None,
+) -> Any: ...

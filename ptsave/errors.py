@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pickle
+import struct
 
 __all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError"]
 
@@ -52,6 +54,57 @@ class CorruptCheckpointError(RuntimeError):
 
 class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
     """The damaged record is the pickle: also the error that torch raises when it runs into that."""
+
+
+class MalformedPickleError(CorruptPickleError):
+    """Where the restricted unpickler could not go on, `offset` bytes into ``data.pkl``.
+
+    The error is of torch's type as well: there is a subclass for each type that torch's unpickler
+    raises without having meant to.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # as some of those types have a way of their own
+
+    @classmethod
+    def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
+        """Return what to raise in place of an error at `offset`; None if it is fine as it is."""
+        kind = type(error)
+        if kind not in _UNINTENDED:
+            return None
+        words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+        message = f"{words} ({path}: data.pkl, offset {offset})"
+        malformed = _malformed_type(kind)(message, path=path, record="data.pkl", offset=offset)
+        if isinstance(error, UnicodeDecodeError):
+            for name in ("encoding", "object", "start", "end", "reason"):
+                setattr(malformed, name, getattr(error, name))
+        return malformed
+
+
+_UNINTENDED: frozenset[type[Exception]] = frozenset(
+    {
+        AssertionError,
+        AttributeError,
+        EOFError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        UnicodeDecodeError,
+        ValueError,
+        struct.error,
+    }
+)
+
+
+@functools.cache
+def _malformed_type(kind: type[Exception]) -> type[MalformedPickleError]:
+    if kind is RuntimeError:
+        return MalformedPickleError
+    name = f"MalformedPickle{kind.__name__.capitalize() if kind is struct.error else kind.__name__}"
+    return type(name, (MalformedPickleError, kind), {"__module__": __name__})
 
 
 class SaveError(OSError, RuntimeError):
