@@ -56,12 +56,11 @@ std::optional<std::size_t> StorageReferences::find(std::span<PyObject* const> id
   if (source_ == nullptr || id.size() != kIdSize) return std::nullopt;
   if (!says(id[0], "storage", storage_word_) || !says(id[3], "cpu", cpu_word_)) return std::nullopt;
   const std::optional<std::string_view> key = text_of(id[2]);
-  if (!key) return std::nullopt;
+  const std::optional<c10::ScalarType> dtype = dtype_of(id[1]);
+  if (!key || !dtype) return std::nullopt;
   std::uint32_t& state = state_of(*key);
   if (state >= kFirst) return state - kFirst;
   if (state == kLeftToTorch) return std::nullopt;
-  const std::optional<c10::ScalarType> dtype = dtype_of(id[1]);
-  if (!dtype) return std::nullopt;
   // An empty storage is another one at each reference: torch does not count it as loaded.
   const std::optional<std::uint64_t> nbytes = nbytes_of(id[4], *dtype);
   if (!nbytes) return std::nullopt;
@@ -69,15 +68,24 @@ std::optional<std::size_t> StorageReferences::find(std::span<PyObject* const> id
   if (!storage || storages_.size() > std::numeric_limits<std::uint32_t>::max() - kFirst) {
     return std::nullopt;
   }
-  storages_.push_back({.storage = std::move(*storage), .dtype = *dtype, .id = {}, .typed = {}});
-  state = kFirst + static_cast<std::uint32_t>(storages_.size() - 1);
-  storages_.back().id = Object::checked(PyTuple_Pack(kIdSize, id[0], id[1], id[2], id[3], id[4]));
+  state = kFirst + static_cast<std::uint32_t>(storages_.size());
+  storages_.push_back({.storage = std::move(*storage),
+                       .dtype = *dtype,
+                       .type = Object::borrow(id[1]),
+                       .key = Object::borrow(id[2]),
+                       .numel = Object::borrow(id[4]),
+                       .typed = {}});
   return storages_.size() - 1;
 }
 
 Object StorageReferences::as_object(std::size_t index) {
   PlainStorage& storage = storages_[index];
-  if (!storage.typed) storage.typed = torch_.load_persistent(storage.id.get());
+  if (!storage.typed) {
+    const Object id =
+        Object::checked(PyTuple_Pack(kIdSize, storage_word_.get(), storage.type.get(),
+                                     storage.key.get(), cpu_word_.get(), storage.numel.get()));
+    storage.typed = torch_.load_persistent(id.get());
+  }
   return storage.typed;
 }
 

@@ -24,8 +24,10 @@ namespace ptsave {
 struct PlainStorage {
   c10::Storage storage;
   c10::ScalarType dtype;
-  Object id;     // parts of the first reference to it: what torch's persistent_load is to be called
-                 // with
+  Object
+      type;  // as is the rest: of the first reference, with which torch's persistent_load is called
+  Object key;
+  Object numel;
   Object typed;  // what that has returned, if it was necessary
 };
 

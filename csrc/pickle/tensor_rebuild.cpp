@@ -25,7 +25,7 @@ struct Geometry {
 };
 
 std::optional<std::int64_t> count_of(PyObject* object) {
-  if (!PyLong_Check(object)) return std::nullopt;
+  if (!PyLong_CheckExact(object)) return std::nullopt;  // torch accepts True in some places only
   int overflow = 0;
   const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
   if (overflow != 0 || n < 0) return std::nullopt;
@@ -153,6 +153,12 @@ struct TensorArguments {
   PyObject* dtype() const { return function == Rebuild::kTensorV3 ? all[6].get() : nullptr; }
 };
 
+[[noreturn]] void refuse_quantized() {
+  PyErr_SetString(PyExc_RuntimeError,
+                  "_rebuild_qtensor: the offset, size and stride do not lie within the storage");
+  throw PythonError{};
+}
+
 }  // namespace
 
 TensorRebuilder::TensorRebuilder(const StorageReferences& storages)
@@ -231,7 +237,12 @@ Object TensorRebuilder::rebuild_parameter(std::span<const Value> arguments) cons
 void check_quantized(PyObject* arguments) {
   if (PyTuple_GET_SIZE(arguments) < 4) return;  // torch has to say that
   const Object storage = Object::borrow(PyTuple_GET_ITEM(arguments, 0));
-  const Object nbytes = Object::checked(PyObject_CallMethod(storage.get(), "nbytes", nullptr));
+  const bool is_typed = PyObject_HasAttrString(storage.get(), "_untyped_storage") != 0;
+  // A tensor has what torch asks of a storage.
+  if (!is_typed && THPVariable_Check(storage.get())) refuse_quantized();
+  if (!is_typed) return;
+  const Object untyped = attribute(storage, "_untyped_storage");
+  const Object nbytes = Object::checked(PyObject_CallMethod(untyped.get(), "nbytes", nullptr));
   const Object itemsize = attribute(attribute(storage, "dtype"), "itemsize");
   const std::optional<std::int64_t> available = count_of(nbytes.get());
   const std::optional<std::int64_t> needed_each = count_of(itemsize.get());
@@ -243,9 +254,7 @@ void check_quantized(PyObject* arguments) {
            static_cast<std::size_t>(*available))) {
     return;
   }
-  PyErr_SetString(PyExc_RuntimeError,
-                  "_rebuild_qtensor: the offset, size and stride do not lie within the storage");
-  throw PythonError{};
+  refuse_quantized();
 }
 
 }  // namespace ptsave
