@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import pickle
 import struct
@@ -70,41 +69,42 @@ class MalformedPickleError(CorruptPickleError):
     def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
         """Return what to raise in place of an error at `offset`; None if it is fine as it is."""
         kind = type(error)
-        if kind not in _UNINTENDED:
+        malformed_type = _MALFORMED.get(kind)
+        if malformed_type is None:
             return None
         words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
         message = f"{words} ({path}: data.pkl, offset {offset})"
-        malformed = _malformed_type(kind)(message, path=path, record="data.pkl", offset=offset)
+        malformed = malformed_type(message, path=path, record="data.pkl", offset=offset)
         if isinstance(error, UnicodeDecodeError):
             for name in ("encoding", "object", "start", "end", "reason"):
                 setattr(malformed, name, getattr(error, name))
         return malformed
 
 
-_UNINTENDED: frozenset[type[Exception]] = frozenset(
-    {
-        AssertionError,
-        AttributeError,
-        EOFError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        UnicodeDecodeError,
-        ValueError,
-        struct.error,
-    }
-)
-
-
-@functools.cache
 def _malformed_type(kind: type[Exception]) -> type[MalformedPickleError]:
-    if kind is RuntimeError:
-        return MalformedPickleError
-    name = f"MalformedPickle{kind.__name__.capitalize() if kind is struct.error else kind.__name__}"
-    return type(name, (MalformedPickleError, kind), {"__module__": __name__})
+    name = "StructError" if kind is struct.error else kind.__name__
+    return type(f"MalformedPickle{name}", (MalformedPickleError, kind), {"__module__": __name__})
+
+
+_MALFORMED: dict[type[Exception], type[MalformedPickleError]] = {
+    RuntimeError: MalformedPickleError,
+    **{
+        kind: _malformed_type(kind)
+        for kind in (
+            AssertionError,
+            AttributeError,
+            EOFError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            UnicodeDecodeError,
+            ValueError,
+            struct.error,
+        )
+    },
+}
 
 
 class SaveError(OSError, RuntimeError):

@@ -109,9 +109,7 @@ def _storages_are_plain(reader: RecordReader, map_location: Any) -> bool:
         return False
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
-    return (
-        _is_native_byte_order(reader) and _restores_cpu_blindly() and not _modes_are_active()
-    )
+    return _is_native_byte_order(reader) and _restores_cpu_blindly() and not _modes_are_active()
 
 
 def _may_overlap(reader: RecordReader, map_location: Any, pickle_module: Any) -> bool:
@@ -206,15 +204,18 @@ def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: boo
     return SimpleNamespace(Unpickler=type("Unpickler", (Unpickler,), attributes))
 
 
+# fmt: off
 _OPCODES = frozenset(
     getattr(pickle, name)[0]
-    for name in (
-        "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BUILD "
-        "EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK "
-        "NEWFALSE NEWOBJ NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS SHORT_BINSTRING STOP TUPLE "
-        "TUPLE1 TUPLE2 TUPLE3"
-    ).split()
+    for name in [
+        "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
+        "BINPUT", "BINUNICODE", "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE",
+        "GLOBAL", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK", "NEWFALSE", "NEWOBJ", "NEWTRUE",
+        "NONE", "PROTO", "REDUCE", "SETITEM", "SETITEMS", "SHORT_BINSTRING", "STOP", "TUPLE",
+        "TUPLE1", "TUPLE2", "TUPLE3",
+    ]
 )
+# fmt: on
 
 
 def _knows_torchs_machine() -> bool:

@@ -64,6 +64,7 @@ class PickleCursor {
  public:
   explicit PickleCursor(std::string_view pickle) : pickle_(pickle) {}
 
+  std::size_t size() const { return pickle_.size(); }
   std::size_t position() const { return position_; }
   bool at_end() const { return position_ == pickle_.size(); }
 

@@ -155,8 +155,41 @@ struct TensorArguments {
 
 [[noreturn]] void refuse_quantized() {
   PyErr_SetString(PyExc_RuntimeError,
-                  "_rebuild_qtensor: the offset, size and stride do not lie within the storage");
+                  "a quantized tensor's offset, size and stride do not lie within its storage");
   throw PythonError{};
+}
+
+bool is_quantized_dtype(PyObject* object) {
+  return THPDtype_Check(object) &&
+         c10::isQIntType(reinterpret_cast<THPDtype*>(object)->scalar_type);
+}
+
+// `arguments` begin with a storage, the offset, size and stride.
+void check_geometry(PyObject* arguments, std::size_t itemsize) {
+  const Object untyped =
+      attribute(Object::borrow(PyTuple_GET_ITEM(arguments, 0)), "_untyped_storage");
+  const Object nbytes = Object::checked(PyObject_CallMethod(untyped.get(), "nbytes", nullptr));
+  const std::optional<std::int64_t> available = count_of(nbytes.get());
+  const std::optional<Geometry> geometry =
+      geometry_of(PyTuple_GET_ITEM(arguments, 1), PyTuple_GET_ITEM(arguments, 2),
+                  PyTuple_GET_ITEM(arguments, 3));
+  if (!geometry || !available || !fits(*geometry, itemsize, static_cast<std::size_t>(*available))) {
+    refuse_quantized();
+  }
+}
+
+// The type of tensor that a function makes; null if it can be told from neither argument.
+Object dtype_argument(Rebuild function, PyObject* arguments) {
+  constexpr Py_ssize_t kDtype = 6;
+  if (function == Rebuild::kTensorV3) {
+    if (PyTuple_GET_SIZE(arguments) <= kDtype) return {};
+    return Object::borrow(PyTuple_GET_ITEM(arguments, kDtype));
+  }
+  const Object storage = Object::borrow(PyTuple_GET_ITEM(arguments, 0));
+  // A tensor has what torch asks of a storage here.
+  if (THPVariable_Check(storage.get())) refuse_quantized();
+  if (PyObject_HasAttrString(storage.get(), "_untyped_storage") == 0) return {};
+  return attribute(storage, "dtype");
 }
 
 }  // namespace
@@ -234,27 +267,30 @@ Object TensorRebuilder::rebuild_parameter(std::span<const Value> arguments) cons
   return parameter;
 }
 
-void check_quantized(PyObject* arguments) {
-  if (PyTuple_GET_SIZE(arguments) < 4) return;  // torch has to say that
-  const Object storage = Object::borrow(PyTuple_GET_ITEM(arguments, 0));
-  const bool is_typed = PyObject_HasAttrString(storage.get(), "_untyped_storage") != 0;
-  // A tensor has what torch asks of a storage.
-  if (!is_typed && THPVariable_Check(storage.get())) refuse_quantized();
-  if (!is_typed) return;
-  const Object untyped = attribute(storage, "_untyped_storage");
-  const Object nbytes = Object::checked(PyObject_CallMethod(untyped.get(), "nbytes", nullptr));
-  const Object itemsize = attribute(attribute(storage, "dtype"), "itemsize");
-  const std::optional<std::int64_t> available = count_of(nbytes.get());
-  const std::optional<std::int64_t> needed_each = count_of(itemsize.get());
-  const std::optional<Geometry> geometry =
-      geometry_of(PyTuple_GET_ITEM(arguments, 1), PyTuple_GET_ITEM(arguments, 2),
-                  PyTuple_GET_ITEM(arguments, 3));
-  if (geometry && available && needed_each && *needed_each > 0 &&
-      fits(*geometry, static_cast<std::size_t>(*needed_each),
-           static_cast<std::size_t>(*available))) {
-    return;
+Object unpacked(PyObject* arguments) {
+  Object tuple = Object::steal(PySequence_Tuple(arguments));
+  if (!tuple) PyErr_Clear();
+  return tuple;
+}
+
+void check_quantized(const Globals& globals, Rebuild function, Object arguments) {
+  // (function, type, its arguments, state), nested as deep as somebody likes.
+  while (function == Rebuild::kFromType) {
+    if (!PyTuple_Check(arguments.get()) || PyTuple_GET_SIZE(arguments.get()) < 3) return;
+    function = globals.rebuild_of(PyTuple_GET_ITEM(arguments.get(), 0));
+    if (function == Rebuild::kNone) return;
+    arguments = unpacked(PyTuple_GET_ITEM(arguments.get(), 2));
+    if (!arguments) return;
   }
-  refuse_quantized();
+  if (function == Rebuild::kParameter || PyTuple_GET_SIZE(arguments.get()) < 4) return;
+  const Object dtype = dtype_argument(function, arguments.get());
+  if (!dtype || !is_quantized_dtype(dtype.get())) return;
+  const c10::ScalarType type = reinterpret_cast<THPDtype*>(dtype.get())->scalar_type;
+  check_geometry(arguments.get(), c10::elementSize(type));
+}
+
+void check_set_state(PyObject* object) {
+  if (THPVariable_Check(object) && THPVariable_Unpack(object).is_quantized()) refuse_quantized();
 }
 
 }  // namespace ptsave

@@ -29,7 +29,15 @@ class TensorRebuilder {
   Object backward_hooks_;  // "_backward_hooks"
 };
 
-// Refuses arguments of _rebuild_qtensor that reach beyond the storage: torch does not look.
-void check_quantized(PyObject* arguments);
+// The tuple that a call makes of `arguments`; none if they are not iterable, which the call will
+// say.
+Object unpacked(PyObject* arguments);
+
+// Refuses to make a quantized tensor that reaches beyond its storage: torch does not look.
+// `arguments` are those of a function other than kNone.
+void check_quantized(const Globals& globals, Rebuild function, Object arguments);
+
+// Refuses to give a quantized tensor another storage, for the same reason.
+void check_set_state(PyObject* object);
 
 }  // namespace ptsave

@@ -19,21 +19,26 @@ bool is_of_module(PyObject* function, PyObject* module) {
 }
 
 struct RebuildFunction {
+  const char* module;
   const char* name;
   Rebuild kind;
 };
 
 constexpr std::array kRebuildFunctions = {
-    RebuildFunction{"_rebuild_tensor_v2", Rebuild::kTensorV2},
-    RebuildFunction{"_rebuild_tensor_v3", Rebuild::kTensorV3},
-    RebuildFunction{"_rebuild_tensor", Rebuild::kTensor},
-    RebuildFunction{"_rebuild_parameter", Rebuild::kParameter},
-    RebuildFunction{"_rebuild_qtensor", Rebuild::kQuantized},
+    RebuildFunction{"torch._utils", "_rebuild_tensor_v2", Rebuild::kTensorV2},
+    RebuildFunction{"torch._utils", "_rebuild_tensor_v3", Rebuild::kTensorV3},
+    RebuildFunction{"torch._utils", "_rebuild_tensor", Rebuild::kTensor},
+    RebuildFunction{"torch._utils", "_rebuild_parameter", Rebuild::kParameter},
+    RebuildFunction{"torch._utils", "_rebuild_qtensor", Rebuild::kQuantized},
+    RebuildFunction{"torch._tensor", "_rebuild_from_type_v2", Rebuild::kFromType},
 };
 
-// The functions behind those: with one of them replaced, torch's functions do something else.
-bool internals_are_torchs(const Object& utils) {
-  for (const char* name : {"_rebuild_tensor", "_restore_device_fake_mode"}) {
+// Whether the functions, and the ones behind them, are those of torch's source: with one of them
+// replaced, they do something else.
+bool internals_are_torchs() {
+  const Object utils = import_module("torch._utils");
+  for (const char* name : {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3",
+                           "_rebuild_parameter", "_restore_device_fake_mode"}) {
     if (!is_of_module(attribute(utils, name).get(), utils.get())) return false;
   }
   const Object module = import_module("torch.nn.parameter");
@@ -112,11 +117,10 @@ void Globals::note_default(PyObject* object) {
 }
 
 void Globals::note_function(PyObject* function) {
-  const Object utils = import_module("torch._utils");
-  if (!is_default(function) || !is_of_module(function, utils.get())) return;
-  for (const auto& [name, kind] : kRebuildFunctions) {
-    if (attribute(utils, name).get() != function) continue;
-    if (internals_are_torchs(utils)) rebuilds_.emplace_back(function, kind);
+  for (const auto& [module, name, kind] : kRebuildFunctions) {
+    if (attribute(import_module(module), name).get() != function) continue;
+    if (rebuilds_.empty()) rebuilds_are_torchs_ = internals_are_torchs();
+    rebuilds_.emplace_back(function, kind);
     return;
   }
 }

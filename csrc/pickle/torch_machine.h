@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "pickle/object.h"
@@ -71,8 +72,16 @@ class TorchMachine {
   Object bytes_io_;
 };
 
-// The functions of torch that rebuild plain tensors.
-enum class Rebuild : std::uint8_t { kNone, kTensor, kTensorV2, kTensorV3, kParameter, kQuantized };
+// The functions of torch that rebuild tensors and need attention.
+enum class Rebuild : std::uint8_t {
+  kNone,
+  kTensor,  // _rebuild_tensor, and so on
+  kTensorV2,
+  kTensorV3,
+  kParameter,
+  kQuantized,  // _rebuild_qtensor
+  kFromType,   // _rebuild_from_type_v2, which calls another function
+};
 
 // The globals of one pickle: each is asked for once.
 class Globals {
@@ -84,8 +93,10 @@ class Globals {
 
   // Whether it is one of those that torch allows by default, and was resolved here.
   bool is_default(PyObject* object) const;
-  // What a resolved global does, if it is torch's function and nothing it uses was replaced.
+  // Which of torch's functions a resolved global is.
   Rebuild rebuild_of(PyObject* function) const;
+  // Whether nothing that those functions use was replaced.
+  bool rebuilds_are_torchs() const { return rebuilds_are_torchs_; }
 
  private:
   void note_default(PyObject* object);
@@ -95,6 +106,7 @@ class Globals {
   std::unordered_map<std::string_view, Object> resolved_;
   std::vector<PyObject*> defaults_;  // kept by resolved_, as are the next ones
   std::vector<std::pair<PyObject*, Rebuild>> rebuilds_;
+  bool rebuilds_are_torchs_ = false;
 };
 
 }  // namespace ptsave
