@@ -24,7 +24,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo test test-cpp test-python test-all lint format asan tsan fuzz \
-        fuzz-short kill benchmark wheel clean lint-python lint-types lint-format lint-cpp
+        fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill benchmark wheel clean lint-python lint-types lint-format lint-cpp
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -98,11 +98,29 @@ tsan: $(SETUP_STAMP)  ## C++ unit tests under ThreadSanitizer
 	$(NO_ASLR) $(CMAKE) --build build/tsan --parallel $(JOBS)
 	$(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
 
-fuzz: $(SETUP_STAMP)  ## fuzz the archive parser for FUZZ_SECONDS
+fuzz: fuzz-parser fuzz-unpickler  ## fuzz the archive parser and the unpickler, FUZZ_SECONDS together
+
+fuzz-parser: $(SETUP_STAMP)
 	tools/system_packages.sh fuzz
 	$(CONFIGURE) -B build/fuzz -DPTSAVE_BUILD_FUZZERS=ON -DCMAKE_CXX_COMPILER=clang++
 	$(CMAKE) --build build/fuzz --parallel $(JOBS)
-	$(RUN) tools/fuzz.py build/fuzz $(FUZZ_SECONDS)
+	$(RUN) tools/fuzz.py build/fuzz $$(( $(FUZZ_SECONDS) / 2 ))
+
+fuzz-unpickler: build
+	$(RUN) tests/fuzz/unpickler_fuzzer.py $$(( $(FUZZ_SECONDS) / 2 )) build/fuzz
+
+# Python is not compiled with the sanitizers, so their runtime is preloaded; what Python keeps until
+# it exits would be reported as leaks.
+fuzz-unpickler-asan: $(SETUP_STAMP)  ## fuzz the unpickler under ASan and UBSan
+	rm -rf build/asan-python && mkdir -p build/asan-python
+	cp -r ptsave csrc setup.py pyproject.toml CMakeLists.txt README.md build/asan-python/
+	rm -f build/asan-python/ptsave/_C*.so
+	cd build/asan-python && PTSAVE_CMAKE_ARGS=-DPTSAVE_SANITIZE=address,undefined \
+	  $(abspath $(RUN)) setup.py --quiet build_ext --inplace
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	PYTHONPATH=build/asan-python \
+	  $(RUN) tests/fuzz/unpickler_fuzzer.py $$(( $(FUZZ_SECONDS) / 2 )) build/fuzz
 
 fuzz-short:  ## fuzz for one minute
 	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=60

@@ -1,7 +1,7 @@
 """The engine.  Offsets count from the archive's beginning, sizes are in bytes."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from typing_extensions import Buffer
@@ -148,3 +148,10 @@ def rebuilds_blindly(pickle: bytes, dtypes: set[str]) -> bool: ...
 # Nothing: Python's pickler must do it, or raise.
 def pickle_object(obj: object) -> tuple[bytes, StorageList] | None: ...
 def untyped_storages(storages: StorageList) -> list[torch.UntypedStorage]: ...
+def unpickle_weights_only(
+    pickle: bytes,
+    persistent_load: Callable[[Any], Any],
+    *,
+    encoding: str,
+    storages: StorageSource | None,
+) -> Any: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import struct
 
 __all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError"]
 
@@ -52,6 +53,58 @@ class CorruptCheckpointError(RuntimeError):
 
 class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
     """The damaged record is the pickle: also the error that torch raises when it runs into that."""
+
+
+class MalformedPickleError(CorruptPickleError):
+    """Where the restricted unpickler could not go on, `offset` bytes into ``data.pkl``.
+
+    The error is of torch's type as well: there is a subclass for each type that torch's unpickler
+    raises without having meant to.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # as some of those types have a way of their own
+
+    @classmethod
+    def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
+        """Return what to raise in place of an error at `offset`; None if it is fine as it is."""
+        kind = type(error)
+        malformed_type = _MALFORMED.get(kind)
+        if malformed_type is None:
+            return None
+        words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+        message = f"{words} ({path}: data.pkl, offset {offset})"
+        malformed = malformed_type(message, path=path, record="data.pkl", offset=offset)
+        if isinstance(error, UnicodeDecodeError):
+            for name in ("encoding", "object", "start", "end", "reason"):
+                setattr(malformed, name, getattr(error, name))
+        return malformed
+
+
+def _malformed_type(kind: type[Exception]) -> type[MalformedPickleError]:
+    name = "StructError" if kind is struct.error else kind.__name__
+    return type(f"MalformedPickle{name}", (MalformedPickleError, kind), {"__module__": __name__})
+
+
+_MALFORMED: dict[type[Exception], type[MalformedPickleError]] = {
+    RuntimeError: MalformedPickleError,
+    **{
+        kind: _malformed_type(kind)
+        for kind in (
+            AssertionError,
+            AttributeError,
+            EOFError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            UnicodeDecodeError,
+            ValueError,
+            struct.error,
+        )
+    },
+}
 
 
 class SaveError(OSError, RuntimeError):

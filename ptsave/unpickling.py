@@ -1,4 +1,7 @@
-"""The object graph on its way in: torch's unpicklers, overlapped with reading where that is safe.
+"""The object graph on its way in: unpickling, overlapped with reading where that is safe.
+
+With ``weights_only=True`` the engine's unpickler takes the place of torch's; otherwise it is
+Python's.
 
 The rule: nothing that can look at a tensor's values may run before the bytes of the storages it
 can reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages
@@ -9,6 +12,9 @@ have.
 
 from __future__ import annotations
 
+import functools
+import io
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -19,10 +25,15 @@ import torch
 from torch import _weights_only_unpickler
 
 from ptsave import _C
+from ptsave.errors import MalformedPickleError
 from ptsave.reading import RecordReader
 
 __all__ = ["unpickle"]
 
+# Storages are read at several bytes for each byte of a pickle that is looked through, and a small
+# pickle is looked through in no time.
+_MIN_BYTES_PER_PICKLE_BYTE = 8
+_SMALL_PICKLE_NBYTES = 1 << 20
 # Pickles name dtypes by these.
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -65,16 +76,18 @@ def unpickle(
             torch.serialization._serialization_tls.map_location = None
 
     if overall_storage is not None or not _fills_storages(map_location):
-        return load(pickle_module)
+        return load(_faster(pickle_module, reader, storages_are_plain=False))
     for exact_offsets in (False, True):
         try:
             with reader.reading_storages(exact_offsets=exact_offsets):
-                if not _may_overlap(reader, map_location, pickle_module):
+                are_plain = _storages_are_plain(reader, map_location)
+                module = _faster(pickle_module, reader, storages_are_plain=are_plain)
+                if _gains_by_overlap(reader) and _may_overlap(reader, map_location, pickle_module):
+                    result = load(_overlapping(reader, module))
                     reader.wait_for_storages()
-                    result = load(pickle_module)
                 else:
-                    result = load(_overlapping(reader, pickle_module))
                     reader.wait_for_storages()
+                    result = load(module)
                 reader.release_storages()
                 return result
         except _C.LayoutMismatchError:
@@ -94,13 +107,29 @@ def _fills_storages(map_location: Any) -> bool:
     )
 
 
+def _storages_are_plain(reader: RecordReader, map_location: Any) -> bool:
+    """Whether a storage that was saved on the CPU is its record's bytes and nothing more."""
+    if map_location is not None and not _is_cpu(map_location):
+        return False
+    if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
+        return False
+    return _is_native_byte_order(reader) and _restores_cpu_blindly() and not _modes_are_active()
+
+
+def _gains_by_overlap(reader: RecordReader) -> bool:
+    """Whether reading takes longer than looking through the pickle, which comes first."""
+    nbytes = len(reader.get_record("data.pkl"))
+    return (
+        nbytes <= _SMALL_PICKLE_NBYTES
+        or reader.engine.nbytes_to_read >= _MIN_BYTES_PER_PICKLE_BYTE * nbytes
+    )
+
+
 def _may_overlap(reader: RecordReader, map_location: Any, pickle_module: Any) -> bool:
     """Whether unpickling may start before the bytes have arrived."""
     if pickle_module not in (pickle, _weights_only_unpickler):
         return False
-    if map_location is not None and not _is_cpu(map_location):
-        return False
-    if not _is_native_byte_order(reader) or not _restores_cpu_blindly() or _modes_are_active():
+    if not _storages_are_plain(reader, map_location):
         return False
     return _C.rebuilds_blindly(reader.get_record("data.pkl"), _DTYPES)
 
@@ -145,3 +174,85 @@ def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
             return super().load()
 
     return SimpleNamespace(Unpickler=Unpickler)
+
+
+# ------------------------------------------------------------------- the engine's own unpickler
+
+
+class Unpickler:
+    """What takes the place of ``torch._weights_only_unpickler.Unpickler``, for one archive."""
+
+    reader: RecordReader
+    storages_are_plain: bool
+    persistent_load: Callable[[Any], Any]  # set by torch
+
+    def __init__(self, file: io.BytesIO, *, encoding: str = "bytes") -> None:
+        self.file = file
+        self.encoding = encoding
+
+    def load(self) -> Any:
+        try:
+            return _C.unpickle_weights_only(
+                self.file.read(),
+                self.persistent_load,
+                encoding=self.encoding,
+                storages=self.reader.engine if self.storages_are_plain else None,
+            )
+        except Exception as error:
+            offset = getattr(error, "pickle_offset", None)
+            if offset is None:
+                raise
+            malformed = MalformedPickleError.from_error(error, offset, self.reader.path)
+            if malformed is None:
+                raise
+            raise malformed from error
+
+
+def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool) -> Any:
+    """Return a stand-in for torch's restricted unpickler, and any other module as it is."""
+    if pickle_module is not _weights_only_unpickler or not _knows_torchs_machine():
+        return pickle_module
+    # A class lives until the next garbage collection: nothing of it may keep the archive open.
+    attributes = {"reader": reader, "storages_are_plain": storages_are_plain}
+    return SimpleNamespace(Unpickler=type("Unpickler", (Unpickler,), attributes))
+
+
+# fmt: off
+_OPCODES = frozenset(
+    getattr(pickle, name)[0]
+    for name in [
+        "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
+        "BINPUT", "BINUNICODE", "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE",
+        "GLOBAL", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK", "NEWFALSE", "NEWOBJ", "NEWTRUE",
+        "NONE", "PROTO", "REDUCE", "SETITEM", "SETITEMS", "SHORT_BINSTRING", "STOP", "TUPLE",
+        "TUPLE1", "TUPLE2", "TUPLE3",
+    ]
+)
+# fmt: on
+
+
+def _knows_torchs_machine() -> bool:
+    """Whether torch's machine is the one that the engine's was written after.
+
+    A torch to come may know more opcodes, and somebody may have replaced it: then it runs itself.
+    """
+    machine = _weights_only_unpickler.Unpickler
+    return machine is _TORCHS_MACHINE and _opcodes_of(machine) == _OPCODES
+
+
+_TORCHS_MACHINE = _weights_only_unpickler.Unpickler
+
+
+@functools.cache
+def _opcodes_of(machine: Any) -> frozenset[int]:
+    return frozenset(opcode for opcode in range(256) if _knows(machine, opcode))
+
+
+def _knows(machine: Any, opcode: int) -> bool:
+    try:
+        machine(io.BytesIO(bytes([opcode]))).load()
+    except pickle.UnpicklingError as error:
+        return "Unsupported operand" not in str(error)
+    except Exception:
+        return True
+    return True

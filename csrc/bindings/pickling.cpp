@@ -11,6 +11,7 @@
 #include "bindings/bindings.h"
 #include "pickle/pickler.h"
 #include "pickle/scan.h"
+#include "pickle/unpickler.h"
 #include "storage/storage.h"
 
 namespace py = pybind11;
@@ -51,6 +52,16 @@ void bind_pickling(py::module_& module) {
       py::arg("pickle"), py::arg("dtypes"));
   module.def("pickle_object", &pickled, py::arg("obj"));
   module.def("untyped_storages", &untyped_storages, py::arg("storages"));
+  module.def(
+      "unpickle_weights_only",
+      [](const py::bytes& pickle, const py::object& persistent_load, const py::object& encoding,
+         StorageSource* storages) {
+        Object result = unpickle_weights_only(static_cast<std::string_view>(pickle),
+                                              persistent_load.ptr(), encoding.ptr(), storages);
+        return py::reinterpret_steal<py::object>(result.release());
+      },
+      py::arg("pickle"), py::arg("persistent_load"), py::kw_only(), py::arg("encoding"),
+      py::arg("storages").none(true));
 }
 
 }  // namespace ptsave

@@ -1,0 +1,92 @@
+// The opcodes that torch's restricted unpickler knows, and reading them off a pickle.
+//
+// Pure; nothing here allocates.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace ptsave {
+
+// By the names of Python's pickle module.
+namespace opcode {
+
+inline constexpr unsigned char kMark = '(';
+inline constexpr unsigned char kStop = '.';
+inline constexpr unsigned char kBinInt = 'J';
+inline constexpr unsigned char kBinInt1 = 'K';
+inline constexpr unsigned char kBinInt2 = 'M';
+inline constexpr unsigned char kNone = 'N';
+inline constexpr unsigned char kBinPersId = 'Q';
+inline constexpr unsigned char kReduce = 'R';
+inline constexpr unsigned char kShortBinString = 'U';
+inline constexpr unsigned char kBinUnicode = 'X';
+inline constexpr unsigned char kAppend = 'a';
+inline constexpr unsigned char kBuild = 'b';
+inline constexpr unsigned char kGlobal = 'c';
+inline constexpr unsigned char kEmptyDict = '}';
+inline constexpr unsigned char kAppends = 'e';
+inline constexpr unsigned char kBinGet = 'h';
+inline constexpr unsigned char kLongBinGet = 'j';
+inline constexpr unsigned char kEmptyList = ']';
+inline constexpr unsigned char kBinPut = 'q';
+inline constexpr unsigned char kLongBinPut = 'r';
+inline constexpr unsigned char kSetItem = 's';
+inline constexpr unsigned char kTuple = 't';
+inline constexpr unsigned char kEmptyTuple = ')';
+inline constexpr unsigned char kSetItems = 'u';
+inline constexpr unsigned char kBinFloat = 'G';
+inline constexpr unsigned char kProto = 0x80;
+inline constexpr unsigned char kNewObj = 0x81;
+inline constexpr unsigned char kTuple1 = 0x85;
+inline constexpr unsigned char kTuple2 = 0x86;
+inline constexpr unsigned char kTuple3 = 0x87;
+inline constexpr unsigned char kNewTrue = 0x88;
+inline constexpr unsigned char kNewFalse = 0x89;
+inline constexpr unsigned char kLong1 = 0x8a;
+inline constexpr unsigned char kEmptySet = 0x8f;
+
+}  // namespace opcode
+
+// Little-endian, as all integers of a pickle; `bytes` has at most eight.
+inline std::uint64_t little_endian(std::string_view bytes) {
+  std::uint64_t value = 0;
+  for (std::size_t i = bytes.size(); i-- > 0;) {
+    value = value << 8 | static_cast<unsigned char>(bytes[i]);
+  }
+  return value;
+}
+
+// A place in a pickle.  As a Python file does, it gives what is left where less is left than asked.
+class PickleCursor {
+ public:
+  explicit PickleCursor(std::string_view pickle) : pickle_(pickle) {}
+
+  std::size_t size() const { return pickle_.size(); }
+  std::size_t position() const { return position_; }
+  bool at_end() const { return position_ == pickle_.size(); }
+
+  // Not at the end.
+  unsigned char byte() { return static_cast<unsigned char>(pickle_[position_++]); }
+
+  std::string_view take(std::size_t n) {
+    n = std::min(n, pickle_.size() - position_);
+    const std::string_view taken = pickle_.substr(position_, n);
+    position_ += n;
+    return taken;
+  }
+
+  // With the newline, if there is one.
+  std::string_view line() {
+    const std::size_t newline = pickle_.find('\n', position_);
+    return take(newline == std::string_view::npos ? newline : newline + 1 - position_);
+  }
+
+ private:
+  std::string_view pickle_;
+  std::size_t position_ = 0;
+};
+
+}  // namespace ptsave

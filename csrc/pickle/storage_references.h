@@ -1,0 +1,80 @@
+// The storages that a pickle refers to, by persistent ids.  The GIL is held wherever these are
+// used.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "pickle/object.h"
+#include "pickle/torch_machine.h"
+#include "pickle/unpickler.h"
+
+namespace ptsave {
+
+// A storage on the CPU that nothing in Python knows yet.
+struct PlainStorage {
+  c10::Storage storage;
+  c10::ScalarType dtype;
+  Object
+      type;  // as is the rest: of the first reference, with which torch's persistent_load is called
+  Object key;
+  Object numel;
+  Object typed;  // what that has returned, if it was necessary
+};
+
+// torch keeps one storage for each key: the first reference decides about its type.  So for each
+// key either all references are resolved here, or all by torch's persistent_load.
+class StorageReferences {
+ public:
+  // With null `source`, everything is torch's.
+  StorageReferences(StorageSource* source, const TorchMachine& torch);
+
+  // The number of the storage that an id means, if it is an ordinary one: ("storage", a storage
+  // type, key, "cpu", numel).  Nothing if torch's persistent_load must decide.
+  std::optional<std::size_t> find(std::span<PyObject* const> id);
+
+  const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
+
+  // The storage as what torch's persistent_load makes of it: one object, however often it is asked
+  // for.
+  Object as_object(std::size_t index);
+
+  // Tells that torch's persistent_load is about to be called with this id.
+  void leave_to_torch(PyObject* id);
+
+  // Whether torch's persistent_load cannot fail because of what the id is made of.
+  bool is_well_formed(PyObject* id) const;
+
+ private:
+  static constexpr std::uint32_t kUnseen = 0;
+  static constexpr std::uint32_t kLeftToTorch = 1;
+  static constexpr std::uint32_t kFirst = 2;  // storage i is kFirst + i
+
+  // What is known about a key.
+  std::uint32_t& state_of(std::string_view key);
+  std::optional<c10::ScalarType> dtype_of(PyObject* storage_type);
+  bool is_storage_type(PyObject* object) const;
+  bool says(PyObject* object, const char* text, Object& known);
+
+  StorageSource* source_;
+  const TorchMachine& torch_;
+  Object storage_type_;     // torch.serialization.StorageType
+  Object untyped_storage_;  // torch.UntypedStorage
+  std::vector<std::pair<Object, c10::ScalarType>> dtypes_;
+  Object storage_word_;  // the last object that said "storage", and so on: mostly it comes again
+  Object cpu_word_;
+  std::deque<PlainStorage> storages_;
+  std::vector<std::uint32_t> states_;  // of keys "0", "1", ... as torch numbers storages
+  std::unordered_map<std::string, std::uint32_t> other_states_;
+};
+
+}  // namespace ptsave
