@@ -181,7 +181,7 @@ def test_names_of_unsafe_globals() -> None:
 
 def test_replaced_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = torch._utils._rebuild_tensor
+    original: Any = torch._utils._rebuild_tensor
 
     def rebuild(*args: Any) -> Any:
         calls.append(args)
