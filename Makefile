@@ -24,7 +24,8 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo test test-cpp test-python test-all lint format asan tsan fuzz \
-        fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill benchmark wheel clean lint-python lint-types lint-format lint-cpp
+        fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill benchmark wheel clean \
+        lint-python lint-types lint-format lint-cpp
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -118,7 +119,7 @@ fuzz-unpickler-asan: $(SETUP_STAMP)  ## fuzz the unpickler under ASan and UBSan
 	cd build/asan-python && PTSAVE_CMAKE_ARGS=-DPTSAVE_SANITIZE=address,undefined \
 	  $(abspath $(RUN)) setup.py --quiet build_ext --inplace
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	PYTHONPATH=build/asan-python \
 	  $(RUN) tests/fuzz/unpickler_fuzzer.py $$(( $(FUZZ_SECONDS) / 2 )) build/fuzz
 

@@ -62,7 +62,8 @@ void register_errors(py::module_& module) {
                        FormatError("unexpected end of file", error.what()));
     } catch (const FormatError& error) {
       set_format_error(py::reinterpret_borrow<py::object>(format_error), error);
-    } catch (const PythonError&) {  // its exception is set already
+    } catch (const PythonError&) {
+      if (PyErr_Occurred() == nullptr) py::set_error(PyExc_SystemError, "an exception got lost");
     }
   });
 }

@@ -218,7 +218,7 @@ void bind_reading(py::module_& module) {
       .def_readonly("payload_offset", &DamagedRecord::payload_offset)
       .def_readonly("expected_crc", &DamagedRecord::expected_crc)
       .def_readonly("actual_crc", &DamagedRecord::actual_crc);
-  py::class_<StorageSource>(module, "StorageSource");
+  const py::class_<StorageSource> storage_source(module, "StorageSource");
   py::class_<Reader, StorageSource>(module, "Reader")
       .def_static("open_path", &Reader::open_path, py::arg("path"))
       .def_static("open_descriptor", &Reader::open_descriptor, py::arg("fd"), py::arg("offset"),

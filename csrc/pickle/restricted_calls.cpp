@@ -130,7 +130,7 @@ void RestrictedMachine::check_size(PyObject* arguments) const {
   if (PyTuple_GET_SIZE(arguments) != 1 || !PyLong_Check(PyTuple_GET_ITEM(arguments, 0))) return;
   int overflow = 0;
   const long long n = PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(arguments, 0), &overflow);
-  if (overflow > 0 || n > static_cast<long long>(cursor_.size())) {
+  if (overflow > 0 || (n > 0 && static_cast<std::size_t>(n) > cursor_.size())) {
     fail(PyExc_RuntimeError, "a bytearray larger than the pickle it comes from");
   }
 }
