@@ -304,12 +304,12 @@ def load(
     if pickle_load_args and restricted:
         warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
     module = _weights_only_unpickler if restricted else pickle_module or pickle
-    _check_dill_version(pickle_module)
     pickle_load_args.setdefault("encoding", "utf-8")
     with (
         closing(reader),
         progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
+        _check_dill_version(pickle_module)
         overall_storage = _map_file(f) if _wants_mmap(mmap) else None
         return _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
 

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -884,3 +885,14 @@ def test_read_only_file_system(folder: Path) -> None:
         assert caught.value.errno in (errno.EROFS, errno.EACCES)
         assert_refused(disk / "other.pt", errno.EROFS)
         assert_holds(disk / "model.pt", OLD)
+
+
+def test_refused_pickle_module_leaves_nothing_open(folder: Path) -> None:
+    path = folder / "model.pt"
+    ptsave.save(OLD, path)
+    old_dill = types.ModuleType("dill")
+    old_dill.__version__ = "0.1.0"  # type: ignore[attr-defined]
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="dill"):
+        ptsave.load(path, pickle_module=old_dill, weights_only=False)
+    assert os.listdir("/proc/self/fd") == before
