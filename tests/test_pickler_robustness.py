@@ -162,9 +162,12 @@ def test_nothing_leaks() -> None:
     tracemalloc.start()
     try:
         run(2)
+        gc.collect()
         first = tracemalloc.get_traced_memory()[0]
-        run(50)
-        assert tracemalloc.get_traced_memory()[0] - first < 2000
+        run(400)
+        gc.collect()
+        # Less than the smallest object for each of 800 calls, but some for Python's caches.
+        assert tracemalloc.get_traced_memory()[0] - first < 800 * 40
     finally:
         tracemalloc.stop()
 
