@@ -20,14 +20,10 @@ namespace ptsave {
 namespace {
 
 py::object pickled(const py::object& object) {
-  try {
-    std::optional<PickledObject> result = pickle_object(object.ptr());
-    if (!result) return py::none();
-    return py::make_tuple(py::reinterpret_steal<py::bytes>(result->data.release()),
-                          StorageList{std::move(result->storages)});
-  } catch (const PythonError&) {
-    throw py::error_already_set();
-  }
+  std::optional<PickledObject> result = pickle_object(object.ptr());
+  if (!result) return py::none();
+  return py::make_tuple(py::reinterpret_steal<py::bytes>(result->data.release()),
+                        StorageList{std::move(result->storages)});
 }
 
 // As torch.UntypedStorage objects.

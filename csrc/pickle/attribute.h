@@ -1,5 +1,5 @@
-// Attributes by name, asked for with the interned str that Python's own code uses: any other str
-// would take a place in the interpreter's cache of looked up methods.  The GIL is held.
+// Modules, and attributes by name, asked for with the interned str that Python's own code uses: any
+// other str would take a place in the interpreter's cache of looked up methods.  The GIL is held.
 #pragma once
 
 #include <Python.h>
@@ -7,6 +7,10 @@
 #include "pickle/object.h"
 
 namespace ptsave {
+
+inline Object import_module(const char* name) {
+  return Object::checked(PyImport_ImportModule(name));
+}
 
 inline Object interned(const char* text) {
   return Object::checked(PyUnicode_InternFromString(text));
@@ -27,6 +31,12 @@ inline Object attribute_or_nothing(PyObject* object, const char* name) {
   if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw PythonError{};
   PyErr_Clear();
   return found;
+}
+
+// Whether it is a function of the module's source, not one that was put in its place.
+inline bool is_function_of(PyObject* object, const Object& module) {
+  return PyFunction_Check(object) != 0 &&
+         PyFunction_GET_GLOBALS(object) == PyModule_GetDict(module.get());
 }
 
 inline Object call_method(PyObject* object, const char* name) {

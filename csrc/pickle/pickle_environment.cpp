@@ -18,14 +18,7 @@
 namespace ptsave {
 namespace {
 
-Object import(const char* name) { return Object::checked(PyImport_ImportModule(name)); }
-
 bool is_true(const Object& object) { return checked(PyObject_IsTrue(object.get())) != 0; }
-
-bool is_function_of(PyObject* object, const Object& module) {
-  return PyFunction_Check(object) != 0 &&
-         PyFunction_GET_GLOBALS(object) == PyModule_GetDict(module.get());
-}
 
 // Whether a function is the one that its module defines under that name, not one that was put in
 // its place.
@@ -65,22 +58,22 @@ const PickleEnvironment& PickleEnvironment::get() {
 }
 
 PickleEnvironment::PickleEnvironment()
-    : torch_(import("torch")),
-      torch_utils_(import("torch._utils")),
-      torch_tensor_(import("torch._tensor")),
-      torch_hooks_(import("torch.utils.hooks")),
-      torch_parameter_(import("torch.nn.parameter")),
-      torch_storage_(import("torch.storage")),
-      torch_serialization_(import("torch.serialization")),
+    : torch_(import_module("torch")),
+      torch_utils_(import_module("torch._utils")),
+      torch_tensor_(import_module("torch._tensor")),
+      torch_hooks_(import_module("torch.utils.hooks")),
+      torch_parameter_(import_module("torch.nn.parameter")),
+      torch_storage_(import_module("torch.storage")),
+      torch_serialization_(import_module("torch.serialization")),
       typed_storage_(attribute(torch_storage_, "TypedStorage")),
       size_(attribute(torch_, "Size")),
-      ordered_dict_(attribute(import("collections"), "OrderedDict")),
-      dispatch_table_(attribute(import("copyreg"), "dispatch_table")),
-      extension_registry_(attribute(import("copyreg"), "_extension_registry")),
-      pickle_complex_(attribute(import("copyreg"), "pickle_complex")),
-      module_names_(attribute(import("_compat_pickle"), "REVERSE_IMPORT_MAPPING")),
-      global_names_(attribute(import("_compat_pickle"), "REVERSE_NAME_MAPPING")),
-      codecs_encode_(attribute(import("_codecs"), "encode")),
+      ordered_dict_(attribute(import_module("collections"), "OrderedDict")),
+      dispatch_table_(attribute(import_module("copyreg"), "dispatch_table")),
+      extension_registry_(attribute(import_module("copyreg"), "_extension_registry")),
+      pickle_complex_(attribute(import_module("copyreg"), "pickle_complex")),
+      module_names_(attribute(import_module("_compat_pickle"), "REVERSE_IMPORT_MAPPING")),
+      global_names_(attribute(import_module("_compat_pickle"), "REVERSE_NAME_MAPPING")),
+      codecs_encode_(attribute(import_module("_codecs"), "encode")),
       word_storage_(interned("storage")),
       word_latin1_(interned("latin1")),
       getstate_(
@@ -108,7 +101,7 @@ bool PickleEnvironment::has_default_function_modes() const {
   using Modes = at::impl::PythonTorchFunctionTLS;
   const std::int64_t n = Modes::stack_len();
   if (n == 0) return true;
-  const Object device_context = attribute(import("torch.utils._device"), "DeviceContext");
+  const Object device_context = attribute(import_module("torch.utils._device"), "DeviceContext");
   for (std::int64_t i = 0; i < n; ++i) {
     PyObject* const mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
     if (!Py_IS_TYPE(mode, type(device_context))) return false;
@@ -187,7 +180,7 @@ Object PickleEnvironment::location_of(PyObject* untyped_storage) const {
 
 bool PickleEnvironment::is_torchs_tagger(PyObject* tagger) const {
   if (is_function_of(tagger, torch_serialization_)) return true;
-  const Object partial = attribute(import("functools"), "partial");
+  const Object partial = attribute(import_module("functools"), "partial");
   return Py_IS_TYPE(tagger, type(partial)) &&
          is_function_of(attribute(Object::borrow(tagger), "func").get(), torch_serialization_);
 }

@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "pickle/attribute.h"
+
 namespace ptsave {
 namespace {
 

@@ -12,6 +12,8 @@
 #include <optional>
 #include <utility>
 
+#include "pickle/attribute.h"
+
 namespace ptsave {
 namespace {
 
@@ -100,17 +102,7 @@ bool is_plain(c10::ScalarType dtype) {
 }
 
 bool can_require_grad(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Half:
-    case c10::ScalarType::BFloat16:
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-    case c10::ScalarType::ComplexFloat:
-    case c10::ScalarType::ComplexDouble:
-      return true;
-    default:
-      return false;
-  }
+  return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
 }
 
 // Whether making a tensor is nothing but that: no mode sees it, and it is no inference tensor.
@@ -168,7 +160,7 @@ bool is_quantized_dtype(PyObject* object) {
 void check_geometry(PyObject* arguments, std::size_t itemsize) {
   const Object untyped =
       attribute(Object::borrow(PyTuple_GET_ITEM(arguments, 0)), "_untyped_storage");
-  const Object nbytes = Object::checked(PyObject_CallMethod(untyped.get(), "nbytes", nullptr));
+  const Object nbytes = call_method(untyped.get(), "nbytes");
   const std::optional<std::int64_t> available = count_of(nbytes.get());
   const std::optional<Geometry> geometry =
       geometry_of(PyTuple_GET_ITEM(arguments, 1), PyTuple_GET_ITEM(arguments, 2),
@@ -197,7 +189,7 @@ Object dtype_argument(Rebuild function, PyObject* arguments) {
 TensorRebuilder::TensorRebuilder(const StorageReferences& storages)
     : storages_(storages),
       make_subclass_(attribute(attribute(import_module("torch"), "Tensor"), "_make_subclass")),
-      backward_hooks_(Object::checked(PyUnicode_InternFromString("_backward_hooks"))) {}
+      backward_hooks_(interned("_backward_hooks")) {}
 
 Object TensorRebuilder::rebuild(Rebuild function, std::span<const Value> arguments) const {
   if (!nothing_intervenes()) return {};

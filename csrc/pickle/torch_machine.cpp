@@ -5,17 +5,14 @@
 #include <string>
 #include <utility>
 
+#include "pickle/attribute.h"
+
 namespace ptsave {
 namespace {
 
 Object to_bytes(std::string_view bytes) {
   return Object::checked(
       PyBytes_FromStringAndSize(bytes.data(), static_cast<Py_ssize_t>(bytes.size())));
-}
-
-// Whether a function is the one that its module's source defines, as far as can be seen.
-bool is_of_module(PyObject* function, PyObject* module) {
-  return PyFunction_Check(function) && PyFunction_GetGlobals(function) == PyModule_GetDict(module);
 }
 
 struct RebuildFunction {
@@ -39,21 +36,15 @@ bool internals_are_torchs() {
   const Object utils = import_module("torch._utils");
   for (const char* name : {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3",
                            "_rebuild_parameter", "_restore_device_fake_mode"}) {
-    if (!is_of_module(attribute(utils, name).get(), utils.get())) return false;
+    if (!is_function_of(attribute(utils, name).get(), utils)) return false;
   }
   const Object module = import_module("torch.nn.parameter");
   const Object parameter = attribute(module, "Parameter");
   return attribute(import_module("torch.nn"), "Parameter").get() == parameter.get() &&
-         is_of_module(attribute(parameter, "__new__").get(), module.get());
+         is_function_of(attribute(parameter, "__new__").get(), module);
 }
 
 }  // namespace
-
-Object import_module(const char* name) { return Object::checked(PyImport_ImportModule(name)); }
-
-Object attribute(const Object& object, const char* name) {
-  return Object::checked(PyObject_GetAttrString(object.get(), name));
-}
 
 TorchMachine::TorchMachine(PyObject* persistent_load, PyObject* encoding, CollectorPause& pause)
     : persistent_load_(persistent_load),
@@ -82,7 +73,7 @@ Object TorchMachine::run(std::string_view program, const Object& memo) const {
       Object::checked(PyObject_Call(unpickler_type_.get(), arguments.get(), keywords.get()));
   checked(PyObject_SetAttrString(unpickler.get(), "memo", memo.get()));
   checked(PyObject_SetAttrString(unpickler.get(), "persistent_load", persistent_load_));
-  return Object::checked(PyObject_CallMethod(unpickler.get(), "load", nullptr));
+  return call_method(unpickler.get(), "load");
 }
 
 Object TorchMachine::load_persistent(PyObject* id) const {
@@ -107,8 +98,7 @@ Object Globals::resolve(std::string_view lines) {
 
 void Globals::note_default(PyObject* object) {
   const Object module = import_module("torch._weights_only_unpickler");
-  const Object allowed =
-      Object::checked(PyObject_CallMethod(module.get(), "_get_allowed_globals", nullptr));
+  const Object allowed = call_method(module.get(), "_get_allowed_globals");
   if (!PyDict_Check(allowed.get())) return;
   PyObject* value = nullptr;
   for (Py_ssize_t i = 0; PyDict_Next(allowed.get(), &i, nullptr, &value) != 0;) {

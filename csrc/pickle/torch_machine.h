@@ -49,9 +49,6 @@ class CollectorResumed {
   CollectorPause& pause_;
 };
 
-Object import_module(const char* name);
-Object attribute(const Object& object, const char* name);
-
 // Runs small pickles on torch._weights_only_unpickler.Unpickler.
 class TorchMachine {
  public:

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "pickle/attribute.h"
 #include "pickle/restricted_machine.h"
 
 namespace ptsave {
