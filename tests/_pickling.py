@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from comparison import (
     assert_same_bytes,
@@ -24,6 +25,12 @@ from torch import nn
 from ptsave import _C
 
 Factory = Callable[[], Any]
+
+# Of the tests that pickle those objects.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated"),
+]
 
 
 def stock_pickle(obj: object) -> bytes:

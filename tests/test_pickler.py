@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _pickling import PICKLED, assert_pickled, cycles, fresh, stock_pickle
+from _pickling import PICKLED, QUIET, assert_pickled, cycles, fresh, stock_pickle
 from comparison import (
     assert_same_bytes,
     assert_same_failure,
@@ -22,10 +22,7 @@ from comparison import (
 import ptsave
 from ptsave import _C
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated"),
-]
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize("name", PICKLED)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _pickling import Factory, Point, assert_handed_over, assert_pickled, stock_pickle
+from _pickling import QUIET, Factory, Point, assert_handed_over, assert_pickled, stock_pickle
 from comparison import (
     assert_same_bytes,
     assert_same_failure,
@@ -28,10 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ptsave
 from ptsave import _C
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated"),
-]
+pytestmark = QUIET
 
 
 class SubclassedDict(dict[str, Any]):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from _pickling import PICKLED, Factory, Point, cycles, stock_pickle
+from _pickling import PICKLED, QUIET, Factory, Point, cycles, stock_pickle
 from comparison import (
     saved_bytes,
     zip_records,
@@ -22,10 +22,7 @@ from comparison import (
 import ptsave
 from ptsave import _C
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated"),
-]
+pytestmark = QUIET
 
 
 def test_errors_surface_unchanged() -> None:
