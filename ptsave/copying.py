@@ -1,0 +1,50 @@
+"""How the tensors of a state dict get into a module or an optimizer: at once, or later.
+
+Loading a state dict decides *what* goes *where*; a `Copier` decides *when*.  `CopyNow` does what
+torch does.  A restore straight from a file collects the copies instead, so that everything can be
+checked before the first byte of a target changes, and the file's bytes go directly to their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Copier", "CopyNow"]
+
+
+class Copier(Protocol):
+    """Takes every decision that depends on whether the tensors of a state dict hold values yet."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Let `target` hold the values of `source`, as ``target.copy_(source)`` under no_grad.
+
+        Only for what cannot fail: tensors of exactly torch's own types, strided, of one shape, on
+        real devices.
+        """
+
+    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        """Be told that other people's code is about to run and may look at these entries.
+
+        It may also look at every target: what was passed to `copy` must be done when this returns.
+        """
+
+
+class CopyNow:
+    """Copies at once, as torch does."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        return source.to(dtype=dtype, device=device)
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        """Do nothing: everything is always there."""
