@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -19,6 +21,7 @@
 #include "core/file.h"
 #include "core/reader.h"
 #include "pickle/unpickler.h"
+#include "storage/restore.h"
 #include "storage/storage.h"
 
 namespace py = pybind11;
@@ -34,6 +37,11 @@ py::object wrap_storage(c10::Storage storage) {
       caffe2::TypeMeta::Make<std::uint8_t>());
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
+const at::Tensor& unpack(const py::handle& tensor) {
+  if (!THPVariable_Check(tensor.ptr())) throw py::type_error("expected a tensor");
+  return THPVariable_Unpack(tensor.ptr());
 }
 
 class Reader final : public StorageSource {
@@ -106,6 +114,43 @@ class Reader final : public StorageSource {
     storages_.clear();
     empty_storages_.clear();
     without_gil([&] { reader_->start(wanted, n_threads, verify, exact_offsets); });
+    is_reading_ = true;
+  }
+  // Places all storages without reading them; copies from them can be planned then.
+  void reserve() {
+    restore_.reset();
+    storages_.clear();
+    empty_storages_.clear();
+    reader_->reserve(records_of(Folder::kData));
+    is_reading_ = false;
+    restore_.emplace(*reader_, [this](std::size_t i) { return shared_storage(i); });
+  }
+  void plan_copy(const at::Tensor& target, const at::Tensor& source) {
+    restore().add(target, source, record_of(source));
+  }
+  std::vector<DamagedRecord> fill(const std::vector<std::size_t>& records, std::size_t n_threads,
+                                  bool verify, const py::object& callback) {
+    const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
+    return without_gil([&] { return restore().run(records, {n_threads, verify}, poll); });
+  }
+  bool is_filled(std::size_t i) {
+    check(i);
+    return restore().is_filled(i);
+  }
+  std::vector<std::size_t> changed() { return restore().changed(); }
+  // Storages are handed out once, so this says whether anything but this reader refers to one.
+  std::vector<std::size_t> referenced() const {
+    std::vector<std::size_t> records;
+    for (std::size_t i = 0; i < storages_.size(); ++i) {
+      if (storages_[i] && !storages_[i].unique()) records.push_back(i);
+    }
+    return records;
+  }
+  // The record whose reserved storage a tensor has.
+  std::optional<std::size_t> record_of(const at::Tensor& tensor) const {
+    if (!tensor.has_storage()) return std::nullopt;
+    const auto found = record_by_storage_.find(tensor.storage().unsafeGetStorageImpl());
+    return found == record_by_storage_.end() ? std::nullopt : std::optional(found->second);
   }
   void wait(std::size_t i, const py::object& callback) {
     check(i);
@@ -180,7 +225,7 @@ class Reader final : public StorageSource {
   c10::Storage shared_storage(std::size_t i) {
     if (i < storages_.size() && storages_[i]) return storages_[i];
     LoadedPayload payload = reader_->payload(i);
-    if (must_copy(payload)) wait(i, py::none());
+    if (must_copy(payload) && is_reading_) wait(i, py::none());
     const std::uint64_t nbytes = payload.nbytes;
     c10::Storage storage = make_storage(std::move(payload));
     if (nbytes == 0) {
@@ -188,17 +233,26 @@ class Reader final : public StorageSource {
     } else {
       storages_.resize(index().records().size());
       storages_[i] = storage;
+      if (restore_) record_by_storage_.emplace(storage.unsafeGetStorageImpl(), i);
     }
     return storage;
   }
 
   const ArchiveIndex& index() const { return reader_->index(); }
 
+  Restore& restore() {
+    if (!restore_) throw std::logic_error("reserve() comes first");
+    return *restore_;
+  }
+
   py::object keep_;  // outlives reader_
   std::unique_ptr<ArchiveReader> reader_;
   std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
   std::vector<c10::Storage> empty_storages_;
   std::size_t last_found_ = ArchiveIndex::kNotFound;
+  bool is_reading_ = false;
+  std::optional<Restore> restore_;
+  std::unordered_map<const c10::StorageImpl*, std::size_t> record_by_storage_;
 };
 
 }  // namespace
@@ -238,6 +292,24 @@ void bind_reading(py::module_& module) {
       .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))
       .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
            py::arg("verify"), py::arg("exact_offsets"))
+      .def("reserve", &Reader::reserve)
+      .def(
+          "plan_copy",
+          [](Reader& self, const py::handle& target, const py::handle& source) {
+            self.plan_copy(unpack(target), unpack(source));
+          },
+          py::arg("target"), py::arg("source"))
+      .def("fill", &Reader::fill, py::arg("records"), py::kw_only(), py::arg("n_threads"),
+           py::arg("verify"), py::arg("progress"))
+      .def("is_filled", &Reader::is_filled, py::arg("record"))
+      .def("changed", &Reader::changed)
+      .def("referenced", &Reader::referenced)
+      .def(
+          "record_of",
+          [](const Reader& self, const py::handle& tensor) {
+            return self.record_of(unpack(tensor));
+          },
+          py::arg("tensor"))
       .def("wait", &Reader::wait, py::arg("record"), py::kw_only(), py::arg("progress"))
       .def("wait_all", &Reader::wait_all, py::kw_only(), py::arg("progress"))
       .def("storage", &Reader::storage, py::arg("record"))

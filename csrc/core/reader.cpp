@@ -1,73 +1,14 @@
 #include "core/reader.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <string>
+#include <utility>
 
 #include "core/crc32.h"
 #include "core/error.h"
-#include "core/system.h"
-#include "core/transfer.h"
+#include "core/transfer_plan.h"
 
 namespace ptsave {
-
-ArchiveSource::ArchiveSource(File file, std::uint64_t base_offset)
-    : file_(std::move(file)), base_offset_(base_offset), name_(file_->path()) {
-  const std::uint64_t file_nbytes = file_->nbytes();
-  nbytes_ = file_nbytes > base_offset ? file_nbytes - base_offset : 0;
-  if (base_offset % kPageNbytes == 0 && file_->direct_io_alignment().offset <= kPageNbytes) {
-    direct_ = file_->open_direct_reader();
-  }
-}
-
-ArchiveSource::ArchiveSource(const std::byte* data, std::uint64_t nbytes, std::string name)
-    : memory_(data), nbytes_(nbytes), name_(std::move(name)) {}
-
-void ArchiveSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
-  if (offset > nbytes_ || nbytes > nbytes_ - offset) {
-    throw IoError(0, "read (beyond the end)", name_);
-  }
-  if (nbytes == 0) return;
-  if (memory_ != nullptr) {
-    std::memcpy(data, memory_ + offset, nbytes);
-  } else {
-    file_->read_at(base_offset_ + offset, data, nbytes);
-  }
-}
-
-bool ArchiveSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
-  return !direct_ || sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
-}
-
-std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const {
-  if (memory_ != nullptr || !direct_) {
-    read_at(offset, data, nbytes);
-    return nbytes;
-  }
-  const ssize_t n =
-      sys::pread_nowait(file_->fd(), data, nbytes, static_cast<off_t>(base_offset_ + offset));
-  return n < 0 ? 0 : static_cast<std::size_t>(n);
-}
-
-bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const {
-  if (!direct_) return false;
-  const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, kPageNbytes));
-  auto* bytes = static_cast<std::byte*>(data);
-  while (offset < end && offset < nbytes_) {
-    const ssize_t n =
-        sys::pread(direct_.get(), bytes, end - offset, static_cast<off_t>(base_offset_ + offset));
-    if (n < 0 && errno == EINTR) continue;
-    // Whatever the reason, the buffered read that follows works or reports it.
-    if (n <= 0) return false;
-    const auto advance = static_cast<std::size_t>(n);
-    if (offset + advance < nbytes_ && advance % kPageNbytes != 0) return false;
-    bytes += advance;
-    offset += advance;
-  }
-  return true;
-}
-
 namespace {
 
 // The size that the directory claims for any other record is not bounded by the file's.
@@ -117,8 +58,8 @@ std::string ArchiveReader::read(std::size_t i, bool verify) const {
   return payload;
 }
 
-void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n_threads,
-                          bool verify, bool exact_offsets) {
+std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::size_t>& records,
+                                                        bool exact_offsets) const {
   std::vector<WantedRecord> wanted;
   wanted.reserve(records.size());
   for (const std::size_t i : records) {
@@ -127,7 +68,49 @@ void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n
     if (record.nbytes == 0) continue;
     wanted.push_back({i, exact_offsets ? payload_offset(i) : record.payload_offset});
   }
-  transfer_ = std::make_unique<Transfer>(source_, index_, std::move(wanted), n_threads, verify);
+  return std::make_shared<TransferPlan>(plan_transfer(index_, std::move(wanted)));
+}
+
+void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n_threads,
+                          bool verify, bool exact_offsets) {
+  const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
+  region_ = std::make_shared<Region>(wanted, verify);
+  transfer_ = std::make_unique<Transfer>(source_, index_, wanted, region_, n_threads, verify);
+}
+
+void ArchiveReader::reserve(const std::vector<std::size_t>& records) {
+  transfer_.reset();
+  region_ = std::make_shared<Region>(plan(records, /*exact_offsets=*/false), /*verify=*/false);
+}
+
+std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& destinations,
+                                               std::size_t n_threads, bool verify,
+                                               const Poll& poll) {
+  std::vector<std::size_t> records;
+  for (const Destination& destination : destinations) records.push_back(destination.record);
+  std::ranges::sort(records);
+  records.erase(std::ranges::unique(records).begin(), records.end());
+  for (const bool exact_offsets : {false, true}) {
+    const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
+    auto scatter = std::make_shared<Scatter>(wanted, destinations, verify);
+    transfer_ =
+        std::make_unique<Transfer>(source_, index_, wanted, std::move(scatter), n_threads, verify);
+    try {
+      std::vector<DamagedRecord> damaged = transfer_->wait_all(poll);
+      transfer_->cancel();
+      return damaged;
+    } catch (const LayoutMismatch&) {
+      if (exact_offsets) throw;
+    } catch (...) {
+      transfer_->cancel();  // nothing is written to anybody's memory after this returns
+      throw;
+    }
+  }
+  return {};
+}
+
+std::vector<std::size_t> ArchiveReader::begun() const {
+  return transfer_ ? transfer_->begun() : std::vector<std::size_t>{};
 }
 
 void ArchiveReader::wait(std::size_t i, const Poll& poll) {
@@ -139,12 +122,20 @@ std::vector<DamagedRecord> ArchiveReader::wait_all(const Poll& poll) {
 }
 
 LoadedPayload ArchiveReader::payload(std::size_t i) const {
-  return index_.records()[i].nbytes > 0 ? transfer_->payload(i) : LoadedPayload{};
+  return index_.records()[i].nbytes > 0 ? region_->payload(i) : LoadedPayload{};
 }
 
-std::uint64_t ArchiveReader::nbytes_read() const { return transfer_->nbytes_read(); }
+void ArchiveReader::discard(std::size_t i) const {
+  if (index_.records()[i].nbytes > 0) region_->discard(i);
+}
 
-std::uint64_t ArchiveReader::nbytes_to_read() const { return transfer_->nbytes_to_read(); }
+std::uint64_t ArchiveReader::nbytes_read() const {
+  return transfer_ ? transfer_->nbytes_read() : 0;
+}
+
+std::uint64_t ArchiveReader::nbytes_to_read() const {
+  return transfer_ ? transfer_->nbytes_to_read() : 0;
+}
 
 void ArchiveReader::cancel() {
   if (transfer_) transfer_->cancel();

@@ -6,93 +6,20 @@
 // headers arrive for checking with the data.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
-#include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/archive.h"
-#include "core/buffer.h"
-#include "core/file.h"
 #include "core/pipeline.h"
+#include "core/region.h"
+#include "core/scatter.h"
+#include "core/source.h"
+#include "core/transfer.h"
 
 namespace ptsave {
-
-// Where an archive's bytes come from: a part of a file, or memory.  Safe for concurrent use.
-class ArchiveSource {
- public:
-  // The archive is all of `file` from base_offset on.
-  ArchiveSource(File file, std::uint64_t base_offset);
-  // The bytes must outlive the source and stay unchanged.
-  ArchiveSource(const std::byte* data, std::uint64_t nbytes, std::string name);
-
-  const std::string& name() const { return name_; }
-  std::uint64_t nbytes() const { return nbytes_; }
-  // The archive's bytes, if they are in memory; else null.
-  const std::byte* memory() const { return memory_; }
-  void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
-  // Whether the page cache may hold some of these bytes.
-  bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
-  // Reads what the page cache holds without waiting; how many bytes that was (possibly 0).
-  std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
-  // Reads whole pages past the page cache: offset, data and capacity are multiples of the page
-  // size. Reads up to the end of the file if that comes first.  False where direct reads do not
-  // work.
-  bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
-
- private:
-  std::optional<File> file_;
-  Descriptor direct_;
-  const std::byte* memory_ = nullptr;
-  std::uint64_t base_offset_ = 0;
-  std::uint64_t nbytes_ = 0;
-  std::string name_;
-};
-
-// A part of a mirrored region whose memory goes back to the system as one, when the last owner lets
-// go.  Address space goes when the whole region does.
-class Segment {
- public:
-  Segment(std::shared_ptr<Mapping> region, std::size_t begin, std::size_t end)
-      : region_(std::move(region)), begin_(begin), end_(end) {}
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
-  ~Segment() { region_->discard(begin_, end_); }
-
- private:
-  std::shared_ptr<Mapping> region_;
-  std::size_t begin_;
-  std::size_t end_;
-};
-
-// A record's payload in memory and what keeps it there.  The bytes are writable.
-struct LoadedPayload {
-  std::byte* data = nullptr;
-  std::uint64_t nbytes = 0;
-  std::shared_ptr<const void> owner;
-};
-
-// A record whose bytes do not match its CRC.
-struct DamagedRecord {
-  std::string name;
-  std::uint64_t payload_offset = 0;
-  std::uint32_t expected_crc = 0;
-  std::uint32_t actual_crc = 0;
-};
-
-// The central directory promised a payload where the local header puts none.  Reading again with
-// exact_offsets resolves it.
-class LayoutMismatch : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-class Transfer;
 
 class ArchiveReader {
  public:
@@ -113,21 +40,38 @@ class ArchiveReader {
   // of being checked on arrival.
   void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
              bool exact_offsets);
+  // Gives the payloads of `records` their places as start() does, but reads nothing: until fill()
+  // puts bytes there, they are zero and take no memory.
+  void reserve(const std::vector<std::size_t>& records);
+  // Reads records into memory that exists already; returns when all of them are there.  Records are
+  // those that destinations name; damaged ones are returned in file order.  The payloads that
+  // reserve() has placed are not touched, unless they are the destination.
+  std::vector<DamagedRecord> fill(const std::vector<Destination>& destinations,
+                                  std::size_t n_threads, bool verify, const Poll& poll);
+  // The records of the last fill() whose destinations may have changed, in file order; all of them
+  // if it has returned.
+  std::vector<std::size_t> begun() const;
   // Waits for the payload of record i (one of those started).  Damage is wait_all()'s to report.
   // IoError, LayoutMismatch.
   void wait(std::size_t i, const Poll& poll);
   // Waits for all; if any are damaged, returns them in file order.
   std::vector<DamagedRecord> wait_all(const Poll& poll);
-  // The place of record i, which may still be being filled.
+  // The place of record i, one of those started or reserved; it may still be being filled.
   LoadedPayload payload(std::size_t i) const;
+  // Gives the memory of record i's place back, but for parts of pages.
+  void discard(std::size_t i) const;
   std::uint64_t nbytes_read() const;
   std::uint64_t nbytes_to_read() const;
   // Stops reading and waits for what is in flight.  Payloads stay as they are.
   void cancel();
 
  private:
+  std::shared_ptr<const TransferPlan> plan(const std::vector<std::size_t>& records,
+                                           bool exact_offsets) const;
+
   ArchiveSource source_;
   ArchiveIndex index_;
+  std::shared_ptr<Region> region_;
   std::unique_ptr<Transfer> transfer_;
 };
 

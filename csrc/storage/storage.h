@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "core/reader.h"
+#include "core/region.h"
 
 namespace ptsave {
 

@@ -1,0 +1,128 @@
+#include "core/region.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "core/crc32.h"
+
+namespace ptsave {
+namespace {
+
+// What it costs to make a small page present, and how much more than small pages huge ones may cost
+// before they are given up: a part of what small pages would cost for the whole region, or a
+// little.
+constexpr std::chrono::nanoseconds kSmallPageTime{1200};
+constexpr std::chrono::nanoseconds kMinLoss = std::chrono::milliseconds{6};
+constexpr int kLossDivisor = 10;
+// Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
+constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
+
+}  // namespace
+
+Region::Region(std::shared_ptr<const TransferPlan> plan, bool verify)
+    : plan_(std::move(plan)),
+      verify_(verify),
+      memory_(std::make_shared<Mapping>(plan_->mirror_nbytes)) {
+  cut_segments();
+}
+
+void Region::cut_segments() {
+  const auto begin_segment = [this](std::size_t begin) {
+    if (segment_begins_.empty() || begin > segment_begins_.back()) segment_begins_.push_back(begin);
+  };
+  std::size_t filled = 0;
+  std::size_t previous_end = 0;
+  bool alone = true;
+  for (const Slot& slot : plan_->slots) {
+    const std::size_t nbytes = slot.end - slot.header;
+    const bool large = nbytes >= kSegmentNbytes / 4;
+    if (alone || large || filled + nbytes > kSegmentNbytes) {
+      const std::size_t begin = align_down(slot.header, kPageNbytes);
+      begin_segment(begin);
+      // A page that two segments' records share is one of its own: else each would keep the next.
+      if (previous_end > begin) begin_segment(begin + kPageNbytes);
+      filled = 0;
+    }
+    filled += nbytes;
+    previous_end = slot.end;
+    alone = large;
+  }
+  for (std::size_t i = 0; i < segment_begins_.size(); ++i) {
+    const std::size_t end =
+        i + 1 < segment_begins_.size() ? segment_begins_[i + 1] : memory_->nbytes();
+    segments_.push_back(std::make_shared<Segment>(memory_, segment_begins_[i], end));
+  }
+}
+
+LoadedPayload Region::payload(std::size_t index) const {
+  const Slot& slot = plan_->slot_of(index);
+  const auto next = std::ranges::upper_bound(segment_begins_, slot.payload);
+  const auto first = static_cast<std::size_t>(next - segment_begins_.begin()) - 1;
+  std::size_t end = first + 1;
+  while (end < segments_.size() && segment_begins_[end] < slot.end) ++end;
+  LoadedPayload payload{memory_->data() + slot.payload, slot.end - slot.payload, segments_[first]};
+  if (end > first + 1) {
+    payload.owner = std::make_shared<std::vector<std::shared_ptr<Segment>>>(
+        segments_.begin() + static_cast<std::ptrdiff_t>(first),
+        segments_.begin() + static_cast<std::ptrdiff_t>(end));
+  }
+  return payload;
+}
+
+void Region::discard(std::size_t index) const {
+  const Slot& slot = plan_->slot_of(index);
+  memory_->discard(slot.payload, slot.end);
+}
+
+// Makes the chunk's pages present, and keeps account of what huge pages cost beside small ones.
+// Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free
+// page reporting) by whole huge pages, and to get one again can take ten times as long as the small
+// pages that the host has left alone.
+void Region::prepare(const Chunk& chunk) {
+  const std::size_t begin = align_down(chunk.begin, kPageNbytes);
+  const std::size_t end = align_up(chunk.end, kPageNbytes);
+  const auto took = memory_->populate(begin, end);
+  const auto expected = kSmallPageTime * static_cast<std::int64_t>((end - begin) / kPageNbytes);
+  const std::int64_t loss = (took - expected).count();
+  // What was saved earlier is no reason to go on: only a recent loss counts.
+  std::int64_t before = huge_page_loss_ns_.load(std::memory_order_relaxed);
+  while (!huge_page_loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
+                                                   std::memory_order_relaxed)) {
+  }
+  const auto all_small =
+      kSmallPageTime * static_cast<std::int64_t>(memory_->nbytes() / kPageNbytes);
+  const std::int64_t bearable = std::max(kMinLoss, all_small / kLossDivisor).count();
+  if (before <= bearable && before + loss > bearable) memory_->use_small_pages();
+}
+
+std::span<std::byte> Region::window(const Slot& /*slot*/, std::size_t at, std::size_t nbytes) {
+  return {memory_->data() + at, nbytes};
+}
+
+std::size_t Region::detour(const Slot& /*slot*/, std::size_t /*at*/, std::size_t nbytes) const {
+  return nbytes;
+}
+
+void Region::put_seam(const Slot& /*slot*/, std::size_t at, std::span<const std::byte> bytes) {
+  std::byte* const place = memory_->data() + at;
+  if (bytes.data() != place) std::memcpy(place, bytes.data(), bytes.size());
+}
+
+std::uint32_t Region::put_payload(const Slot& slot, std::size_t at,
+                                  std::span<const std::byte> bytes, std::uint32_t crc) {
+  if (!verify_) {
+    put_seam(slot, at, bytes);
+    return 0;
+  }
+  std::byte* const place = memory_->data() + at;
+  return bytes.data() == place ? crc32(crc, place, bytes.size())
+                               : crc32_copy(crc, place, bytes.data(), bytes.size());
+}
+
+std::span<const std::byte> Region::header(const Slot& slot) const {
+  return {memory_->data() + slot.header, slot.payload - slot.header};
+}
+
+}  // namespace ptsave

@@ -1,0 +1,69 @@
+// Memory that mirrors the wanted part of an archive, and how its payloads own it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/buffer.h"
+#include "core/placement.h"
+
+namespace ptsave {
+
+// A record's payload in memory and what keeps it there.  The bytes are writable.
+struct LoadedPayload {
+  std::byte* data = nullptr;
+  std::uint64_t nbytes = 0;
+  std::shared_ptr<const void> owner;
+};
+
+// A part of a mirrored region whose memory goes back to the system as one, when the last owner lets
+// go.  Address space goes when the whole region does.
+class Segment {
+ public:
+  Segment(std::shared_ptr<Mapping> memory, std::size_t begin, std::size_t end)
+      : memory_(std::move(memory)), begin_(begin), end_(end) {}
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ~Segment() { memory_->discard(begin_, end_); }
+
+ private:
+  std::shared_ptr<Mapping> memory_;
+  std::size_t begin_;
+  std::size_t end_;
+};
+
+// The memory exists from the beginning; its pages come when they are filled.
+class Region final : public Placement {
+ public:
+  // With `verify`, CRCs are computed as payloads arrive.
+  Region(std::shared_ptr<const TransferPlan> plan, bool verify);
+
+  const TransferPlan& plan() const { return *plan_; }
+  // std::out_of_range if record `index` has no place here.
+  LoadedPayload payload(std::size_t index) const;
+  // Gives the memory of a payload's whole pages back; they read as zero after.
+  void discard(std::size_t index) const;
+
+  void prepare(const Chunk& chunk) override;
+  std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) override;
+  std::size_t detour(const Slot& slot, std::size_t at, std::size_t nbytes) const override;
+  void put_seam(const Slot& slot, std::size_t at, std::span<const std::byte> bytes) override;
+  std::uint32_t put_payload(const Slot& slot, std::size_t at, std::span<const std::byte> bytes,
+                            std::uint32_t crc) override;
+  std::span<const std::byte> header(const Slot& slot) const override;
+
+ private:
+  void cut_segments();
+
+  std::shared_ptr<const TransferPlan> plan_;
+  const bool verify_;
+  std::shared_ptr<Mapping> memory_;
+  std::atomic<std::int64_t> huge_page_loss_ns_{0};
+  std::vector<std::size_t> segment_begins_;
+  std::vector<std::shared_ptr<Segment>> segments_;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,58 @@
+// Payloads that go to memory which exists already: the tensors of a model that is being restored.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/placement.h"
+
+namespace ptsave {
+
+// A part of a record's payload and the memory it belongs in.
+struct Destination {
+  std::size_t record = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+  std::byte* place = nullptr;
+};
+
+// Bytes of a payload that no destination asks for are checksummed and dropped.  Besides the local
+// headers, nothing is kept.
+class Scatter final : public Placement {
+ public:
+  // The destinations of one record must not overlap within the payload.  The memory must outlive
+  // this.  std::invalid_argument if they overlap or reach beyond the payload.
+  Scatter(std::shared_ptr<const TransferPlan> plan, std::vector<Destination> destinations,
+          bool verify);
+
+  void prepare(const Chunk& chunk) override;
+  std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) override;
+  std::size_t detour(const Slot& slot, std::size_t at, std::size_t nbytes) const override;
+  void put_seam(const Slot& slot, std::size_t at, std::span<const std::byte> bytes) override;
+  std::uint32_t put_payload(const Slot& slot, std::size_t at, std::span<const std::byte> bytes,
+                            std::uint32_t crc) override;
+  std::span<const std::byte> header(const Slot& slot) const override;
+
+ private:
+  // A destination in the mirror's coordinates.
+  struct Extent {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+    std::byte* place = nullptr;
+  };
+
+  std::size_t slot_number(const Slot& slot) const;
+  // The extents of a slot that end behind `at`.
+  std::span<const Extent> extents_from(const Slot& slot, std::size_t at) const;
+
+  std::shared_ptr<const TransferPlan> plan_;
+  const bool verify_;
+  std::vector<Extent> extents_;               // in the mirror's order
+  std::vector<std::uint32_t> first_extents_;  // by slot, and one past the last
+  std::vector<std::size_t> header_begins_;    // by slot, and one past the last
+  std::vector<std::byte> headers_;
+};
+
+}  // namespace ptsave

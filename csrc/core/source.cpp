@@ -1,0 +1,70 @@
+#include "core/source.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "core/buffer.h"
+#include "core/error.h"
+#include "core/system.h"
+
+namespace ptsave {
+
+ArchiveSource::ArchiveSource(File file, std::uint64_t base_offset)
+    : file_(std::move(file)), base_offset_(base_offset), name_(file_->path()) {
+  const std::uint64_t file_nbytes = file_->nbytes();
+  nbytes_ = file_nbytes > base_offset ? file_nbytes - base_offset : 0;
+  if (base_offset % kPageNbytes == 0 && file_->direct_io_alignment().offset <= kPageNbytes) {
+    direct_ = file_->open_direct_reader();
+  }
+}
+
+ArchiveSource::ArchiveSource(const std::byte* data, std::uint64_t nbytes, std::string name)
+    : memory_(data), nbytes_(nbytes), name_(std::move(name)) {}
+
+void ArchiveSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  if (offset > nbytes_ || nbytes > nbytes_ - offset) {
+    throw IoError(0, "read (beyond the end)", name_);
+  }
+  if (nbytes == 0) return;
+  if (memory_ != nullptr) {
+    std::memcpy(data, memory_ + offset, nbytes);
+  } else {
+    file_->read_at(base_offset_ + offset, data, nbytes);
+  }
+}
+
+bool ArchiveSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
+  return !direct_ || sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
+}
+
+std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  if (memory_ != nullptr || !direct_) {
+    read_at(offset, data, nbytes);
+    return nbytes;
+  }
+  const ssize_t n =
+      sys::pread_nowait(file_->fd(), data, nbytes, static_cast<off_t>(base_offset_ + offset));
+  return n < 0 ? 0 : static_cast<std::size_t>(n);
+}
+
+bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  if (!direct_) return false;
+  const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, kPageNbytes));
+  auto* bytes = static_cast<std::byte*>(data);
+  while (offset < end && offset < nbytes_) {
+    const ssize_t n =
+        sys::pread(direct_.get(), bytes, end - offset, static_cast<off_t>(base_offset_ + offset));
+    if (n < 0 && errno == EINTR) continue;
+    // Whatever the reason, the buffered read that follows works or reports it.
+    if (n <= 0) return false;
+    const auto advance = static_cast<std::size_t>(n);
+    if (offset + advance < nbytes_ && advance % kPageNbytes != 0) return false;
+    bytes += advance;
+    offset += advance;
+  }
+  return true;
+}
+
+}  // namespace ptsave

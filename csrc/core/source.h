@@ -1,0 +1,44 @@
+// Where an archive's bytes come from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "core/file.h"
+
+namespace ptsave {
+
+// A part of a file, or memory.  Safe for concurrent use.
+class ArchiveSource {
+ public:
+  // The archive is all of `file` from base_offset on.
+  ArchiveSource(File file, std::uint64_t base_offset);
+  // The bytes must outlive the source and stay unchanged.
+  ArchiveSource(const std::byte* data, std::uint64_t nbytes, std::string name);
+
+  const std::string& name() const { return name_; }
+  std::uint64_t nbytes() const { return nbytes_; }
+  // The archive's bytes, if they are in memory; else null.
+  const std::byte* memory() const { return memory_; }
+  void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Whether the page cache may hold some of these bytes.
+  bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
+  // Reads what the page cache holds without waiting; how many bytes that was (possibly 0).
+  std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Reads whole pages past the page cache: offset, data and capacity are multiples of the page
+  // size. Reads up to the end of the file if that comes first.  False where direct reads do not
+  // work.
+  bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
+
+ private:
+  std::optional<File> file_;
+  Descriptor direct_;
+  const std::byte* memory_ = nullptr;
+  std::uint64_t base_offset_ = 0;
+  std::uint64_t nbytes_ = 0;
+  std::string name_;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,167 @@
+#include "storage/copy_plan.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+namespace ptsave {
+namespace {
+
+// A copy that is nothing but bytes: those of a part of a record, in their order.
+struct ByteCopy {
+  std::size_t number = 0;
+  Destination destination;
+};
+
+// The addresses between which a tensor on the CPU has its elements.
+struct Span {
+  std::size_t number = 0;
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+};
+
+std::optional<Span> span_of(const at::Tensor& tensor, std::size_t number) {
+  if (!tensor.device().is_cpu() || tensor.numel() == 0) return std::nullopt;
+  std::int64_t last = 0;
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr());
+  return Span{number, begin, begin + (static_cast<std::size_t>(last) + 1) * tensor.itemsize()};
+}
+
+bool is_bytes(const TensorCopy& copy) {
+  const at::Tensor& target = copy.target;
+  return copy.record && target.device().is_cpu() && target.scalar_type() == copy.dtype &&
+         target.is_conj() == copy.conj && target.is_neg() == copy.neg &&
+         target.is_non_overlapping_and_dense() && target.strides() == at::IntArrayRef(copy.strides);
+}
+
+Destination destination_of(const TensorCopy& copy) {
+  const auto itemsize = static_cast<std::uint64_t>(copy.target.itemsize());
+  return {*copy.record, static_cast<std::uint64_t>(copy.offset) * itemsize,
+          static_cast<std::uint64_t>(copy.target.numel()) * itemsize,
+          static_cast<std::byte*>(copy.target.mutable_data_ptr())};
+}
+
+bool are_same(const Destination& a, const Destination& b) {
+  return std::tie(a.record, a.offset, a.nbytes, a.place) ==
+         std::tie(b.record, b.offset, b.nbytes, b.place);
+}
+
+// Copies whose targets share memory with another one's: their order matters.  Where both copy the
+// same bytes to the same place (tied parameters) it does not.
+std::vector<bool> find_ordered(const std::vector<TensorCopy>& copies,
+                               const std::vector<bool>& are_bytes) {
+  std::vector<Span> spans;
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    if (const auto span = span_of(copies[i].target, i)) spans.push_back(*span);
+  }
+  std::ranges::sort(spans, {}, [](const Span& s) { return std::pair(s.begin, s.number); });
+  std::vector<bool> ordered(copies.size());
+  const Span* widest = nullptr;
+  for (const Span& span : spans) {
+    if (widest != nullptr && span.begin < widest->end) {
+      const bool tied =
+          are_bytes[span.number] && are_bytes[widest->number] &&
+          are_same(destination_of(copies[span.number]), destination_of(copies[widest->number]));
+      if (!tied) ordered[span.number] = ordered[widest->number] = true;
+    }
+    if (widest == nullptr || span.end > widest->end) widest = &span;
+  }
+  return ordered;
+}
+
+bool have_same_layout(const TensorCopy& a, const TensorCopy& b) {
+  return a.dtype == b.dtype && a.sizes == b.sizes && a.strides == b.strides && a.conj == b.conj &&
+         a.neg == b.neg;
+}
+
+// Leaves of copies of the same bytes one; the others are made from its target, or are nothing to do
+// if that is theirs, too.  Records of which parts overlap otherwise need a storage.
+std::vector<CopySteps::Repeated> resolve_overlaps(const std::vector<TensorCopy>& copies,
+                                                  std::vector<ByteCopy>& byte_copies,
+                                                  std::vector<bool>& needs_storage) {
+  std::ranges::stable_sort(byte_copies, {}, [](const ByteCopy& c) {
+    return std::pair(c.destination.record, c.destination.offset);
+  });
+  std::vector<CopySteps::Repeated> repeated;
+  std::vector<ByteCopy> kept;
+  for (const ByteCopy& copy : byte_copies) {
+    const Destination& to = copy.destination;
+    if (kept.empty() || kept.back().destination.record != to.record ||
+        kept.back().destination.offset + kept.back().destination.nbytes <= to.offset) {
+      kept.push_back(copy);
+      continue;
+    }
+    const ByteCopy& first = kept.back();
+    if (are_same(first.destination, to)) continue;
+    if (first.destination.offset == to.offset && first.destination.nbytes == to.nbytes &&
+        have_same_layout(copies[first.number], copies[copy.number])) {
+      repeated.push_back({copy.number, first.number});
+    } else {
+      needs_storage[to.record] = true;
+    }
+  }
+  byte_copies = std::move(kept);
+  return repeated;
+}
+
+}  // namespace
+
+TensorCopy::TensorCopy(at::Tensor target_, const at::Tensor& source_,
+                       std::optional<std::size_t> record_)
+    : target(std::move(target_)),
+      record(record_),
+      source(record_ ? at::Tensor() : source_),
+      dtype(source_.scalar_type()),
+      offset(source_.storage_offset()),
+      sizes(source_.sizes()),
+      strides(source_.strides()),
+      conj(source_.is_conj()),
+      neg(source_.is_neg()) {}
+
+at::Tensor TensorCopy::source_in(const c10::Storage& storage) const {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  tensor._set_conj(conj);
+  tensor._set_neg(neg);
+  return tensor;
+}
+
+CopySteps plan_copies(const std::vector<TensorCopy>& copies, const std::vector<bool>& is_whole) {
+  std::vector<bool> are_bytes(copies.size());
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    are_bytes[i] = is_bytes(copies[i]) && !is_whole[*copies[i].record];
+  }
+  const std::vector<bool> ordered = find_ordered(copies, are_bytes);
+  // A record that has to be complete in memory for one copy serves all of its copies from there.
+  std::vector<bool> needs_storage(is_whole.size());
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    if (copies[i].record && (!are_bytes[i] || ordered[i])) needs_storage[*copies[i].record] = true;
+  }
+  std::vector<ByteCopy> byte_copies;
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    if (are_bytes[i] && !ordered[i] && copies[i].target.numel() > 0) {
+      byte_copies.push_back({i, destination_of(copies[i])});
+    }
+  }
+  CopySteps steps;
+  std::vector<CopySteps::Repeated> repeated = resolve_overlaps(copies, byte_copies, needs_storage);
+  for (const ByteCopy& copy : byte_copies) {
+    if (needs_storage[copy.destination.record]) continue;
+    steps.destinations.push_back(copy.destination);
+    steps.direct.push_back(copy.number);
+  }
+  for (const CopySteps::Repeated& repeat : repeated) {
+    if (!needs_storage[*copies[repeat.copy].record]) steps.repeated.push_back(repeat);
+  }
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    const bool from_storage =
+        !copies[i].record || is_whole[*copies[i].record] || needs_storage[*copies[i].record];
+    if (from_storage && copies[i].target.numel() > 0) steps.others.push_back(i);
+  }
+  return steps;
+}
+
+}  // namespace ptsave

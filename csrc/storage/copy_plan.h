@@ -1,0 +1,56 @@
+// Copies from tensors whose bytes are still in an archive into tensors that exist already: which of
+// them are reads straight into place, and in which order the rest has to be done.
+//
+// Nothing here needs the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/scatter.h"
+
+namespace ptsave {
+
+// target.copy_(source).  The source is a view of a record, which its place in the record's storage
+// describes (holding the storage would keep its memory), or a tensor that has its values.
+struct TensorCopy {
+  TensorCopy(at::Tensor target, const at::Tensor& source, std::optional<std::size_t> record);
+
+  // The source, as a view of its record's storage.
+  at::Tensor source_in(const c10::Storage& storage) const;
+
+  at::Tensor target;
+  std::optional<std::size_t> record;
+  at::Tensor source;  // if record is not given
+  c10::ScalarType dtype;
+  std::int64_t offset;  // in elements
+  at::DimVector sizes;
+  at::DimVector strides;
+  bool conj;
+  bool neg;
+};
+
+// What to do for a list of copies, which the numbers here mean: the destinations are read, then
+// the repeated copies are made from the targets of others, then the others, in this order.
+struct CopySteps {
+  struct Repeated {
+    std::size_t copy;
+    std::size_t of;
+  };
+
+  std::vector<Destination> destinations;
+  std::vector<std::size_t> direct;  // whose targets the destinations are
+  std::vector<Repeated> repeated;
+  std::vector<std::size_t> others;
+};
+
+// `is_whole` says of each record whether its storage has its bytes, or gets them anyway: copies are
+// made from there then.
+CopySteps plan_copies(const std::vector<TensorCopy>& copies, const std::vector<bool>& is_whole);
+
+}  // namespace ptsave

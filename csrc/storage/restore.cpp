@@ -1,0 +1,126 @@
+#include "storage/restore.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ptsave {
+namespace {
+
+// Of what cannot be read straight into place, so much is in memory at a time, or one record.
+constexpr std::uint64_t kBatchNbytes = std::uint64_t{32} << 20;
+
+}  // namespace
+
+Restore::Restore(ArchiveReader& reader, StorageOf storage_of)
+    : reader_(reader),
+      storage_of_(std::move(storage_of)),
+      is_filled_(reader.index().records().size()),
+      has_changed_(reader.index().records().size()) {}
+
+void Restore::add(at::Tensor target, const at::Tensor& source, std::optional<std::size_t> record) {
+  copies_.emplace_back(std::move(target), source, record);
+}
+
+std::vector<DamagedRecord> Restore::run(std::span<const std::size_t> records,
+                                        const Options& options, const Poll& poll) {
+  std::vector<bool> is_whole = is_filled_;
+  for (const std::size_t record : records) is_whole.at(record) = true;
+  const CopySteps steps = plan_copies(copies_, is_whole);
+  std::vector<DamagedRecord> damaged = read_direct(steps, is_whole, options, poll);
+  if (!damaged.empty()) return damaged;
+  for (const CopySteps::Repeated& repeat : steps.repeated) {
+    const at::NoGradGuard no_grad;
+    copies_[repeat.copy].target.copy_(copies_[repeat.of].target);
+  }
+  damaged = copy_others(steps.others, options, poll);
+  copies_.clear();
+  return damaged;
+}
+
+Destination Restore::own_storage(std::size_t record) const {
+  const std::uint64_t nbytes = reader_.index().records()[record].nbytes;
+  return {record, 0, nbytes, static_cast<std::byte*>(storage_of_(record).mutable_data())};
+}
+
+std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
+                                                const std::vector<bool>& is_whole,
+                                                const Options& options, const Poll& poll) {
+  std::vector<Destination> destinations = steps.destinations;
+  for (std::size_t i = 0; i < is_whole.size(); ++i) {
+    if (is_whole[i] && !is_filled_[i]) destinations.push_back(own_storage(i));
+  }
+  const auto note_changes = [&] {
+    for (const std::size_t record : reader_.begun()) has_changed_[record] = !is_whole[record];
+    for (const std::size_t i : steps.direct)
+      copies_[i].target.unsafeGetTensorImpl()->bump_version();
+  };
+  try {
+    std::vector<DamagedRecord> damaged = fill(destinations, options, poll);
+    note_changes();
+    if (damaged.empty()) is_filled_ = is_whole;
+    return damaged;
+  } catch (...) {
+    note_changes();
+    throw;
+  }
+}
+
+std::vector<DamagedRecord> Restore::fill(const std::vector<Destination>& destinations,
+                                         const Options& options, const Poll& poll) {
+  if (destinations.empty()) return {};
+  return reader_.fill(destinations, options.n_threads, options.verify, poll);
+}
+
+std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& others,
+                                                const Options& options, const Poll& poll) {
+  std::vector<std::uint32_t> n_uses(is_filled_.size());
+  for (const std::size_t i : others) {
+    if (copies_[i].record) ++n_uses[*copies_[i].record];
+  }
+  const std::vector<bool> stays = is_filled_;
+  for (auto begin = others.begin(); begin != others.end();) {
+    std::vector<Destination> destinations;
+    std::uint64_t nbytes = 0;
+    auto end = begin;
+    for (; end != others.end() && nbytes < kBatchNbytes; ++end) {
+      const std::optional<std::size_t> record = copies_[*end].record;
+      if (!record || is_filled_[*record]) continue;
+      destinations.push_back(own_storage(*record));
+      nbytes += destinations.back().nbytes;
+      is_filled_[*record] = true;
+    }
+    std::vector<DamagedRecord> damaged = fill(destinations, options, poll);
+    if (!damaged.empty()) return damaged;
+    for (; begin != end; ++begin) {
+      copy(copies_[*begin]);
+      const std::optional<std::size_t> record = copies_[*begin].record;
+      if (record && --n_uses[*record] == 0 && !stays[*record]) {
+        reader_.discard(*record);
+        is_filled_[*record] = false;
+      }
+    }
+  }
+  return {};
+}
+
+void Restore::copy(const TensorCopy& copy) {
+  const at::NoGradGuard no_grad;
+  if (copy.record) {
+    has_changed_[*copy.record] = true;
+    copy.target.copy_(copy.source_in(storage_of_(*copy.record)));
+  } else {
+    copy.target.copy_(copy.source);
+  }
+}
+
+std::vector<std::size_t> Restore::changed() const {
+  std::vector<std::size_t> records;
+  for (std::size_t i = 0; i < has_changed_.size(); ++i) {
+    if (has_changed_[i]) records.push_back(i);
+  }
+  return records;
+}
+
+}  // namespace ptsave

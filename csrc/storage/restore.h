@@ -1,0 +1,60 @@
+// Puts the bytes of an archive into tensors that exist already.
+//
+// The copies are collected first, so that everything can be checked before the first of them is
+// made.  Nothing here needs the GIL; one thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/reader.h"
+#include "storage/copy_plan.h"
+
+namespace ptsave {
+
+class Restore {
+ public:
+  // The reserved storage of a record.
+  using StorageOf = std::function<c10::Storage(std::size_t record)>;
+  struct Options {
+    std::size_t n_threads;
+    bool verify;
+  };
+
+  // Both must outlive it.
+  Restore(ArchiveReader& reader, StorageOf storage_of);
+
+  // Plans target.copy_(source).  `record` is the source's, if its storage is a reserved one.
+  void add(at::Tensor target, const at::Tensor& source, std::optional<std::size_t> record);
+  // Makes the planned copies, and fills the storages of `records`, which stay filled.  Stops when
+  // records turn out to be damaged, and returns them.  IoError; at::Error from a copy.
+  std::vector<DamagedRecord> run(std::span<const std::size_t> records, const Options& options,
+                                 const Poll& poll);
+  bool is_filled(std::size_t record) const { return is_filled_[record]; }
+  // The records from which targets were changed so far, or may have been.
+  std::vector<std::size_t> changed() const;
+
+ private:
+  std::vector<DamagedRecord> fill(const std::vector<Destination>& destinations,
+                                  const Options& options, const Poll& poll);
+  std::vector<DamagedRecord> read_direct(const CopySteps& steps, const std::vector<bool>& is_whole,
+                                         const Options& options, const Poll& poll);
+  std::vector<DamagedRecord> copy_others(const std::vector<std::size_t>& others,
+                                         const Options& options, const Poll& poll);
+  void copy(const TensorCopy& copy);
+  Destination own_storage(std::size_t record) const;
+
+  ArchiveReader& reader_;
+  StorageOf storage_of_;
+  std::vector<TensorCopy> copies_;
+  std::vector<bool> is_filled_;    // by record: its storage has its bytes
+  std::vector<bool> has_changed_;  // by record: targets of copies from it
+};
+
+}  // namespace ptsave
