@@ -220,23 +220,26 @@ class RecordReader:
 
     # ------------------------------------------------------------------------- filling of storages
 
+    def verifies_storages(self) -> bool:
+        """Whether checksums of storages are compared; warns if they should be and there are none."""
+        if not self.verify or self.engine.storages_have_crcs:
+            return self.verify
+        warnings.warn(
+            f"{self.path} was written without checksums of its storages "
+            "(set_crc32_options(False) or skip_data()): they are loaded unverified",
+            CheckpointWarning,
+            stacklevel=7,
+        )
+        return False
+
     @contextmanager
     def reading_storages(self, *, exact_offsets: bool) -> Iterator[None]:
         """Fill the storages of all tensors in the background; what is not done at the end stops."""
-        options = config.current()
-        verify = self.verify and self.engine.storages_have_crcs
-        if self.verify and not verify:
-            warnings.warn(
-                f"{self.path} was written without checksums of its storages "
-                "(set_crc32_options(False) or skip_data()): they are loaded unverified",
-                CheckpointWarning,
-                stacklevel=6,
-            )
         try:
             self.engine.start(
                 None,
-                n_threads=options.n_readers,
-                verify=verify,
+                n_threads=config.current().n_readers,
+                verify=self.verifies_storages(),
                 exact_offsets=exact_offsets,
             )
             yield
@@ -249,13 +252,14 @@ class RecordReader:
         """Wait until every storage is filled, and refuse the archive if any is damaged."""
         damaged = self.engine.wait_all(progress=self.progress)
         if damaged:
-            raise self._damage(damaged)
+            raise self.damage(damaged)
 
     def release_storages(self) -> None:
         """Make the storages that were handed out ordinary ones: until now none could be resized."""
         self.engine.release_storages()
 
-    def _damage(self, damaged: list[_C.DamagedRecord]) -> CorruptCheckpointError:
+    def damage(self, damaged: list[_C.DamagedRecord]) -> CorruptCheckpointError:
+        """Return what to raise when these records do not match their checksums."""
         from ptsave.entries import entries_using
 
         first = damaged[0]

@@ -9,8 +9,8 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.unpickling import unpickle
 from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
 
-__all__ = ["load", "save"]
+__all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors"]
 
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
 
@@ -286,8 +286,8 @@ def load(
     >>> ptsave.load(stream)
     [tensor([0, 1, 2]), 'three']
     """
-    reader = _reader_for(f, mmap, verify)
-    restricted = _resolve_weights_only(weights_only, pickle_module)
+    reader = reader_for(f, mmap, verify)
+    restricted = resolve_weights_only(weights_only, pickle_module)
     if reader is not None and reader.has_record("constants.pkl"):
         reader.close()
         warnings.warn(_TORCHSCRIPT_WARNING, UserWarning, stacklevel=2)
@@ -322,18 +322,25 @@ def _load_archive(
     pickle_load_args: dict[str, Any],
 ) -> Any:
     check_version(reader)
-    try:
+    with unpickling_errors(pickle_module):
         result = unpickle(reader, map_location, pickle_module, overall_storage, pickle_load_args)
-    except pickle.UnpicklingError as error:
-        if pickle_module is not _weights_only_unpickler or isinstance(error, RuntimeError):
-            raise
-        raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
     if reader.verify:
         check_small_records(reader)
     return result
 
 
-def _reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
+@contextmanager
+def unpickling_errors(pickle_module: Any) -> Iterator[None]:
+    """Put torch's advice around what its restricted unpickler raises."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        if pickle_module is not _weights_only_unpickler or isinstance(error, RuntimeError):
+            raise
+        raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+
+
+def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     """Decide who loads: an open archive for ptsave, or None for torch's own loader.
 
     torch's loader gets whatever the engine does not read: files that are no zip archive (the
@@ -356,7 +363,7 @@ def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
     return torch.jit.load(f, map_location=map_location)
 
 
-def _resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
+def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
     """Apply torch's default and its environment variables."""
     force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")

@@ -28,7 +28,7 @@ from ptsave import _C
 from ptsave.errors import MalformedPickleError
 from ptsave.reading import RecordReader
 
-__all__ = ["unpickle"]
+__all__ = ["can_defer_reading", "unpickle", "unpickle_unread"]
 
 # Storages are read at several bytes for each byte of a pickle that is looked through, and a small
 # pickle is looked through in no time.
@@ -67,13 +67,7 @@ def unpickle(
     """
 
     def load(module: Any) -> Any:
-        try:
-            return torch.serialization._load(
-                reader, map_location, module, overall_storage=overall_storage, **pickle_load_args
-            )
-        finally:
-            # torch leaves it behind when unpickling fails.
-            torch.serialization._serialization_tls.map_location = None
+        return _load(reader, map_location, module, overall_storage, pickle_load_args)
 
     if overall_storage is not None or not _fills_storages(map_location):
         return load(_faster(pickle_module, reader, storages_are_plain=False))
@@ -96,6 +90,57 @@ def unpickle(
             if exact_offsets:
                 raise
     raise AssertionError("unreachable")
+
+
+def can_defer_reading(reader: RecordReader, pickle_module: Any) -> bool:
+    """Whether the object can be made in CPU memory before any storage's bytes are read."""
+    return _fills_storages("cpu") and _may_overlap(reader, "cpu", pickle_module)
+
+
+def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str]) -> Any:
+    """Rebuild the object of an archive, in CPU memory, with storages that are not read.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive; `can_defer_reading` has to hold.
+    pickle_module : module
+        As for `unpickle`.
+    locations : set of str
+        Gets the locations other than the CPU from which storages were saved.
+
+    Returns
+    -------
+    object
+        Its storages are reserved places of ``reader.engine``.
+    """
+
+    def stay(storage: Any, location: str) -> Any:
+        if location != "cpu":
+            locations.add(location)
+        return storage
+
+    reader.engine.reserve()
+    reader.wait_for_bytes = False
+    module = _faster(pickle_module, reader, storages_are_plain=True)
+    return _load(reader, stay, module, None, {"encoding": "utf-8"})
+
+
+def _load(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    overall_storage: torch.UntypedStorage | None,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """Let torch load, with our reader and a stand-in for its unpickler."""
+    try:
+        return torch.serialization._load(
+            reader, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
+        )
+    finally:
+        # torch leaves it behind when unpickling fails.
+        torch.serialization._serialization_tls.map_location = None
 
 
 def _fills_storages(map_location: Any) -> bool:

@@ -1,0 +1,247 @@
+"""Checkpoints: whatever has a state, saved under names, and restored in place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+
+from ptsave.copying import Copier
+from ptsave.mapping_state import load_mapping
+from ptsave.module_state import load_module
+from ptsave.optimizer_state import load_optimizer
+from ptsave.restoring import restoring
+from ptsave.serialization import load, save
+
+__all__ = ["load_checkpoint", "load_into", "save_checkpoint"]
+
+
+def load_into(
+    f: Any,
+    target: Any,
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    progress: bool = False,
+    ignore_mismatched_sizes: bool = False,
+) -> Any:
+    """Restore a state dict from a file straight into the tensors of `target`.
+
+    The bytes go from the file into the parameters, buffers and states that exist already: no second
+    copy is ever in memory, but for what has to be converted on the way (32 MiB, or one tensor, at a
+    time).  Before the first byte is overwritten everything that can be checked is: keys, shapes,
+    sizes and places of records.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A file that holds a state dict and nothing around it.
+    target : torch.nn.Module, torch.optim.Optimizer or dict
+        What to restore.  The tensors of a dict (or of dicts and lists in it) are filled and its
+        other values replaced.  Anything else with a ``load_state_dict`` gets the state dict.
+    strict : bool, default True
+        Whether missing and unexpected keys are an error.  Not for optimizers, which take no part.
+    assign : bool, default False
+        As for :meth:`torch.nn.Module.load_state_dict`: the module gets the tensors that are loaded.
+    map_location : callable, torch.device, str, dict or None
+        As for :func:`torch.load`, where it matters: the target's tensors stay where they are.
+    weights_only : bool or None
+        As for :func:`torch.load`.
+    verify : bool, default True
+        As for :func:`ptsave.load`.
+    progress : bool, default False
+        Whether to show a progress bar.
+    ignore_mismatched_sizes : bool, default False
+        As for :func:`ptsave.load_state_dict`.
+
+    Returns
+    -------
+    torch.nn.modules.module._IncompatibleKeys or None
+        The keys ``(missing_keys, unexpected_keys)`` for a module or a dict.
+
+    Raises
+    ------
+    RuntimeError
+        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten then.
+    CorruptCheckpointError
+        The file is damaged.  If that shows while the target is being overwritten, the message says
+        which entries hold the file's values; so does ``overwritten``, an attribute of this and any
+        other exception that stops a restore halfway.
+
+    Notes
+    -----
+    Where code of the model's own takes part (hooks, an overridden ``_load_from_state_dict``, extra
+    state, tensor subclasses), it sees what it would see under torch: the entries of its part of the
+    model are in memory then, and what came before it has been restored.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> model = torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "model.pt")
+    ...     ptsave.save(model.state_dict(), path)
+    ...     ptsave.load_into(path, model)
+    <All keys matched successfully>
+    """
+    is_module = isinstance(target, nn.Module)
+    if assign and not is_module:
+        raise TypeError("assign=True is for modules: nothing else assigns tensors")
+    options = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    in_place = not assign  # assigned tensors are those of the file: their own place is their last
+    with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
+        try:
+            return _load_state(target, obj, copier, strict, assign, ignore_mismatched_sizes)
+        finally:
+            del obj  # what nobody else keeps is not read
+
+
+def _load_state(
+    target: Any,
+    state: Any,
+    copier: Copier,
+    strict: bool,
+    assign: bool = False,
+    ignore_mismatched_sizes: bool = False,
+) -> Any:
+    if isinstance(target, nn.Module):
+        return load_module(target, state, strict, assign, copier, ignore_mismatched_sizes)
+    if isinstance(target, Optimizer):
+        return load_optimizer(target, state, copier, in_place=True)
+    if isinstance(target, Mapping):
+        return load_mapping(target, state, strict, copier)
+    copier.show({"": state})
+    if not callable(getattr(target, "load_state_dict", None)):
+        raise TypeError(
+            f"cannot restore into {type(target).__name__}: expected a module, an optimizer, a dict "
+            "or an object with load_state_dict()"
+        )
+    return target.load_state_dict(state)
+
+
+def save_checkpoint(f: Any, **objects: Any) -> None:
+    """Save objects under names, each with a ``state_dict`` method as its state dict.
+
+    The file is a dict that :func:`torch.load` reads.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        Where to save.  As with :func:`ptsave.save`, a path gets its new contents all at once.
+    **objects : object
+        Models, optimizers, schedulers, and anything that can be saved.
+
+    Raises
+    ------
+    SaveError
+        As from :func:`ptsave.save`.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> stream = io.BytesIO()
+    >>> ptsave.save_checkpoint(stream, model=model, optimizer=optimizer, epoch=3)
+    >>> _ = stream.seek(0)
+    >>> ptsave.load_checkpoint(stream, model=model, optimizer=optimizer)
+    {'epoch': 3}
+    """
+    save({name: _state_of(obj) for name, obj in objects.items()}, f)
+
+
+def _state_of(obj: Any) -> Any:
+    state_dict = getattr(obj, "state_dict", None)
+    return state_dict() if callable(state_dict) and not isinstance(obj, type) else obj
+
+
+def load_checkpoint(
+    f: Any,
+    /,
+    *,
+    strict: bool = True,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    progress: bool = False,
+    **targets: Any,
+) -> dict[str, Any]:
+    """Restore objects in place from a checkpoint, and return its other entries.
+
+    Modules come first, then optimizers, then the rest, so that everything that can be checked is
+    checked before anything is overwritten; within each kind the order is that of the arguments.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        What :func:`ptsave.save_checkpoint` has saved, or any file that holds a dict with a state
+        dict for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
+    strict, map_location, weights_only, verify, progress
+        As for :func:`ptsave.load_into`.
+    **targets : object
+        What to restore, under the names of the file's entries.
+
+    Returns
+    -------
+    dict
+        The entries that are no target's.
+
+    Raises
+    ------
+    KeyError
+        If the file has no entry of a target's name.
+    RuntimeError, CorruptCheckpointError
+        As from :func:`ptsave.load_into`.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> model = torch.nn.Linear(1, 1)
+    >>> stream = io.BytesIO()
+    >>> torch.save({"model_state_dict": model.state_dict(), "epoch": 3}, stream)
+    >>> _ = stream.seek(0)
+    >>> ptsave.load_checkpoint(stream, model_state_dict=model)
+    {'epoch': 3}
+    """
+    options = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    with restoring(f, map_location, **options) as (obj, copier, in_place):
+        try:
+            _check_entries(obj, targets)
+            rest = {name: value for name, value in obj.items() if name not in targets}
+            for name in sorted(targets, key=lambda name: _rank(targets[name])):
+                _load_state(targets[name], obj[name], copier, strict)
+        finally:
+            del obj
+        if in_place:
+            return rest
+        names = set(rest)
+        rest.clear()
+    # They belong on another device: torch's rules say which, when they are loaded by themselves.
+    again = load(f, map_location, weights_only=weights_only, verify=False)
+    return {name: value for name, value in again.items() if name in names}
+
+
+def _rank(target: Any) -> int:
+    return 0 if isinstance(target, nn.Module) else 1 if isinstance(target, Optimizer) else 2
+
+
+def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
+    if not isinstance(obj, dict):
+        raise TypeError(
+            f"the file holds {type(obj).__name__}, not a dict with an entry for each target: "
+            "ptsave.load_into() restores a bare state dict"
+        )
+    for name in targets:
+        if name not in obj:
+            near = difflib.get_close_matches(name, [str(key) for key in obj], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(repr(key) for key in list(obj)[:8])
+            raise KeyError(f"the checkpoint has no entry {name!r}, only {known}{hint}")

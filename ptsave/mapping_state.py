@@ -1,0 +1,128 @@
+"""Restoring state dicts that nobody owns: dicts and lists of tensors, filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from ptsave.copying import Copier
+from ptsave.plain_tensors import copies_plainly, modes_are_active
+
+__all__ = ["load_mapping"]
+
+
+def load_mapping(
+    target: Mapping[Any, Any], saved: Any, strict: bool, copier: Copier
+) -> _IncompatibleKeys:
+    """Fill the tensors of `target` with those under the same keys of `saved`.
+
+    Values that are no tensors are replaced.  Nothing is changed unless everything fits.
+
+    Parameters
+    ----------
+    target : dict
+        With dicts and lists in it, to any depth.
+    saved : Mapping
+        What the file holds.
+    strict : bool
+        Whether missing and unexpected keys are an error.
+    copier : Copier
+        Decides when bytes move.
+
+    Returns
+    -------
+    _IncompatibleKeys
+        Dotted paths of entries that only `target` or only `saved` has.
+
+    Raises
+    ------
+    RuntimeError
+        In the words of :meth:`torch.nn.Module.load_state_dict`.
+    TypeError
+        If `saved` is not a mapping.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(saved)}.")
+    filling = _Filling()
+    filling.compare(target, saved, "")
+    filling.raise_errors(target, strict)
+    plainly = not modes_are_active()
+    for tensor, source in filling.tensors:
+        if plainly and copies_plainly(tensor, source):
+            copier.copy(tensor, source)
+        else:
+            copier.show({"": source})
+            with torch.no_grad():
+                tensor.copy_(source)
+    for replace in filling.replacements:
+        replace()
+    return _IncompatibleKeys(filling.missing, filling.unexpected)
+
+
+class _Filling:
+    """What to do for a state dict, and what is wrong with it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.replacements: list[Callable[[], None]] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+
+    def compare(self, target: Any, saved: Any, prefix: str) -> None:
+        """Go through two containers of the same kind."""
+        ours, theirs = dict(_items(target)), dict(_items(saved))
+        self.missing += [f"{prefix}{key}" for key in ours if key not in theirs]
+        self.unexpected += [f"{prefix}{key}" for key in theirs if key not in ours]
+        for key, value in ours.items():
+            if key in theirs:
+                self._compare_entry(target, key, value, theirs[key], f"{prefix}{key}")
+
+    def _compare_entry(self, target: Any, key: Any, value: Any, saved: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            if not isinstance(saved, Tensor):
+                self.errors.append(
+                    f'While copying the parameter named "{path}", expected torch.Tensor or '
+                    f"Tensor-like object from checkpoint but received {type(saved)}"
+                )
+            elif value.shape != saved.shape:
+                self.errors.append(
+                    f"size mismatch for {path}: copying a param with shape {saved.shape} from "
+                    f"checkpoint, the shape in current model is {value.shape}."
+                )
+            else:
+                self.tensors.append((value, saved))
+        elif _are_containers(value, saved):
+            self.compare(value, saved, f"{path}.")
+        elif isinstance(target, (dict, list)):
+            self.replacements.append(lambda: target.__setitem__(key, saved))
+        else:
+            self.errors.append(f"{path} cannot be replaced in a {type(target).__name__}")
+
+    def raise_errors(self, target: Any, strict: bool) -> None:
+        errors = list(self.errors)
+        if strict:
+            for kind, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
+                if keys:
+                    named = ", ".join(f'"{key}"' for key in keys)
+                    errors.insert(0, f"{kind} key(s) in state_dict: {named}. ")
+        if errors:
+            raise RuntimeError(
+                "Error(s) in loading state_dict for {}:\n\t{}".format(
+                    type(target).__name__, "\n\t".join(errors)
+                )
+            )
+
+
+def _are_containers(value: Any, saved: Any) -> bool:
+    return any(
+        isinstance(value, kind) and isinstance(saved, kind) for kind in (Mapping, (list, tuple))
+    )
+
+
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(container.items() if isinstance(container, Mapping) else enumerate(container))

@@ -1,0 +1,201 @@
+"""Restoring: the tensors of a file go straight into tensors that exist already.
+
+The file's pickle is run with storages that have their places, but not their bytes.  Whoever loads
+state dicts from it says what is to be copied where, and in the end the bytes are read: into the
+targets where that is all a copy would do, into their own storages where somebody keeps the tensor,
+and through memory that is given back at once in every other case.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, _weights_only_unpickler
+
+from ptsave import _C, config
+from ptsave.checking import check_small_records, check_version
+from ptsave.copying import Copier, CopyNow
+from ptsave.entries import entries_using
+from ptsave.errors import CheckpointWarning
+from ptsave.progress import ProgressCallback, progress_bar
+from ptsave.reading import RecordReader
+from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
+from ptsave.unpickling import can_defer_reading, unpickle_unread
+
+__all__ = ["restoring"]
+
+_MAX_NAMED = 8
+
+
+@contextmanager
+def restoring(
+    f: Any,
+    map_location: Any,
+    *,
+    weights_only: bool | None,
+    verify: bool,
+    progress: bool,
+    deferred: bool = True,
+) -> Iterator[tuple[Any, Copier, bool]]:
+    """Yield the object of a file, what copies from it, and whether its tensors are where they were.
+
+    Everything that was to be copied is, and every tensor of the object that is still referred to
+    has its values, when the block ends without an exception.
+
+    Parameters
+    ----------
+    f, map_location, weights_only, verify, progress
+        As for :func:`ptsave.load`.
+    deferred : bool, default True
+        Whether to put off reading until the copies are known.  That is not done for files that
+        only torch reads, for objects whose making may look at values, and for a `map_location`
+        that wants to see each storage.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        Also when targets have been changed by then; the message and the attribute `overwritten` of
+        any exception that leaves the block say which entries hold new values.
+    """
+    reader = _reader_to_defer(f, map_location, weights_only, verify) if deferred else None
+    if reader is None:
+        obj = load(f, map_location, weights_only=weights_only, verify=verify, progress=progress)
+        yield obj, CopyNow(), True
+        return
+    with (
+        closing(reader),
+        progress_bar(progress, "restoring", reader.engine.nbytes) as callback,
+    ):
+        check_version(reader)
+        if reader.verify:
+            check_small_records(reader)
+        copier = FileCopier(reader, callback)
+        module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
+        with unpickling_errors(module):
+            locations: set[str] = set()
+            obj = unpickle_unread(reader, module, locations)
+        holder = [obj]
+        del obj
+        try:
+            yield holder.pop(), copier, locations <= {"cpu"} and map_location in (None, "cpu")
+            copier.finish()
+        except BaseException as error:
+            _tell_what_changed(error, reader)
+            raise
+        reader.release_storages()
+
+
+def _reader_to_defer(
+    f: Any, map_location: Any, weights_only: bool | None, verify: bool
+) -> RecordReader | None:
+    """Return the open archive if its bytes can be read after its object is made."""
+    if map_location is not None and type(map_location) not in (str, torch.device):
+        return None
+    reader = reader_for(f, None, verify)
+    if reader is None:
+        return None
+    module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
+    known = not reader.has_record("constants.pkl") and reader.engine.all_stored
+    if known and can_defer_reading(reader, module):
+        return reader
+    reader.close()
+    return None
+
+
+class FileCopier:
+    """A `Copier` for tensors whose bytes are still in a file.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive, with all storages reserved.
+    progress : ProgressCallback or None
+        Called with the bytes read so far.
+    """
+
+    def __init__(self, reader: RecordReader, progress: ProgressCallback | None) -> None:
+        self._reader = reader
+        self._engine = reader.engine
+        self._verify = reader.verifies_storages()
+        self._progress = progress
+        self._nbytes_done = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._engine.plan_copy(target, source)
+
+    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        dtype = source.dtype if dtype is None else dtype
+        if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
+            return source.to(dtype=dtype, device=device)
+        if source.is_complex() and not dtype.is_complex:  # torch has something to say then
+            self.show({"": source})
+            return source.to(dtype=dtype, device=device)
+        converted = torch.empty_like(source, dtype=dtype, device=device)
+        self._engine.plan_copy(converted, source)
+        return converted
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        records = (self._engine.record_of(tensor) for tensor in _tensors_in(state_dict))
+        self._fill({record for record in records if record is not None})
+
+    def finish(self) -> None:
+        """Make all copies, and read what is still referred to."""
+        self._fill(self._engine.referenced())
+
+    def _is_unread(self, source: Tensor) -> bool:
+        record = self._engine.record_of(source)
+        return record is not None and not self._engine.is_filled(record)
+
+    def _fill(self, records: Iterable[int]) -> None:
+        done = self._nbytes_done
+        callback = self._progress
+
+        def move_on(nbytes: int) -> None:
+            self._nbytes_done = done + nbytes
+            if callback is not None:
+                callback(self._nbytes_done)
+
+        damaged = self._engine.fill(
+            list(records),
+            n_threads=config.current().n_readers,
+            verify=self._verify,
+            progress=move_on if callback is not None else None,
+        )
+        if damaged:
+            raise self._reader.damage(damaged)
+
+
+def _tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers, each container looked at once."""
+    seen: set[int] = set()
+    pending = [obj]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [*value, *value.values()] if isinstance(value, Mapping) else value
+
+
+def _tell_what_changed(error: BaseException, reader: RecordReader) -> None:
+    """Say on an exception which entries have been copied into their targets before it."""
+    changed: list[_C.Record] = [reader.engine.record(i) for i in reader.engine.changed()]
+    if not changed:
+        return
+    names = entries_using(reader, {record.name for record in changed})
+    error.overwritten = names  # type: ignore[attr-defined]
+    named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    message = (
+        f"{reader.path}: the restore has stopped halfway: {len(names)} entries hold the file's "
+        f"values, at least in part, and the others hold the old ones: {named}"
+    )
+    if hasattr(error, "add_note"):
+        error.add_note(message)
+    else:  # Python 3.10
+        warnings.warn(message, CheckpointWarning, stacklevel=2)
