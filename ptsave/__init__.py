@@ -3,6 +3,8 @@
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.installation import install, installed, uninstall
+from ptsave.lazy_buffers import register_lazy_buffer
+from ptsave.module_state import IncompatibleKeys, load_state_dict
 from ptsave.serialization import load, save
 
 __version__: str = _torch_version.VERSION
@@ -10,11 +12,14 @@ __version__: str = _torch_version.VERSION
 __all__ = [
     "CheckpointWarning",
     "CorruptCheckpointError",
+    "IncompatibleKeys",
     "SaveError",
     "__version__",
     "install",
     "installed",
     "load",
+    "load_state_dict",
+    "register_lazy_buffer",
     "save",
     "uninstall",
 ]

@@ -40,8 +40,13 @@ class CopyNow:
     """Copies at once, as torch does."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.no_grad():
+        # As torch.no_grad() does it, whose own Python code would take longer than a small copy.
+        was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
             target.copy_(source)
+        finally:
+            torch._C._set_grad_enabled(was_enabled)
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         return source.to(dtype=dtype, device=device)

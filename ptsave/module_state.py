@@ -1,0 +1,443 @@
+"""`load_state_dict` of modules: torch's semantics in time linear in the number of keys.
+
+torch filters the state dict of a module once for each of its children.  Here it is divided among
+them in one pass, and modules that run no code but torch's are loaded by `_Loading` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Size, Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+from torch.overrides import is_tensor_like
+
+from ptsave.copying import Copier, CopyNow
+from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly, modes_are_active
+from ptsave.trusted_loading import assigns_plainly, loads_plainly, own_tensors, run_trusted_code
+
+__all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
+
+_LOAD_STATE_DICT = nn.Module.load_state_dict
+
+_Mismatch = tuple[str, Size, Size]
+
+
+class IncompatibleKeys(_IncompatibleKeys):
+    """What torch returns, ``(missing_keys, unexpected_keys)``, and what did not fit.
+
+    Attributes
+    ----------
+    mismatched_keys : list of (str, torch.Size, torch.Size)
+        Key, shape in the state dict and shape in the module.
+    """
+
+    mismatched_keys: list[_Mismatch]
+
+    def __new__(
+        cls,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        mismatched_keys: list[_Mismatch] | None = None,
+    ) -> IncompatibleKeys:
+        keys: IncompatibleKeys = super().__new__(cls, missing_keys, unexpected_keys)
+        keys.mismatched_keys = [] if mismatched_keys is None else mismatched_keys
+        return keys
+
+    def __repr__(self) -> str:
+        if not self.mismatched_keys:
+            return super().__repr__()
+        return (
+            f"IncompatibleKeys(missing_keys={self.missing_keys!r}, "
+            f"unexpected_keys={self.unexpected_keys!r}, mismatched_keys={self.mismatched_keys!r})"
+        )
+
+    __str__ = __repr__
+
+
+def load_state_dict(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    assign: bool = False,
+    *,
+    ignore_mismatched_sizes: bool = False,
+) -> _IncompatibleKeys:
+    """Copy a state dict into a module, as ``module.load_state_dict`` does, in linear time.
+
+    Hooks, overridden methods, extra state, metadata, warnings and messages are the same.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module to load into.
+    state_dict : Mapping of str to object
+        As from :meth:`torch.nn.Module.state_dict`.  It is not changed.
+    strict : bool, default True
+        Whether missing and unexpected keys are an error.
+    assign : bool, default False
+        Whether the module gets the tensors themselves, and not copies of their values.
+    ignore_mismatched_sizes : bool, default False
+        Whether entries whose shape differs from the module's are left out: those parameters and
+        buffers keep their values, and the result names them.
+
+    Returns
+    -------
+    torch.nn.modules.module._IncompatibleKeys
+        The keys ``(missing_keys, unexpected_keys)``; with `ignore_mismatched_sizes`, an
+        `IncompatibleKeys`, which has ``mismatched_keys`` too.
+
+    Raises
+    ------
+    RuntimeError
+        With torch's message: keys that are missing or unexpected, shapes that differ, entries that
+        are no tensors.  As in torch, everything else has been loaded by then.
+    TypeError
+        If `state_dict` is not a mapping.
+    ValueError
+        If `ignore_mismatched_sizes` is asked of a module whose ``load_state_dict`` is overridden.
+
+    Notes
+    -----
+    An overridden ``load_state_dict`` of `module` itself is called, with `assign` only if it is
+    set.  `ignore_mismatched_sizes` does not reach into a ``_load_from_state_dict`` that does not
+    call its base class's.
+
+    Examples
+    --------
+    >>> import torch, ptsave
+    >>> pretrained, model = torch.nn.Linear(3, 10), torch.nn.Linear(3, 2)
+    >>> keys = ptsave.load_state_dict(
+    ...     model, pretrained.state_dict(), ignore_mismatched_sizes=True
+    ... )
+    >>> keys.mismatched_keys[1]
+    ('bias', torch.Size([10]), torch.Size([2]))
+    """
+    return load_module(module, state_dict, strict, assign, CopyNow(), ignore_mismatched_sizes)
+
+
+def load_module(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
+    copier: Copier,
+    ignore_mismatched_sizes: bool,
+) -> _IncompatibleKeys:
+    """Load as `load_state_dict` does; `copier` decides when the values arrive."""
+    if getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT:
+        if ignore_mismatched_sizes:
+            raise ValueError(
+                f"{type(module).__name__} has a load_state_dict of its own, which knows nothing of "
+                "ignore_mismatched_sizes: take the entries that do not fit out of the state dict"
+            )
+        copier.show(state_dict)
+        options = {"assign": assign} if assign else {}
+        return module.load_state_dict(state_dict, strict, **options)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    metadata = getattr(state_dict, "_metadata", None)
+    entries: OrderedDict[str, Any] = OrderedDict(state_dict)
+    if metadata is not None:
+        entries._metadata = metadata  # type: ignore[attr-defined]
+    loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
+    loading.load(module, entries, "")
+    loading.raise_errors(module, strict)
+    if ignore_mismatched_sizes:
+        return IncompatibleKeys(loading.missing, loading.unexpected, loading.mismatched)
+    return _IncompatibleKeys(loading.missing, loading.unexpected)
+
+
+class _Plan(NamedTuple):
+    """How the entries of one module go into its tensors."""
+
+    copies: list[tuple[Tensor, Tensor]]
+    missing: list[str]
+    mismatched: list[_Mismatch]
+
+
+class _Loading:
+    """One load: how it is to be done, and what it has found."""
+
+    def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
+        self.metadata = metadata
+        self.assign = assign
+        self.copier = copier
+        self.skip_mismatched = skip_mismatched
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+        self.mismatched: list[_Mismatch] = []
+        # Counts the runs of other people's code, which may change any dict that it holds.
+        self.foreign_runs = 0
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        """Load a module and its children; one Python frame for each level, as in torch."""
+        metadata = {} if self.metadata is None else self.metadata.get(prefix[:-1], {})
+        if self.assign:
+            metadata["assign_to_params_buffers"] = self.assign
+        part = _Part(entries, prefix)
+        self._load_own(module, part, metadata)
+        for name, child in module._modules.items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                child_entries = part.of_child(name, child_prefix, self.foreign_runs)
+                self.load(child, child_entries, child_prefix)
+        hooks = module._load_state_dict_post_hooks
+        if hooks:
+            keys = _IncompatibleKeys(self.missing, self.unexpected)
+            for hook in hooks.values():
+                self._show({})
+                if hook(module, keys) is not None:
+                    raise AssertionError(
+                        "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                        "expected to return new values, if incompatible_keys need to be modified, "
+                        "it should be done inplace."
+                    )
+
+    def raise_errors(self, module: nn.Module, strict: bool) -> None:
+        """Raise what torch raises for everything that was found, if anything was."""
+        errors = self.errors
+        if strict:
+            kinds = (("Unexpected", self.unexpected), ("Missing", self.missing))
+            for kind, keys in kinds:
+                if len(keys) > 0:
+                    names = ", ".join(f'"{key}"' for key in keys)
+                    errors.insert(0, f"{kind} key(s) in state_dict: {names}. ")
+        if len(errors) > 0:
+            reasons = "\n\t".join(errors)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {module.__class__.__name__}:\n\t{reasons}"
+            )
+
+    # ---------------------------------------------------------------------- one module's own part
+
+    def _load_own(self, module: nn.Module, part: _Part, metadata: dict[str, Any]) -> None:
+        entries, prefix = part.entries, part.prefix
+        if not loads_plainly(module, entries, prefix, metadata):
+            self._show(entries)
+            self._call_torch(module, part, metadata)
+            return
+        run_trusted_code(
+            module, entries, prefix, metadata, True, self.missing, self.unexpected, self.errors
+        )
+        own = own_tensors(module)
+        assigns = metadata.get("assign_to_params_buffers", False)
+        if modes_are_active() or torch.__future__.get_swap_module_params_on_conversion():
+            plan = None
+        elif assigns:
+            self._load_by_torch(module, own, part, metadata, plainly=assigns_plainly(module))
+            return
+        else:
+            plan = self._plan(own, entries, prefix)
+        if plan is None:
+            self._load_by_torch(module, own, part, metadata, plainly=False)
+            return
+        for target, source in plan.copies:
+            self.copier.copy(target, source)
+        self.missing += plan.missing
+        self.mismatched += plan.mismatched
+        n_found = len(own) - len(plan.missing)
+        n_found += self._load_extra_state(module, own, entries, prefix)
+        self._find_unexpected(module, own, part, n_found)
+
+    def _plan(
+        self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
+    ) -> _Plan | None:
+        """Decide before anything is touched; None if there is more to do than plain copies."""
+        plan = _Plan([], [], [])
+        for name, target in own.items():
+            key = prefix + name
+            if key not in entries:
+                plan.missing.append(key)
+                continue
+            source = entries[key]
+            if copies_plainly(target, source):
+                plan.copies.append((target, source))
+            elif self.skip_mismatched and _are_plain(target, source) and _differ(target, source):
+                plan.mismatched.append((key, source.shape, target.shape))
+            else:
+                return None
+        return plan
+
+    def _load_by_torch(
+        self,
+        module: nn.Module,
+        own: dict[str, Tensor],
+        part: _Part,
+        metadata: dict[str, Any],
+        *,
+        plainly: bool,
+    ) -> None:
+        """Let torch's code load the module, after showing what it passes to anybody else's."""
+        entries, prefix = part.entries, part.prefix
+        names = [*own, _EXTRA_STATE_KEY_SUFFIX] if _sets_extra_state(module) else [*own]
+        seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
+        if not plainly or not all(
+            _are_plain(own.get(key[len(prefix) :]), entry) for key, entry in seen.items()
+        ):
+            self._show(seen)
+        self._call_torch(module, part, metadata)
+
+    def _load_extra_state(
+        self, module: nn.Module, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
+    ) -> int:
+        """Load a module's extra state; returns how many entries that are no tensor's it was."""
+        key = prefix + _EXTRA_STATE_KEY_SUFFIX
+        found = key in entries
+        if _sets_extra_state(module):
+            if found:
+                self._show({key: entries[key]})
+                module.set_extra_state(entries[key])
+            else:
+                self.missing.append(key)
+        elif found:
+            self.unexpected.append(key)
+        return int(found and _EXTRA_STATE_KEY_SUFFIX not in own)
+
+    def _find_unexpected(
+        self, module: nn.Module, own: dict[str, Tensor], part: _Part, n_found: int
+    ) -> None:
+        """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
+        entries, prefix = part.entries, part.prefix
+        if len(entries) == n_found:
+            return
+        groups = part.groups(self.foreign_runs)
+        modules = module._modules
+        if groups is not None and all(name in modules for name in groups):
+            n_found += sum(map(len, groups.values()))
+            if len(entries) == n_found:
+                return
+        extra_state_key = prefix + _EXTRA_STATE_KEY_SUFFIX
+        for key in entries:
+            if key.startswith(prefix) and key != extra_state_key:
+                name, dot, _ = key[len(prefix) :].partition(".")
+                if name not in (modules if dot else own):
+                    self.unexpected.append(key)
+
+    # ------------------------------------------------------------------------ other people's code
+
+    def _show(self, entries: dict[str, Any]) -> None:
+        self.copier.show(entries)
+        self.foreign_runs += 1
+
+    def _call_torch(self, module: nn.Module, part: _Part, metadata: dict[str, Any]) -> None:
+        """Call the module's own method, and note whether anybody keeps the dict it was given."""
+        n_references = sys.getrefcount(part.entries)
+        with self._skipping_mismatched(module):
+            module._load_from_state_dict(
+                part.entries,
+                part.prefix,
+                metadata,
+                True,
+                self.missing,
+                self.unexpected,
+                self.errors,
+            )
+        part.is_kept = (
+            sys.getrefcount(part.entries) > n_references
+            or weakref.getweakrefcount(part.entries) > 0
+        )
+
+    @contextlib.contextmanager
+    def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
+        """Let entries of other shapes do nothing while the module's own method runs.
+
+        The last pre-hook, which sees what torch will see, puts the module's own tensors into their
+        places: so nothing is missing, and the tensors are copied to themselves.
+        """
+        if not self.skip_mismatched:
+            yield
+            return
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+        def replace(entries: dict[str, Any], prefix: str, *_: Any) -> None:
+            for name, target in own_tensors(module).items():
+                key = prefix + name
+                if key in entries and _differ(target, entries[key]):
+                    replaced.append((entries, key, entries[key]))
+                    self.mismatched.append((key, entries[key].shape, target.shape))
+                    entries[key] = target
+
+        handle = module._register_load_state_dict_pre_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for entries, key, entry in replaced:
+                entries[key] = entry
+
+
+def _are_plain(target: Any, source: Any) -> bool:
+    return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
+
+
+def _differ(target: Tensor, source: Any) -> bool:
+    """Return whether torch would report a size mismatch."""
+    if not is_tensor_like(source) or is_lazy(target) or is_lazy(source):
+        return False
+    one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
+    return not one_element and bool(source.shape != target.shape)
+
+
+def _sets_extra_state(module: nn.Module) -> bool:
+    cls = module.__class__
+    default = nn.Module.set_extra_state
+    return getattr(cls, "set_extra_state", default) is not default
+
+
+class _Part:
+    """The part of a state dict that one module is given, and what each child gets of it."""
+
+    __slots__ = ("_groups", "_grouped_at", "entries", "is_kept", "prefix")
+
+    _groups: dict[str, dict[str, Any]] | None
+
+    def __init__(self, entries: dict[str, Any], prefix: str) -> None:
+        self.entries = entries
+        self.prefix = prefix
+        self.is_kept = False  # by other people's code, which may change it when it runs next
+        self._grouped_at = -1
+
+    def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
+        """Return the entries with a dot behind the prefix, by what is before the dot.
+
+        None if there are keys that are not plain strings.
+        """
+        if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
+            self._groups = _group(self.entries, self.prefix)
+            self._grouped_at = foreign_runs
+        return self._groups
+
+    def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
+        """Return the entries under `child_prefix`: a new dict, in this one's order."""
+        groups = self.groups(foreign_runs)
+        if groups is None or type(name) is not str or "." in name:
+            return {
+                key: entry for key, entry in self.entries.items() if key.startswith(child_prefix)
+            }
+        return groups.get(name) or {}
+
+
+def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
+    groups: dict[str, dict[str, Any]] = {}
+    start = len(prefix)
+    for key, entry in entries.items():
+        if type(key) is not str:
+            return None
+        end = key.find(".", start)
+        if end >= 0 and key.startswith(prefix):
+            name = key[start:end]
+            group = groups.get(name)
+            if group is None:
+                groups[name] = {key: entry}
+            else:
+                group[key] = entry
+    return groups

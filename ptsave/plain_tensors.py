@@ -1,0 +1,84 @@
+"""Which tensors are nothing but numbers in memory, so that copying them runs nobody's code.
+
+Loading a state dict may copy those by itself, at any time; everything else is torch's to decide.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["PLAIN_TYPES", "copies_plainly", "modes_are_active"]
+
+PLAIN_TYPES = frozenset({Tensor, Parameter})
+
+_DEVICES = ("CPU", "CUDA", "MPS", "XPU")
+# Between these `copy_` converts without a word, but for complex numbers that lose their imaginary
+# part.
+_COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_REAL_DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    }
+)
+
+
+def modes_are_active() -> bool:
+    """Return whether every call of torch goes to somebody's mode or transform first."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def copies_plainly(target: Any, source: Any) -> bool:
+    """Return whether ``target.copy_(source)`` moves numbers and can neither fail nor warn.
+
+    Parameters
+    ----------
+    target, source : object
+        What a module and a state dict have under one key.  Anything but two tensors of exactly
+        torch's own types, strided, of one shape and on real devices, is not copied plainly.
+    """
+    if type(target) not in PLAIN_TYPES or type(source) not in PLAIN_TYPES:
+        return False
+    if not (_is_memory(target) and _is_memory(source)) or target.shape != source.shape:
+        return False
+    # copy_ refuses to write to one place twice, and to read what it overwrites.
+    if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:
+        return False
+    if torch._C._is_alias_of(target, source) and target is not source:
+        return False
+    return target.dtype is source.dtype or _converts_silently(source.dtype, target.dtype)
+
+
+def _converts_silently(source: torch.dtype, target: torch.dtype) -> bool:
+    if source in _REAL_DTYPES:
+        return target in _REAL_DTYPES or target in _COMPLEX_DTYPES
+    return source in _COMPLEX_DTYPES and target in _COMPLEX_DTYPES
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    return _names_memory(torch._C._dispatch_keys(tensor).raw_repr())
+
+
+@functools.cache
+def _names_memory(dispatch_keys: int) -> bool:
+    """Return whether tensors with these dispatch keys are strided numbers on a real device.
+
+    Every other kind has a key that says so: sparse, quantized and nested tensors, meta tensors,
+    conjugates that are not computed yet, inference tensors (by a key that they lack), wrappers.
+    """
+    names = set(str(torch._C.DispatchKeySet.from_raw_repr(dispatch_keys))[15:-1].split(", "))
+    return any(
+        {device, "ADInplaceOrView", f"Autograd{device}"}
+        <= names
+        <= {device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}"}
+        for device in _DEVICES
+    )

@@ -1,0 +1,131 @@
+"""Which modules load their own entries with torch's code alone, which looks at no values.
+
+For those `module_state` does the same by itself; every other module's own code is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.module import _WrappedHook
+
+from ptsave.lazy_buffers import LazyBufferHook
+from ptsave.plain_tensors import PLAIN_TYPES
+
+__all__ = ["assigns_plainly", "loads_plainly", "own_tensors", "run_trusted_code"]
+
+# As they were when ptsave was imported: who replaces them wants them called.
+_MODULE = nn.Module._load_from_state_dict
+_NORM = _NormBase._load_from_state_dict
+_INSTANCE_NORM = _InstanceNorm._load_from_state_dict
+_SET_ATTRIBUTE = (nn.Module.__setattr__, nn.RNNBase.__setattr__)
+_REGISTER = (nn.Module.register_parameter, nn.Module.register_buffer)
+_registration_hooks = (
+    nn.modules.module._global_parameter_registration_hooks,
+    nn.modules.module._global_buffer_registration_hooks,
+)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a module's own part of a state dict is loaded into, as torch collects it."""
+    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    if module._buffers:
+        hidden = module._non_persistent_buffers_set
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in hidden:
+                own[name] = tensor
+    return own
+
+
+def loads_plainly(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> bool:
+    """Return whether `run_trusted_code` is all that comes before the module's tensors are copied.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module; its children do not matter here.
+    entries, prefix, metadata : dict, str, dict
+        What its ``_load_from_state_dict`` would be given.
+    """
+    cls = type(module)
+    found = getattr(cls, "_load_from_state_dict", None)
+    if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
+        return False
+    if "_load_from_state_dict" in vars(module):
+        return False
+    if cls.__getattribute__ is not object.__getattribute__:  # type: ignore[comparison-overlap]
+        return False
+    hooks = module._load_state_dict_pre_hooks
+    return not hooks or all(
+        _is_trusted_hook(hook, module, entries, prefix) for hook in hooks.values()
+    )
+
+
+def run_trusted_code(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Do what comes first in the ``_load_from_state_dict`` of a module that loads plainly.
+
+    `rest` are the other arguments of that method.
+    """
+    if type(module)._load_from_state_dict is not _MODULE:
+        _add_batch_count(module, entries, prefix, metadata)
+    for hook in module._load_state_dict_pre_hooks.values():
+        hook(entries, prefix, metadata, *rest)
+
+
+def assigns_plainly(module: nn.Module) -> bool:
+    """Return whether setting a parameter or buffer of the module runs torch's code alone."""
+    cls = type(module)
+    return (
+        cls.__setattr__ in _SET_ATTRIBUTE
+        and (cls.register_parameter, cls.register_buffer) == _REGISTER
+        and not any(_registration_hooks)
+    )
+
+
+def _is_trusted_hook(
+    hook: Callable[..., Any], module: nn.Module, entries: dict[str, Any], prefix: str
+) -> bool:
+    """Return whether this is a lazy buffer's hook that will see no tensors but plain ones."""
+    if type(hook) is not _WrappedHook or type(hook.hook) is not LazyBufferHook:
+        return False
+    name = hook.hook.name
+    seen = (entries.get(prefix + name), module._buffers.get(name))
+    return all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in seen)
+
+
+def _is_trusted_norm(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> bool:
+    """Return whether the module is a norm of torch's that will do no more than add a count."""
+    overrides = [
+        vars(cls)["_load_from_state_dict"]
+        for cls in type(module).__mro__
+        if "_load_from_state_dict" in vars(cls)
+    ]
+    if overrides == [_INSTANCE_NORM, _NORM, _MODULE]:
+        # It refuses statistics that it does not track, in its own words.
+        names = (prefix + "running_mean", prefix + "running_var")
+        return not any(name in entries for name in names) or bool(module.track_running_stats)
+    return overrides == [_NORM, _MODULE]
+
+
+def _add_batch_count(
+    norm: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Add the buffer that version 2 of torch's norms has introduced, as ``_NormBase`` does."""
+    version = metadata.get("version", None)
+    if (version is None or version < 2) and norm.track_running_stats:
+        key = prefix + "num_batches_tracked"
+        if key not in entries:
+            count: Any = norm.num_batches_tracked
+            usable = count is not None and count.device != torch.device("meta")
+            entries[key] = count if usable else torch.tensor(0, dtype=torch.long)
