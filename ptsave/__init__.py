@@ -3,6 +3,8 @@
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.installation import install, installed, uninstall
+from ptsave.optimizer_groups import UnmatchedParameters
+from ptsave.optimizer_state import load_optimizer_state_dict
 from ptsave.serialization import load, save
 
 __version__: str = _torch_version.VERSION
@@ -11,10 +13,12 @@ __all__ = [
     "CheckpointWarning",
     "CorruptCheckpointError",
     "SaveError",
+    "UnmatchedParameters",
     "__version__",
     "install",
     "installed",
     "load",
+    "load_optimizer_state_dict",
     "save",
     "uninstall",
 ]
