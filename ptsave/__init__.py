@@ -1,10 +1,13 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
 
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
+from ptsave.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.installation import install, installed, uninstall
 from ptsave.lazy_buffers import register_lazy_buffer
 from ptsave.module_state import IncompatibleKeys, load_state_dict
+from ptsave.optimizer_groups import UnmatchedParameters
+from ptsave.optimizer_state import load_optimizer_state_dict
 from ptsave.serialization import load, save
 
 __version__: str = _torch_version.VERSION
@@ -14,12 +17,17 @@ __all__ = [
     "CorruptCheckpointError",
     "IncompatibleKeys",
     "SaveError",
+    "UnmatchedParameters",
     "__version__",
     "install",
     "installed",
     "load",
+    "load_checkpoint",
+    "load_into",
+    "load_optimizer_state_dict",
     "load_state_dict",
     "register_lazy_buffer",
     "save",
+    "save_checkpoint",
     "uninstall",
 ]
