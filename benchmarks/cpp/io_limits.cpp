@@ -8,6 +8,7 @@
 //   tmpfs-write     the same without preallocation, which on tmpfs is a write of its own
 //   direct-read     O_DIRECT reads of the file at PATH (dropped from the page cache first)
 //   cached-read     reads of the cached file at PATH into fresh memory made of huge pages
+//   resident-read   reads of the cached file at PATH into memory that is faulted in already
 //   mapped-read     one byte of every page of the cached file at PATH, through a fresh mapping
 //
 // Writes move NBYTES of memory that was faulted in before; reads move the whole file.  Each mode
@@ -268,6 +269,18 @@ Measure cached_read_measure(const std::string& path, std::size_t nbytes) {
   };
 }
 
+Measure resident_read_measure(const std::string& path, std::size_t nbytes) {
+  const auto memory = std::make_shared<Memory>(faulted_memory(nbytes));
+  return [=](std::size_t threads) {
+    return seconds_of([&] {
+      const File file(path, O_RDONLY);
+      for_each_chunk(nbytes, threads, [&](const Chunk& chunk) {
+        file.read_all(memory->at(chunk.offset, chunk.nbytes), chunk.offset);
+      });
+    });
+  };
+}
+
 Measure mapped_read_measure(const std::string& path, std::size_t nbytes) {
   return [=](std::size_t threads) {
     std::vector<Memory> kept;  // outlives the timing
@@ -293,6 +306,7 @@ Measure measure_of(std::string_view mode, const std::string& path, std::size_t n
   if (mode == "tmpfs-write") return write_measure(path, nbytes, WriteKind::kTmpfs);
   if (mode == "direct-read") return direct_read_measure(path, nbytes);
   if (mode == "cached-read") return cached_read_measure(path, nbytes);
+  if (mode == "resident-read") return resident_read_measure(path, nbytes);
   if (mode == "mapped-read") return mapped_read_measure(path, nbytes);
   throw std::invalid_argument("unknown mode: " + std::string(mode));
 }

@@ -138,11 +138,20 @@ class Reader final : public StorageSource {
     return restore().is_filled(i);
   }
   std::vector<std::size_t> changed() { return restore().changed(); }
-  // Storages are handed out once, so this says whether anything but this reader refers to one.
-  std::vector<std::size_t> referenced() const {
+  // The records to whose storages anything but this reader refers.  The others are let go of, which
+  // is how to find out: a storage keeps its Python object, and that keeps the storage.
+  std::vector<std::size_t> referenced() {
     std::vector<std::size_t> records;
     for (std::size_t i = 0; i < storages_.size(); ++i) {
-      if (storages_[i] && !storages_[i].unique()) records.push_back(i);
+      if (!storages_[i]) continue;
+      const c10::weak_intrusive_ptr<c10::StorageImpl> weak = storages_[i].getWeakStorageImpl();
+      record_by_storage_.erase(storages_[i].unsafeGetStorageImpl());
+      storages_[i] = c10::Storage();
+      if (auto found = weak.lock()) {
+        record_by_storage_.emplace(found.get(), i);
+        storages_[i] = c10::Storage(std::move(found));
+        records.push_back(i);
+      }
     }
     return records;
   }

@@ -1,0 +1,349 @@
+"""Restoring a model and its optimizer in place: stock torch, ptsave, the hardware.
+
+    python -m benchmarks.restore                        all workloads, 5 rounds
+    python -m benchmarks.restore into-warm --rounds 9
+    python -m benchmarks.restore --output benchmarks/results/restore.md
+
+In each round every workload runs once with every contender and with the hardware's limit, in a
+shuffled order.  Every figure comes from a fresh process in which the model (and its optimizer's
+state, except for a fresh optimizer) is in memory already, and which has restored one small model
+before.  Stock is torch.load followed by load_state_dict.  The limit is reading the same bytes with
+1, 2 and 4 threads into memory that is faulted in, whichever is fastest; from a cold disk, past the
+page cache.  Restored values are compared outside the clock, in the first round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks import _limits
+from benchmarks._system import (
+    MIB,
+    PeakMemory,
+    describe_machine,
+    fetch_free_memory,
+    make_cold,
+    make_warm,
+)
+from benchmarks.demo import Decoder, equal
+
+ROOT = Path(__file__).resolve().parent.parent
+STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
+WIDTH = 2048
+LAYERS = 6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One restore, and what is asked of it."""
+
+    title: str
+    checkpoint: str  # the file: "decoder" or "training"
+    ratio_goal: float
+    cold: bool = False
+    fresh_optimizer: bool = False
+    limit_goal: float | None = None
+    peak_goal_mib: float | None = 64
+
+
+WORKLOADS = {
+    "into-warm": Workload("load_into, 1 GiB decoder, warm", "decoder", 8, limit_goal=0.8),
+    "into-cold": Workload("load_into, 1 GiB decoder, cold", "decoder", 3.5, cold=True),
+    "checkpoint-warm": Workload("load_checkpoint, GPT-2 small + AdamW, warm", "training", 8),
+    "checkpoint-fresh": Workload(
+        "the same into a fresh optimizer",
+        "training",
+        8,
+        fresh_optimizer=True,
+        peak_goal_mib=None,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------- the models
+
+
+class Layer(nn.Module):
+    """The parameters of a transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.attn = nn.ModuleDict(
+            {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("q", "k", "v", "o")}
+        )
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+
+def make_decoder(seed: int) -> nn.Module:
+    """Return 1.1 GiB of parameters."""
+    torch.manual_seed(seed)
+    return nn.ModuleDict(
+        {"wte": nn.Embedding(4096, WIDTH), "h": nn.ModuleList(Layer() for _ in range(LAYERS))}
+    )
+
+
+def make_training(seed: int, *, fresh: bool) -> dict[str, Any]:
+    """Return a model with GPT-2 small's shapes and its optimizer."""
+    torch.manual_seed(seed)
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    if not fresh:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_checkpoint(checkpoint: str, path: str) -> None:
+    if checkpoint == "decoder":
+        torch.save(make_decoder(0).state_dict(), path)
+    else:
+        objects = make_training(0, fresh=False)
+        torch.save({name: obj.state_dict() for name, obj in objects.items()}, path)
+
+
+# ------------------------------------------------------------------------- one figure, one process
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures, or the file it writes."""
+
+    checkpoint: str
+    contender: str
+    path: str
+    save: bool = False
+    cold: bool = False
+    fresh_optimizer: bool = False
+    compare: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured."""
+
+    seconds: float
+    peak_nbytes: int = 0  # resident memory above what there was before
+
+
+def restore_module(contender: str, path: str, model: nn.Module) -> None:
+    if contender == STOCK:
+        model.load_state_dict(torch.load(path))
+        return
+    import ptsave
+
+    ptsave.load_into(path, model)
+
+
+def restore_training(contender: str, path: str, objects: dict[str, Any]) -> None:
+    if contender == STOCK:
+        checkpoint = torch.load(path)
+        for name, obj in objects.items():
+            obj.load_state_dict(checkpoint[name])
+        return
+    import ptsave
+
+    ptsave.load_checkpoint(path, **objects)
+
+
+def warm_up(contender: str, path: Path) -> None:
+    """Restore something small, so that nobody's imports are measured."""
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), path)
+    restore_module(contender, str(path), model)
+
+
+def state_of(objects: dict[str, Any]) -> dict[str, Any]:
+    return {name: obj.state_dict() for name, obj in objects.items()}
+
+
+def measure(task: Task) -> Figure:
+    path = Path(task.path)
+    warm_up(task.contender, path.with_name(f"warm-up-{task.contender}.pt"))
+    action: Callable[[], None]
+    if task.checkpoint == "decoder":
+        model = make_decoder(1)
+        objects: dict[str, Any] = {"model": model}
+
+        def action() -> None:
+            restore_module(task.contender, task.path, model)
+    else:
+        objects = make_training(1, fresh=task.fresh_optimizer)
+
+        def action() -> None:
+            restore_training(task.contender, task.path, objects)
+
+    make_cold(path) if task.cold else make_warm(path)
+    gc.collect()
+    fetch_free_memory(2 * path.stat().st_size)
+    memory = PeakMemory()
+    start = time.perf_counter()
+    action()
+    figure = Figure(time.perf_counter() - start, memory.above_baseline())
+    if task.compare:
+        saved = torch.load(task.path, mmap=True)
+        restored = state_of(objects)
+        if not equal(saved, restored["model"] if task.checkpoint == "decoder" else restored):
+            raise RuntimeError(f"{task.contender} restored other values: {task}")
+    return figure
+
+
+def run_task(task: Task) -> Figure:
+    command = [sys.executable, "-m", "benchmarks.restore", "--task", json.dumps(asdict(task))]
+    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return Figure(**json.loads(result.stdout.splitlines()[-1]))
+
+
+def measure_limit(workload: Workload, path: Path) -> Figure:
+    if not workload.cold:
+        make_warm(path)
+    mode = "direct-read" if workload.cold else "resident-read"
+    _, seconds = _limits.measure(mode, path, path.stat().st_size)
+    return Figure(min(seconds.values()))
+
+
+# --------------------------------------------------------------------------------------- the rounds
+
+Figures = dict[tuple[str, str], list[Figure]]  # by workload and contender
+
+
+def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
+    paths = {
+        WORKLOADS[name].checkpoint: folder / f"{WORKLOADS[name].checkpoint}.pt" for name in names
+    }
+    for checkpoint, path in paths.items():
+        run_task(Task(checkpoint, STOCK, str(path), save=True))
+    figures: Figures = {}
+    for number, name in tqdm(
+        list(itertools.product(range(rounds), names)), leave=False, disable=None
+    ):
+        workload = WORKLOADS[name]
+        path = paths[workload.checkpoint]
+        for contender in random.sample([STOCK, PTSAVE, LIMIT], 3):
+            if contender == LIMIT:
+                figure = measure_limit(workload, path)
+            else:
+                figure = run_task(
+                    Task(
+                        workload.checkpoint,
+                        contender,
+                        str(path),
+                        cold=workload.cold,
+                        fresh_optimizer=workload.fresh_optimizer,
+                        compare=number == 0,
+                    )
+                )
+            figures.setdefault((name, contender), []).append(figure)
+    return figures
+
+
+# ---------------------------------------------------------------------------------------- reporting
+
+TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
+
+
+def ratio(mine: list[Figure], other: list[Figure]) -> float:
+    return median(o.seconds / m.seconds for m, o in zip(mine, other, strict=True))
+
+
+def speed_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
+    for name, contender in itertools.product(names, (STOCK, PTSAVE, LIMIT)):
+        ours = figures[name, contender]
+        seconds = [figure.seconds for figure in ours]
+        peak = max(figure.peak_nbytes for figure in ours) / MIB
+        yield [
+            WORKLOADS[name].title,
+            contender,
+            f"{median(seconds):.3f}",
+            f"{min(seconds):.3f} - {max(seconds):.3f}",
+            f"{ratio(ours, figures[name, STOCK]):.2f}",
+            f"{ratio(ours, figures[name, LIMIT]):.2f}",
+            "" if contender == LIMIT else f"{peak:.0f}",
+        ]
+
+
+def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
+    for name in names:
+        workload, ours = WORKLOADS[name], figures[name, PTSAVE]
+        peak = max(figure.peak_nbytes for figure in ours) / MIB
+        times = ratio(ours, figures[name, STOCK])
+        goals = [(f"≥ {workload.ratio_goal:g} {TIMES_STOCK}", times, times >= workload.ratio_goal)]
+        if workload.limit_goal is not None:
+            part = ratio(ours, figures[name, LIMIT])
+            goals.append(
+                (f"≥ {workload.limit_goal:g} of the limit", part, part >= workload.limit_goal)
+            )
+        if workload.peak_goal_mib is not None:
+            goal = workload.peak_goal_mib
+            goals.append((f"≤ {goal:g} MiB above the model", peak, peak <= goal))
+        for goal_text, value, met in goals:
+            yield [workload.title, goal_text, f"{value:.2f}", "yes" if met else "**no**"]
+
+
+def table(header: list[str], rows: Iterator[list[str]]) -> str:
+    rule = ["---", "---"] + ["---:"] * (len(header) - 2)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def report(names: list[str], figures: Figures) -> str:
+    notes = (__doc__ or "").rpartition("\n\n")[2].strip()
+    header = ["workload", "", "s", "min - max", TIMES_STOCK, "of limit", "MiB above the model"]
+    speeds = table(header, speed_rows(names, figures))
+    goals = table(["workload", "goal", "ptsave", "met"], goal_rows(names, figures))
+    return "\n\n".join([speeds, goals, notes])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.restore",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], metavar="workload")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
+    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        task = Task(**json.loads(options.task))
+        if task.save:
+            save_checkpoint(task.checkpoint, task.path)
+            print(json.dumps(asdict(Figure(0.0))))
+        else:
+            print(json.dumps(asdict(measure(task))))
+        return
+    names = options.workloads or list(WORKLOADS)
+    with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.dir) as scratch:
+        folder = Path(scratch).resolve()
+        command = ["python", "-m", "benchmarks.restore", *options.workloads]
+        machine = describe_machine(folder, [*command, "--rounds", str(options.rounds)])
+        tables = report(names, run_rounds(names, options.rounds, folder))
+    print(tables)
+    if options.output is not None:
+        options.output.write_text(f"# Restore benchmark\n\n{machine}\n\n{tables}\n")
+
+
+if __name__ == "__main__":
+    main()
