@@ -5,6 +5,7 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.installation import install, installed, uninstall
 from ptsave.lazy_buffers import register_lazy_buffer
 from ptsave.module_state import IncompatibleKeys, load_state_dict
+from ptsave.prefixes import add_prefix, strip_prefix
 from ptsave.serialization import load, save
 
 __version__: str = _torch_version.VERSION
@@ -15,11 +16,13 @@ __all__ = [
     "IncompatibleKeys",
     "SaveError",
     "__version__",
+    "add_prefix",
     "install",
     "installed",
     "load",
     "load_state_dict",
     "register_lazy_buffer",
     "save",
+    "strip_prefix",
     "uninstall",
 ]

@@ -248,9 +248,7 @@ class _Loading:
         n_found += self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)
 
-    def _plan(
-        self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
-    ) -> _Plan | None:
+    def _plan(self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str) -> _Plan | None:
         """Decide before anything is touched; None if there is more to do than plain copies."""
         plan = _Plan([], [], [])
         for name, target in own.items():
