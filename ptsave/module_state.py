@@ -21,6 +21,7 @@ from torch.overrides import is_tensor_like
 
 from ptsave.copying import Copier, CopyNow
 from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly, modes_are_active
+from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import assigns_plainly, loads_plainly, own_tensors, run_trusted_code
 
 __all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
@@ -120,7 +121,8 @@ def load_state_dict(
     >>> keys.mismatched_keys[1]
     ('bias', torch.Size([10]), torch.Size([2]))
     """
-    return load_module(module, state_dict, strict, assign, CopyNow(), ignore_mismatched_sizes)
+    skips = ignore_mismatched_sizes
+    return load_module(module, state_dict, strict, assign, CopyNow(), ignore_mismatched_sizes=skips)
 
 
 def load_module(
@@ -129,7 +131,8 @@ def load_module(
     strict: bool,
     assign: bool,
     copier: Copier,
-    ignore_mismatched_sizes: bool,
+    *,
+    ignore_mismatched_sizes: bool = False,
 ) -> _IncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive."""
     if getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT:
@@ -140,7 +143,8 @@ def load_module(
             )
         copier.show(state_dict)
         options = {"assign": assign} if assign else {}
-        return module.load_state_dict(state_dict, strict, **options)
+        result: _IncompatibleKeys = module.load_state_dict(state_dict, strict, **options)
+        return result
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     metadata = getattr(state_dict, "_metadata", None)
@@ -183,7 +187,7 @@ class _Loading:
         metadata = {} if self.metadata is None else self.metadata.get(prefix[:-1], {})
         if self.assign:
             metadata["assign_to_params_buffers"] = self.assign
-        part = _Part(entries, prefix)
+        part = StateDictPart(entries, prefix)
         self._load_own(module, part, metadata)
         for name, child in module._modules.items():
             if child is not None:
@@ -219,7 +223,7 @@ class _Loading:
 
     # ---------------------------------------------------------------------- one module's own part
 
-    def _load_own(self, module: nn.Module, part: _Part, metadata: dict[str, Any]) -> None:
+    def _load_own(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
         entries, prefix = part.entries, part.prefix
         if not loads_plainly(module, entries, prefix, metadata):
             self._show(entries)
@@ -269,7 +273,7 @@ class _Loading:
         self,
         module: nn.Module,
         own: dict[str, Tensor],
-        part: _Part,
+        part: StateDictPart,
         metadata: dict[str, Any],
         *,
         plainly: bool,
@@ -301,7 +305,7 @@ class _Loading:
         return int(found and _EXTRA_STATE_KEY_SUFFIX not in own)
 
     def _find_unexpected(
-        self, module: nn.Module, own: dict[str, Tensor], part: _Part, n_found: int
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
     ) -> None:
         """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
         entries, prefix = part.entries, part.prefix
@@ -326,7 +330,7 @@ class _Loading:
         self.copier.show(entries)
         self.foreign_runs += 1
 
-    def _call_torch(self, module: nn.Module, part: _Part, metadata: dict[str, Any]) -> None:
+    def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
         """Call the module's own method, and note whether anybody keeps the dict it was given."""
         n_references = sys.getrefcount(part.entries)
         with self._skipping_mismatched(module):
@@ -389,53 +393,3 @@ def _sets_extra_state(module: nn.Module) -> bool:
     cls = module.__class__
     default = nn.Module.set_extra_state
     return getattr(cls, "set_extra_state", default) is not default
-
-
-class _Part:
-    """The part of a state dict that one module is given, and what each child gets of it."""
-
-    __slots__ = ("_groups", "_grouped_at", "entries", "is_kept", "prefix")
-
-    _groups: dict[str, dict[str, Any]] | None
-
-    def __init__(self, entries: dict[str, Any], prefix: str) -> None:
-        self.entries = entries
-        self.prefix = prefix
-        self.is_kept = False  # by other people's code, which may change it when it runs next
-        self._grouped_at = -1
-
-    def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
-        """Return the entries with a dot behind the prefix, by what is before the dot.
-
-        None if there are keys that are not plain strings.
-        """
-        if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
-            self._groups = _group(self.entries, self.prefix)
-            self._grouped_at = foreign_runs
-        return self._groups
-
-    def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
-        """Return the entries under `child_prefix`: a new dict, in this one's order."""
-        groups = self.groups(foreign_runs)
-        if groups is None or type(name) is not str or "." in name:
-            return {
-                key: entry for key, entry in self.entries.items() if key.startswith(child_prefix)
-            }
-        return groups.get(name) or {}
-
-
-def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
-    groups: dict[str, dict[str, Any]] = {}
-    start = len(prefix)
-    for key, entry in entries.items():
-        if type(key) is not str:
-            return None
-        end = key.find(".", start)
-        if end >= 0 and key.startswith(prefix):
-            name = key[start:end]
-            group = groups.get(name)
-            if group is None:
-                groups[name] = {key: entry}
-            else:
-                group[key] = entry
-    return groups

@@ -33,12 +33,13 @@ _registration_hooks = (
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return what a module's own part of a state dict is loaded into, as torch collects it."""
+    own: dict[str, Tensor]
     own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     if module._buffers:
         hidden = module._non_persistent_buffers_set
-        for name, tensor in module._buffers.items():
-            if tensor is not None and name not in hidden:
-                own[name] = tensor
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in hidden:
+                own[name] = buffer
     return own
 
 
@@ -60,7 +61,7 @@ def loads_plainly(
         return False
     if "_load_from_state_dict" in vars(module):
         return False
-    if cls.__getattribute__ is not object.__getattribute__:  # type: ignore[comparison-overlap]
+    if cls.__getattribute__ is not object.__getattribute__:
         return False
     hooks = module._load_state_dict_pre_hooks
     return not hooks or all(
@@ -122,7 +123,7 @@ def _add_batch_count(
     norm: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Add the buffer that version 2 of torch's norms has introduced, as ``_NormBase`` does."""
-    version = metadata.get("version", None)
+    version = metadata.get("version")
     if (version is None or version < 2) and norm.track_running_stats:
         key = prefix + "num_batches_tracked"
         if key not in entries:

@@ -1,4 +1,4 @@
-"""What the tests of state dicts share: one load by torch and one by ptsave, and all that they did."""
+"""What the tests of state dicts share: what a load by torch, and one by ptsave, has done."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def outcome_of(load: Callable[..., Any], case: Case, **options: Any) -> Outcome:
     """Build the case and load it once."""
     outcome = Outcome()
     module, state_dict = built(case, outcome.log)
-    before = tensors_of(module) if isinstance(module, nn.Module) else {}
+    before = tensors_of(module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -80,7 +80,7 @@ def outcome_of(load: Callable[..., Any], case: Case, **options: Any) -> Outcome:
             message = "" if isinstance(error, RecursionError) else str(error)
             outcome.error = f"{type(error)}: {message}"
     outcome.warned = [f"{warning.category}: {warning.message}" for warning in caught]
-    after = tensors_of(module) if isinstance(module, nn.Module) else {}
+    after = tensors_of(module)
     outcome.tensors = {name: comparable(tensor) for name, tensor in after.items()}
     outcome.kept_objects = {name: after[name] is before.get(name) for name in after}
     if isinstance(state_dict, Mapping):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import cProfile
 import contextlib
+import cProfile
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -233,6 +233,8 @@ def alternate(log: Log) -> Any:
     return with_parameter(base[:3], base[1:])
 
 
+ZEROS = torch.zeros(2, dtype=torch.cfloat)
+
 TENSORS: dict[str, Case] = {
     "transposed target": lambda log: with_parameter(torch.zeros(3, 2).t(), torch.rand(2, 3)),
     "strided target": lambda log: with_parameter(torch.zeros(8)[::2], torch.rand(4)),
@@ -242,15 +244,11 @@ TENSORS: dict[str, Case] = {
     ),
     "expanded source": lambda log: with_parameter(torch.zeros(3), torch.rand(1).expand(3)),
     "overlapping source": alternate,
-    "complex": lambda log: with_parameter(torch.zeros(2).cfloat(), torch.rand(2).cdouble()),
-    "complex to real": lambda log: with_parameter(torch.zeros(2), torch.rand(2).cfloat()),
-    "real to complex": lambda log: with_parameter(torch.zeros(2).cfloat(), torch.rand(2)),
-    "conjugate source": lambda log: with_parameter(
-        torch.zeros(2).cfloat(), torch.tensor([1j, 2j]).conj()
-    ),
-    "conjugate target": lambda log: with_parameter(
-        torch.zeros(2).cfloat().conj(), torch.tensor([1j, 2j])
-    ),
+    "complex": lambda log: with_parameter(ZEROS.clone(), torch.rand(2, dtype=torch.cdouble)),
+    "complex to real": lambda log: with_parameter(torch.zeros(2), ZEROS + 1),
+    "real to complex": lambda log: with_parameter(ZEROS.clone(), torch.rand(2)),
+    "conjugate source": lambda log: with_parameter(ZEROS.clone(), torch.tensor([1j, 2j]).conj()),
+    "conjugate target": lambda log: with_parameter(ZEROS.clone().conj(), torch.tensor([1j, 2j])),
     "negative source": lambda log: with_parameter(
         torch.zeros(2), torch.tensor([1j, 2j]).conj().imag
     ),
@@ -299,7 +297,7 @@ def a_module_on_meta(log: Log) -> Any:
     return module, saved(nested())
 
 
-# ------------------------------------------------------------------------------------ other mappings
+# --------------------------------------------------------------------------------- other mappings
 
 
 class ReadOnly(Mapping[str, Any]):
@@ -339,13 +337,15 @@ def no_mapping(log: Log) -> Any:
 @case
 def a_number_as_key(log: Log) -> Any:
     module = nested()
-    return module, {**saved(module), 3: torch.ones(1)}
+    state_dict: dict[Any, Any] = saved(module)
+    return module, {**state_dict, 3: torch.ones(1)}
 
 
 @case
 def bytes_as_key(log: Log) -> Any:
     module = nested()
-    return module, {**saved(module), b"x": torch.ones(1)}
+    state_dict: dict[Any, Any] = saved(module)
+    return module, {**state_dict, b"x": torch.ones(1)}
 
 
 class OddString(str):
@@ -514,7 +514,7 @@ def extra_state_repaired_by_a_hook(log: Log) -> Any:
     def repair(state_dict: Any, prefix: str, *_: Any) -> None:
         state_dict.setdefault(prefix + "_extra_state", {"repaired": prefix})
 
-    module[0][1]._register_load_state_dict_pre_hook(repair)  # type: ignore[index, operator]
+    module[0][1]._register_load_state_dict_pre_hook(repair)  # type: ignore[index]
     state_dict = saved(module)
     del state_dict["0.1._extra_state"]
     return module, state_dict
@@ -664,7 +664,7 @@ def a_hook_that_removes_a_child(log: Log) -> Any:
     def remove(*_: Any) -> None:
         del module[1]._modules["1"]
 
-    module[1][0]._register_load_state_dict_pre_hook(remove)  # type: ignore[index, operator]
+    module[1][0]._register_load_state_dict_pre_hook(remove)  # type: ignore[index]
     return module, saved(module)
 
 
@@ -714,7 +714,7 @@ def a_hook_that_edits_a_view_of_its_parents_dict(log: Log) -> Any:
     def edit_later(owner: nn.Module, keys: Any) -> None:
         kept[0]().pop("2.b.bias")
 
-    module[1][0].register_load_state_dict_post_hook(edit_later)  # type: ignore[index, operator]
+    module[1][0].register_load_state_dict_post_hook(edit_later)  # type: ignore[index]
     return module, saved(module)
 
 
@@ -859,7 +859,7 @@ def an_override_without_super(log: Log) -> Any:
 @case
 def an_override_on_the_instance(log: Log) -> Any:
     module = nested()
-    module[1]._load_from_state_dict = lambda *args: log.append(args[1])  # type: ignore[assignment]
+    module[1]._load_from_state_dict = lambda *args: log.append(args[1])  # type: ignore[method-assign]
     return module, saved(module)
 
 
@@ -906,7 +906,9 @@ def attributes_that_are_watched(log: Log) -> Any:
 
 
 class OwnLoading(nn.Linear):
-    def load_state_dict(self, state_dict: Any, strict: bool = True, **options: Any) -> Any:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Any, strict: bool = True, **options: Any
+    ) -> Any:
         return ("own", list(state_dict), strict, options)
 
 
@@ -924,7 +926,7 @@ def an_overridden_load_state_dict_below(log: Log) -> Any:
 @case
 def a_load_state_dict_on_the_instance(log: Log) -> Any:
     module = nested()
-    module.load_state_dict = lambda *args, **options: args[0]  # type: ignore[assignment]
+    module.load_state_dict = lambda *args, **options: args[0]  # type: ignore[method-assign]
     return module, {"a": 1}
 
 
@@ -1048,7 +1050,8 @@ def test_methods_that_are_replaced_are_called(monkeypatch: pytest.MonkeyPatch) -
     ptsave.load_state_dict(module, state_dict)
     assert len(calls) == len([*module.modules()])
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda *args: "replaced")
-    assert ptsave.load_state_dict(module, state_dict) == "replaced"
+    result: Any = ptsave.load_state_dict(module, state_dict)
+    assert result == "replaced"
 
 
 def test_a_state_dict_that_comes_back_from_hooks() -> None:
@@ -1061,7 +1064,7 @@ def test_a_state_dict_that_comes_back_from_hooks() -> None:
     module.register_state_dict_pre_hook(lambda owner, prefix, keep: owner[0].bias.data.fill_(3))
     module._register_state_dict_hook(replace)
     assert ptsave.load_state_dict(other, module.state_dict()) == ([], [])
-    assert other[0].bias.tolist() == [6.0] * 3  # type: ignore[union-attr, operator]
+    assert other[0].bias.tolist() == [6.0] * 3  # type: ignore[operator]
 
 
 def test_a_scripted_module() -> None:
@@ -1092,14 +1095,14 @@ def test_time_is_linear() -> None:
 
 # ------------------------------------------------------------------------------- random state dicts
 
-LEAVES = [
+LEAVES: list[Callable[[], Any]] = [
     lambda: nn.Linear(1, 2),
     lambda: nn.Linear(2, 1, bias=False),
     lambda: nn.BatchNorm1d(2),
     lambda: nn.InstanceNorm1d(2),
-    lambda: nn.ReLU(),
+    nn.ReLU,
     lambda: nn.ParameterList([torch.ones(1), torch.ones(2)]),
-    lambda: nn.PReLU(),
+    nn.PReLU,
     lambda: Migrating([]),
     lambda: WithExtraState([], 1),
     lambda: parametrizations.weight_norm(nn.Linear(1, 1)),
@@ -1116,7 +1119,7 @@ MUTATION = st.tuples(
 )
 
 
-def grow(tree: Any) -> nn.Module:
+def grow(tree: Any) -> Any:
     if isinstance(tree, int):
         return LEAVES[tree]()
     return nn.ModuleDict({name: grow(branch) for name, branch in tree.items()})

@@ -14,6 +14,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 import ptsave
 
 
+def state_dict_of(module: nn.Module) -> Any:
+    return module.state_dict()
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
@@ -23,7 +27,7 @@ def metadata_of(state_dict: Any) -> Any:
 
 
 def test_what_data_parallel_saves_is_stripped_as_torch_strips_it() -> None:
-    wrapped = nn.DataParallel(model()).state_dict()
+    wrapped = state_dict_of(nn.DataParallel(model()))
     expected = copy.deepcopy(wrapped)
     consume_prefix_in_state_dict_if_present(expected, "module.")
     before = (list(wrapped), list(wrapped._metadata))
