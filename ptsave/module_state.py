@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Size, Tensor, nn
@@ -28,7 +28,9 @@ __all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
 
 _LOAD_STATE_DICT = nn.Module.load_state_dict
 
-_Mismatch = tuple[str, Size, Size]
+_Mismatch: TypeAlias = "tuple[str, Size, Size]"
+# How the entries of one module go into its tensors: copies, missing keys, mismatched keys.
+_Plan: TypeAlias = "tuple[list[tuple[Tensor, Tensor]], list[str], list[_Mismatch]]"
 
 
 class IncompatibleKeys(_IncompatibleKeys):
@@ -159,14 +161,6 @@ def load_module(
     return _IncompatibleKeys(loading.missing, loading.unexpected)
 
 
-class _Plan(NamedTuple):
-    """How the entries of one module go into its tensors."""
-
-    copies: list[tuple[Tensor, Tensor]]
-    missing: list[str]
-    mismatched: list[_Mismatch]
-
-
 class _Loading:
     """One load: how it is to be done, and what it has found."""
 
@@ -179,8 +173,11 @@ class _Loading:
         self.unexpected: list[str] = []
         self.errors: list[str] = []
         self.mismatched: list[_Mismatch] = []
-        # Counts the runs of other people's code, which may change any dict that it holds.
+        # Counts the runs of other people's code, which may change any dict that it holds, and how
+        # torch behaves.
         self.foreign_runs = 0
+        self._copies = True
+        self._asked_after = -1
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         """Load a module and its children; one Python frame for each level, as in torch."""
@@ -234,7 +231,7 @@ class _Loading:
         )
         own = own_tensors(module)
         assigns = metadata.get("assign_to_params_buffers", False)
-        if modes_are_active() or torch.__future__.get_swap_module_params_on_conversion():
+        if not self._copies_itself():
             plan = None
         elif assigns:
             self._load_by_torch(module, own, part, metadata, plainly=assigns_plainly(module))
@@ -244,30 +241,42 @@ class _Loading:
         if plan is None:
             self._load_by_torch(module, own, part, metadata, plainly=False)
             return
-        for target, source in plan.copies:
-            self.copier.copy(target, source)
-        self.missing += plan.missing
-        self.mismatched += plan.mismatched
-        n_found = len(own) - len(plan.missing)
+        copies, missing, mismatched = plan
+        copy = self.copier.copy
+        for target, source in copies:
+            copy(target, source)
+        self.missing += missing
+        self.mismatched += mismatched
+        n_found = len(own) - len(missing)
         n_found += self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)
 
+    def _copies_itself(self) -> bool:
+        """Return whether copying is just copying now, and nobody wants to see torch do it."""
+        if self._asked_after != self.foreign_runs:
+            self._asked_after = self.foreign_runs
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            self._copies = not (swaps or modes_are_active())
+        return self._copies
+
     def _plan(self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str) -> _Plan | None:
         """Decide before anything is touched; None if there is more to do than plain copies."""
-        plan = _Plan([], [], [])
+        copies: list[tuple[Tensor, Tensor]] = []
+        missing: list[str] = []
+        mismatched: list[_Mismatch] = []
         for name, target in own.items():
             key = prefix + name
             if key not in entries:
-                plan.missing.append(key)
+                missing.append(key)
                 continue
             source = entries[key]
             if copies_plainly(target, source):
-                plan.copies.append((target, source))
+                copies.append((target, source))
             elif self.skip_mismatched and _are_plain(target, source) and _differ(target, source):
-                plan.mismatched.append((key, source.shape, target.shape))
+                mismatched.append((key, source.shape, target.shape))
             else:
                 return None
-        return plan
+        return copies, missing, mismatched
 
     def _load_by_torch(
         self,
