@@ -22,11 +22,16 @@ from torch.overrides import is_tensor_like
 from ptsave.copying import Copier, CopyNow
 from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly, modes_are_active
 from ptsave.state_dict_parts import StateDictPart
-from ptsave.trusted_loading import assigns_plainly, loads_plainly, own_tensors, run_trusted_code
+from ptsave.trusted_loading import (
+    assigns_plainly,
+    loads_plainly,
+    overrides_load_state_dict,
+    own_tensors,
+    run_trusted_code,
+    sets_extra_state,
+)
 
 __all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
-
-_LOAD_STATE_DICT = nn.Module.load_state_dict
 
 _Mismatch: TypeAlias = "tuple[str, Size, Size]"
 # How the entries of one module go into its tensors: copies, missing keys, mismatched keys.
@@ -137,7 +142,7 @@ def load_module(
     ignore_mismatched_sizes: bool = False,
 ) -> _IncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive."""
-    if getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT:
+    if overrides_load_state_dict(module):
         if ignore_mismatched_sizes:
             raise ValueError(
                 f"{type(module).__name__} has a load_state_dict of its own, which knows nothing of "
@@ -197,11 +202,7 @@ class _Loading:
             for hook in hooks.values():
                 self._show({})
                 if hook(module, keys) is not None:
-                    raise AssertionError(
-                        "Hooks registered with ``register_load_state_dict_post_hook`` are not "
-                        "expected to return new values, if incompatible_keys need to be modified, "
-                        "it should be done inplace."
-                    )
+                    _raise_for_result_of_hook()
 
     def raise_errors(self, module: nn.Module, strict: bool) -> None:
         """Raise what torch raises for everything that was found, if anything was."""
@@ -289,11 +290,10 @@ class _Loading:
     ) -> None:
         """Let torch's code load the module, after showing what it passes to anybody else's."""
         entries, prefix = part.entries, part.prefix
-        names = [*own, _EXTRA_STATE_KEY_SUFFIX] if _sets_extra_state(module) else [*own]
+        names = [*own, _EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
         seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
-        if not plainly or not all(
-            _are_plain(own.get(key[len(prefix) :]), entry) for key, entry in seen.items()
-        ):
+        plainly &= all(_are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
+        if seen and not plainly:
             self._show(seen)
         self._call_torch(module, part, metadata)
 
@@ -303,7 +303,7 @@ class _Loading:
         """Load a module's extra state; returns how many entries that are no tensor's it was."""
         key = prefix + _EXTRA_STATE_KEY_SUFFIX
         found = key in entries
-        if _sets_extra_state(module):
+        if sets_extra_state(module):
             if found:
                 self._show({key: entries[key]})
                 module.set_extra_state(entries[key])
@@ -386,6 +386,13 @@ class _Loading:
                 entries[key] = entry
 
 
+def _raise_for_result_of_hook() -> None:
+    """Raise what torch raises for a post-hook that returns something, in its version's words."""
+    module = nn.Module()
+    module.register_load_state_dict_post_hook(lambda *_: True)
+    module.load_state_dict({})
+
+
 def _are_plain(target: Any, source: Any) -> bool:
     return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
 
@@ -396,9 +403,3 @@ def _differ(target: Tensor, source: Any) -> bool:
         return False
     one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
     return not one_element and bool(source.shape != target.shape)
-
-
-def _sets_extra_state(module: nn.Module) -> bool:
-    cls = module.__class__
-    default = nn.Module.set_extra_state
-    return getattr(cls, "set_extra_state", default) is not default

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import subprocess
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -1052,6 +1054,31 @@ def test_methods_that_are_replaced_are_called(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda *args: "replaced")
     result: Any = ptsave.load_state_dict(module, state_dict)
     assert result == "replaced"
+
+
+def test_methods_that_were_replaced_before() -> None:
+    """In a fresh process, before ptsave is imported."""
+    script = """
+import functools
+from torch import nn
+calls = []
+def replace(name):
+    function = getattr(nn.Module, name)
+    @functools.wraps(function)
+    def replacement(*args):
+        calls.append(name)
+        return function(*args)
+    setattr(nn.Module, name, replacement)
+replace("_load_from_state_dict")
+import ptsave
+module = nn.Linear(1, 1)
+ptsave.load_state_dict(module, module.state_dict())
+assert calls == ["_load_from_state_dict"]
+replace("load_state_dict")
+ptsave.load_state_dict(module, module.state_dict())
+assert calls == ["_load_from_state_dict", "load_state_dict", "_load_from_state_dict"]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_state_dict_that_comes_back_from_hooks() -> None:
