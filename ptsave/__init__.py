@@ -8,6 +8,7 @@ from ptsave.lazy_buffers import register_lazy_buffer
 from ptsave.module_state import IncompatibleKeys, load_state_dict
 from ptsave.optimizer_groups import UnmatchedParameters
 from ptsave.optimizer_state import load_optimizer_state_dict
+from ptsave.prefixes import add_prefix, strip_prefix
 from ptsave.serialization import load, save
 
 __version__: str = _torch_version.VERSION
@@ -19,6 +20,7 @@ __all__ = [
     "SaveError",
     "UnmatchedParameters",
     "__version__",
+    "add_prefix",
     "install",
     "installed",
     "load",
@@ -29,5 +31,6 @@ __all__ = [
     "register_lazy_buffer",
     "save",
     "save_checkpoint",
+    "strip_prefix",
     "uninstall",
 ]

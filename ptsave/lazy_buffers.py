@@ -58,7 +58,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     tensor([0, 1, 2])
     """
     if name not in module._buffers:
-        value = vars(module).get(name) if isinstance(name, str) else None
+        value = vars(module).get(name)
         if value is None or isinstance(value, Tensor):
             vars(module).pop(name, None)
         module.register_buffer(name, value)

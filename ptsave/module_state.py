@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Size, Tensor, nn
@@ -21,13 +21,21 @@ from torch.overrides import is_tensor_like
 
 from ptsave.copying import Copier, CopyNow
 from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly, modes_are_active
-from ptsave.trusted_loading import assigns_plainly, loads_plainly, own_tensors, run_trusted_code
+from ptsave.state_dict_parts import StateDictPart
+from ptsave.trusted_loading import (
+    assigns_plainly,
+    loads_plainly,
+    overrides_load_state_dict,
+    own_tensors,
+    run_trusted_code,
+    sets_extra_state,
+)
 
 __all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
 
-_LOAD_STATE_DICT = nn.Module.load_state_dict
-
-_Mismatch = tuple[str, Size, Size]
+_Mismatch: TypeAlias = "tuple[str, Size, Size]"
+# How the entries of one module go into its tensors: copies, missing keys, mismatched keys.
+_Plan: TypeAlias = "tuple[list[tuple[Tensor, Tensor]], list[str], list[_Mismatch]]"
 
 
 class IncompatibleKeys(_IncompatibleKeys):
@@ -120,7 +128,8 @@ def load_state_dict(
     >>> keys.mismatched_keys[1]
     ('bias', torch.Size([10]), torch.Size([2]))
     """
-    return load_module(module, state_dict, strict, assign, CopyNow(), ignore_mismatched_sizes)
+    skips = ignore_mismatched_sizes
+    return load_module(module, state_dict, strict, assign, CopyNow(), ignore_mismatched_sizes=skips)
 
 
 def load_module(
@@ -129,10 +138,11 @@ def load_module(
     strict: bool,
     assign: bool,
     copier: Copier,
-    ignore_mismatched_sizes: bool,
+    *,
+    ignore_mismatched_sizes: bool = False,
 ) -> _IncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive."""
-    if getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT:
+    if overrides_load_state_dict(module):
         if ignore_mismatched_sizes:
             raise ValueError(
                 f"{type(module).__name__} has a load_state_dict of its own, which knows nothing of "
@@ -140,7 +150,8 @@ def load_module(
             )
         copier.show(state_dict)
         options = {"assign": assign} if assign else {}
-        return module.load_state_dict(state_dict, strict, **options)
+        result: _IncompatibleKeys = module.load_state_dict(state_dict, strict, **options)
+        return result
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     metadata = getattr(state_dict, "_metadata", None)
@@ -155,14 +166,6 @@ def load_module(
     return _IncompatibleKeys(loading.missing, loading.unexpected)
 
 
-class _Plan(NamedTuple):
-    """How the entries of one module go into its tensors."""
-
-    copies: list[tuple[Tensor, Tensor]]
-    missing: list[str]
-    mismatched: list[_Mismatch]
-
-
 class _Loading:
     """One load: how it is to be done, and what it has found."""
 
@@ -175,15 +178,18 @@ class _Loading:
         self.unexpected: list[str] = []
         self.errors: list[str] = []
         self.mismatched: list[_Mismatch] = []
-        # Counts the runs of other people's code, which may change any dict that it holds.
+        # Counts the runs of other people's code, which may change any dict that it holds, and how
+        # torch behaves.
         self.foreign_runs = 0
+        self._copies = True
+        self._asked_after = -1
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         """Load a module and its children; one Python frame for each level, as in torch."""
         metadata = {} if self.metadata is None else self.metadata.get(prefix[:-1], {})
         if self.assign:
             metadata["assign_to_params_buffers"] = self.assign
-        part = _Part(entries, prefix)
+        part = StateDictPart(entries, prefix)
         self._load_own(module, part, metadata)
         for name, child in module._modules.items():
             if child is not None:
@@ -196,11 +202,7 @@ class _Loading:
             for hook in hooks.values():
                 self._show({})
                 if hook(module, keys) is not None:
-                    raise AssertionError(
-                        "Hooks registered with ``register_load_state_dict_post_hook`` are not "
-                        "expected to return new values, if incompatible_keys need to be modified, "
-                        "it should be done inplace."
-                    )
+                    _raise_for_result_of_hook()
 
     def raise_errors(self, module: nn.Module, strict: bool) -> None:
         """Raise what torch raises for everything that was found, if anything was."""
@@ -219,7 +221,7 @@ class _Loading:
 
     # ---------------------------------------------------------------------- one module's own part
 
-    def _load_own(self, module: nn.Module, part: _Part, metadata: dict[str, Any]) -> None:
+    def _load_own(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
         entries, prefix = part.entries, part.prefix
         if not loads_plainly(module, entries, prefix, metadata):
             self._show(entries)
@@ -230,7 +232,7 @@ class _Loading:
         )
         own = own_tensors(module)
         assigns = metadata.get("assign_to_params_buffers", False)
-        if modes_are_active() or torch.__future__.get_swap_module_params_on_conversion():
+        if not self._copies_itself():
             plan = None
         elif assigns:
             self._load_by_torch(module, own, part, metadata, plainly=assigns_plainly(module))
@@ -240,49 +242,58 @@ class _Loading:
         if plan is None:
             self._load_by_torch(module, own, part, metadata, plainly=False)
             return
-        for target, source in plan.copies:
-            self.copier.copy(target, source)
-        self.missing += plan.missing
-        self.mismatched += plan.mismatched
-        n_found = len(own) - len(plan.missing)
+        copies, missing, mismatched = plan
+        copy = self.copier.copy
+        for target, source in copies:
+            copy(target, source)
+        self.missing += missing
+        self.mismatched += mismatched
+        n_found = len(own) - len(missing)
         n_found += self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)
 
-    def _plan(
-        self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
-    ) -> _Plan | None:
+    def _copies_itself(self) -> bool:
+        """Return whether copying is just copying now, and nobody wants to see torch do it."""
+        if self._asked_after != self.foreign_runs:
+            self._asked_after = self.foreign_runs
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            self._copies = not (swaps or modes_are_active())
+        return self._copies
+
+    def _plan(self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str) -> _Plan | None:
         """Decide before anything is touched; None if there is more to do than plain copies."""
-        plan = _Plan([], [], [])
+        copies: list[tuple[Tensor, Tensor]] = []
+        missing: list[str] = []
+        mismatched: list[_Mismatch] = []
         for name, target in own.items():
             key = prefix + name
             if key not in entries:
-                plan.missing.append(key)
+                missing.append(key)
                 continue
             source = entries[key]
             if copies_plainly(target, source):
-                plan.copies.append((target, source))
+                copies.append((target, source))
             elif self.skip_mismatched and _are_plain(target, source) and _differ(target, source):
-                plan.mismatched.append((key, source.shape, target.shape))
+                mismatched.append((key, source.shape, target.shape))
             else:
                 return None
-        return plan
+        return copies, missing, mismatched
 
     def _load_by_torch(
         self,
         module: nn.Module,
         own: dict[str, Tensor],
-        part: _Part,
+        part: StateDictPart,
         metadata: dict[str, Any],
         *,
         plainly: bool,
     ) -> None:
         """Let torch's code load the module, after showing what it passes to anybody else's."""
         entries, prefix = part.entries, part.prefix
-        names = [*own, _EXTRA_STATE_KEY_SUFFIX] if _sets_extra_state(module) else [*own]
+        names = [*own, _EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
         seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
-        if not plainly or not all(
-            _are_plain(own.get(key[len(prefix) :]), entry) for key, entry in seen.items()
-        ):
+        plainly &= all(_are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
+        if seen and not plainly:
             self._show(seen)
         self._call_torch(module, part, metadata)
 
@@ -292,7 +303,7 @@ class _Loading:
         """Load a module's extra state; returns how many entries that are no tensor's it was."""
         key = prefix + _EXTRA_STATE_KEY_SUFFIX
         found = key in entries
-        if _sets_extra_state(module):
+        if sets_extra_state(module):
             if found:
                 self._show({key: entries[key]})
                 module.set_extra_state(entries[key])
@@ -303,7 +314,7 @@ class _Loading:
         return int(found and _EXTRA_STATE_KEY_SUFFIX not in own)
 
     def _find_unexpected(
-        self, module: nn.Module, own: dict[str, Tensor], part: _Part, n_found: int
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
     ) -> None:
         """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
         entries, prefix = part.entries, part.prefix
@@ -328,7 +339,7 @@ class _Loading:
         self.copier.show(entries)
         self.foreign_runs += 1
 
-    def _call_torch(self, module: nn.Module, part: _Part, metadata: dict[str, Any]) -> None:
+    def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
         """Call the module's own method, and note whether anybody keeps the dict it was given."""
         n_references = sys.getrefcount(part.entries)
         with self._skipping_mismatched(module):
@@ -375,6 +386,13 @@ class _Loading:
                 entries[key] = entry
 
 
+def _raise_for_result_of_hook() -> None:
+    """Raise what torch raises for a post-hook that returns something, in its version's words."""
+    module = nn.Module()
+    module.register_load_state_dict_post_hook(lambda *_: True)
+    module.load_state_dict({})
+
+
 def _are_plain(target: Any, source: Any) -> bool:
     return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
 
@@ -385,59 +403,3 @@ def _differ(target: Tensor, source: Any) -> bool:
         return False
     one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
     return not one_element and bool(source.shape != target.shape)
-
-
-def _sets_extra_state(module: nn.Module) -> bool:
-    cls = module.__class__
-    default = nn.Module.set_extra_state
-    return getattr(cls, "set_extra_state", default) is not default
-
-
-class _Part:
-    """The part of a state dict that one module is given, and what each child gets of it."""
-
-    __slots__ = ("_groups", "_grouped_at", "entries", "is_kept", "prefix")
-
-    _groups: dict[str, dict[str, Any]] | None
-
-    def __init__(self, entries: dict[str, Any], prefix: str) -> None:
-        self.entries = entries
-        self.prefix = prefix
-        self.is_kept = False  # by other people's code, which may change it when it runs next
-        self._grouped_at = -1
-
-    def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
-        """Return the entries with a dot behind the prefix, by what is before the dot.
-
-        None if there are keys that are not plain strings.
-        """
-        if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
-            self._groups = _group(self.entries, self.prefix)
-            self._grouped_at = foreign_runs
-        return self._groups
-
-    def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
-        """Return the entries under `child_prefix`: a new dict, in this one's order."""
-        groups = self.groups(foreign_runs)
-        if groups is None or type(name) is not str or "." in name:
-            return {
-                key: entry for key, entry in self.entries.items() if key.startswith(child_prefix)
-            }
-        return groups.get(name) or {}
-
-
-def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
-    groups: dict[str, dict[str, Any]] = {}
-    start = len(prefix)
-    for key, entry in entries.items():
-        if type(key) is not str:
-            return None
-        end = key.find(".", start)
-        if end >= 0 and key.startswith(prefix):
-            name = key[start:end]
-            group = groups.get(name)
-            if group is None:
-                groups[name] = {key: entry}
-            else:
-                group[key] = entry
-    return groups

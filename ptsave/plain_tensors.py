@@ -53,7 +53,7 @@ def copies_plainly(target: Any, source: Any) -> bool:
     # copy_ refuses to write to one place twice, and to read what it overwrites.
     if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:
         return False
-    if torch._C._is_alias_of(target, source) and target is not source:
+    if target is not source and torch._C._is_alias_of(target, source):  # type: ignore[attr-defined]
         return False
     return target.dtype is source.dtype or _converts_silently(source.dtype, target.dtype)
 

@@ -6,10 +6,13 @@ For those `module_state` does the same by itself; every other module's own code 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import batchnorm, instancenorm
+from torch.nn.modules import module as module_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _WrappedHook
@@ -17,28 +20,55 @@ from torch.nn.modules.module import _WrappedHook
 from ptsave.lazy_buffers import LazyBufferHook
 from ptsave.plain_tensors import PLAIN_TYPES
 
-__all__ = ["assigns_plainly", "loads_plainly", "own_tensors", "run_trusted_code"]
+__all__ = [
+    "assigns_plainly",
+    "loads_plainly",
+    "overrides_load_state_dict",
+    "own_tensors",
+    "run_trusted_code",
+    "sets_extra_state",
+]
 
-# As they were when ptsave was imported: who replaces them wants them called.
-_MODULE = nn.Module._load_from_state_dict
-_NORM = _NormBase._load_from_state_dict
-_INSTANCE_NORM = _InstanceNorm._load_from_state_dict
+
+def _torchs(function: Any, home: ModuleType) -> Any:
+    """Return a function, or something that nothing is, if somebody has replaced torch's by it."""
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename == home.__file__ else object()
+
+
+# Who replaces one of these, before or after ptsave is imported, wants it called.
+_LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
+_MODULE = _torchs(nn.Module._load_from_state_dict, module_module)
+_NORM = _torchs(_NormBase._load_from_state_dict, batchnorm)
+_INSTANCE_NORM = _torchs(_InstanceNorm._load_from_state_dict, instancenorm)
 _SET_ATTRIBUTE = (nn.Module.__setattr__, nn.RNNBase.__setattr__)
 _REGISTER = (nn.Module.register_parameter, nn.Module.register_buffer)
 _registration_hooks = (
-    nn.modules.module._global_parameter_registration_hooks,
-    nn.modules.module._global_buffer_registration_hooks,
+    module_module._global_parameter_registration_hooks,
+    module_module._global_buffer_registration_hooks,
 )
+
+
+def overrides_load_state_dict(module: nn.Module) -> bool:
+    """Return whether ``module.load_state_dict`` is anybody's but torch's."""
+    return getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
+
+
+def sets_extra_state(module: nn.Module) -> bool:
+    """Return whether the module does something with its extra state, as torch asks."""
+    default = nn.Module.set_extra_state
+    return getattr(module.__class__, "set_extra_state", default) is not default
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return what a module's own part of a state dict is loaded into, as torch collects it."""
+    own: dict[str, Tensor]
     own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     if module._buffers:
         hidden = module._non_persistent_buffers_set
-        for name, tensor in module._buffers.items():
-            if tensor is not None and name not in hidden:
-                own[name] = tensor
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in hidden:
+                own[name] = buffer
     return own
 
 
@@ -60,7 +90,7 @@ def loads_plainly(
         return False
     if "_load_from_state_dict" in vars(module):
         return False
-    if cls.__getattribute__ is not object.__getattribute__:  # type: ignore[comparison-overlap]
+    if cls.__getattribute__ is not object.__getattribute__:
         return False
     hooks = module._load_state_dict_pre_hooks
     return not hooks or all(
@@ -122,7 +152,7 @@ def _add_batch_count(
     norm: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Add the buffer that version 2 of torch's norms has introduced, as ``_NormBase`` does."""
-    version = metadata.get("version", None)
+    version = metadata.get("version")
     if (version is None or version < 2) and norm.track_running_stats:
         key = prefix + "num_batches_tracked"
         if key not in entries:

@@ -26,6 +26,7 @@ from torch import _weights_only_unpickler
 
 from ptsave import _C
 from ptsave.errors import MalformedPickleError
+from ptsave.plain_tensors import modes_are_active
 from ptsave.reading import RecordReader
 
 __all__ = ["can_defer_reading", "unpickle", "unpickle_unread"]
@@ -158,7 +159,7 @@ def _storages_are_plain(reader: RecordReader, map_location: Any) -> bool:
         return False
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
-    return _is_native_byte_order(reader) and _restores_cpu_blindly() and not _modes_are_active()
+    return _is_native_byte_order(reader) and _restores_cpu_blindly() and not modes_are_active()
 
 
 def _gains_by_overlap(reader: RecordReader) -> bool:
@@ -195,10 +196,6 @@ def _restores_cpu_blindly() -> bool:
     """Whether torch's own rule for CPU storages, which returns them as they are, comes first."""
     _, _, deserialize = torch.serialization._package_registry[0]
     return deserialize is torch.serialization._cpu_deserialize
-
-
-def _modes_are_active() -> bool:
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
