@@ -64,10 +64,12 @@ def match_by_name(
         [name for name in own if name not in saved], [name for name in saved if name not in own]
     )
     pairs = {name: (saved[name], own[name]) for name in own if name in saved}
+    states = {
+        name: (param, state_dict["state"].get(partner.param_id))
+        for name, (partner, (param, _)) in pairs.items()
+    }
     problems = list(_unmatched_messages(unmatched)) if strict else []
-    for name, (partner, (param, _)) in pairs.items():
-        state = state_dict["state"].get(partner.param_id)
-        problems.extend(_shape_messages(optimizer, name, param, state))
+    problems.extend(_shape_messages(optimizer, states))
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(
@@ -183,25 +185,27 @@ def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------ shapes
 
 
-def _shape_messages(optimizer: Optimizer, name: str, param: Tensor, state: Any) -> Iterator[str]:
-    """Yield what is wrong with the shapes of a parameter's saved state."""
-    if not isinstance(state, dict):
-        return
-    present = optimizer.state.get(param)
-    present = present if isinstance(present, dict) else {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
+def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[str]:
+    """Yield what is wrong with the shapes of the state saved for parameters, by name."""
+    is_known = is_torchs(optimizer, "step")
+    for name, (param, state) in states.items():
+        if not isinstance(state, dict):
             continue
-        if is_torchs(optimizer, "step"):
-            expected = _shape_in_torch(key, param.shape)
-        else:
-            before = present.get(key)
-            expected = before.shape if isinstance(before, Tensor) else None
-        if expected is not None and value.shape != expected:
-            yield (
-                f"size mismatch for {name}: its {key} has shape {value.shape} in the checkpoint, "
-                f"but must have shape {expected}."
-            )
+        present = {} if is_known else optimizer.state.get(param, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            expected = _shape_in_torch(key, param.shape) if is_known else _shape_in(present, key)
+            if expected is not None and value.shape != expected:
+                yield (
+                    f"size mismatch for {name}: its {key} has shape {value.shape} in the "
+                    f"checkpoint, but must have shape {expected}."
+                )
+
+
+def _shape_in(present: Any, key: Any) -> torch.Size | None:
+    value = present.get(key) if isinstance(present, dict) else None
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
