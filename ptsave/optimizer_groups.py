@@ -108,7 +108,7 @@ def _is_plain(value: Any) -> bool:
 def is_torchs(optimizer: Optimizer, method: str) -> bool:
     """Whether nobody but ``torch.optim`` has written this method of an optimizer's class."""
     return all(
-        owner.__module__.startswith("torch.optim.")
+        f"{owner.__module__}.".startswith("torch.optim.")
         for owner in type(optimizer).__mro__
         if method in vars(owner)
     )

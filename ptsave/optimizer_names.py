@@ -64,10 +64,12 @@ def match_by_name(
         [name for name in own if name not in saved], [name for name in saved if name not in own]
     )
     pairs = {name: (saved[name], own[name]) for name in own if name in saved}
+    states = {
+        name: (param, state_dict["state"].get(partner.param_id))
+        for name, (partner, (param, _)) in pairs.items()
+    }
     problems = list(_unmatched_messages(unmatched)) if strict else []
-    for name, (partner, (param, _)) in pairs.items():
-        state = state_dict["state"].get(partner.param_id)
-        problems.extend(_shape_messages(optimizer, name, param, state))
+    problems.extend(_shape_messages(optimizer, states))
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(
@@ -95,12 +97,12 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
     """Return the saved parameters by name, in saved order."""
     places = [_Saved(param_id, i) for i, group in enumerate(groups) for param_id in group["params"]]
     if names is None:
-        if not all("param_names" in group for group in groups):
-            raise ValueError(
-                "the state dict has no param_names, because its optimizer was not made from "
-                'named_parameters(): pass names=[...], in saved order, or match="order"'
-            )
-        names = [name for group in groups for name in group["param_names"]]
+        names = _names_in(groups, "the state dict")
+    if names is None:
+        raise ValueError(
+            "the state dict has no param_names, because its optimizer was not made from "
+            'named_parameters(): pass names=[...], in saved order, or match="order"'
+        )
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError("the names of the saved parameters must be a sequence of str")
     if len(names) != len(places):
@@ -118,26 +120,44 @@ def _own_parameters(
     places = [_Own(param, i) for i, group in enumerate(groups) for param in group["params"]]
     if named_parameters is not None:
         names = _names_of([place.param for place in places], named_parameters)
-    elif all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
     else:
-        raise ValueError(
-            "the optimizer's parameters have no names: pass "
-            "named_parameters=model.named_parameters(), or make the optimizer from them"
-        )
-    if len(names) != len(places):
-        raise ValueError(f"the optimizer has {len(places)} parameters, but {len(names)} names")
+        own_names = _names_in(groups, "the optimizer")
+        if own_names is None:
+            raise ValueError(
+                "the optimizer's parameters have no names: pass "
+                "named_parameters=model.named_parameters(), or make the optimizer from them"
+            )
+        names = own_names
     _check_unique(names, "the optimizer")
     return dict(zip(names, places, strict=True))
 
 
+def _names_in(groups: Any, owner: str) -> list[str] | None:
+    """Return the names that groups have themselves, or None; an empty group needs none."""
+    names: list[str] = []
+    for index, group in enumerate(groups):
+        own = group.get("param_names", [])
+        if len(own) != len(group["params"]):
+            if "param_names" not in group:
+                return None
+            raise ValueError(
+                f"{owner} has {len(group['params'])} parameters in group {index}, "
+                f"but {len(own)} param_names"
+            )
+        names.extend(own)
+    return names
+
+
 def _names_of(params: list[Tensor], named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     names: dict[int, str] = {}
-    for name, param in named_parameters:
+    pair: Any
+    for pair in named_parameters:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError("named_parameters must be pairs of a str and a parameter")
+        name, param = pair
         if names.setdefault(id(param), name) != name:
-            raise ValueError(
-                f'named_parameters has one parameter as "{names[id(param)]}" and "{name}"'
-            )
+            both = f'"{names[id(param)]}" and "{name}"'
+            raise ValueError(f"named_parameters has one parameter under two names, {both}")
     for index, param in enumerate(params):
         if id(param) not in names:
             raise ValueError(
@@ -165,25 +185,27 @@ def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------ shapes
 
 
-def _shape_messages(optimizer: Optimizer, name: str, param: Tensor, state: Any) -> Iterator[str]:
-    """Yield what is wrong with the shapes of a parameter's saved state."""
-    if not isinstance(state, dict):
-        return
-    present = optimizer.state.get(param)
-    present = present if isinstance(present, dict) else {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
+def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[str]:
+    """Yield what is wrong with the shapes of the state saved for parameters, by name."""
+    is_known = is_torchs(optimizer, "step")
+    for name, (param, state) in states.items():
+        if not isinstance(state, dict):
             continue
-        if is_torchs(optimizer, "step"):
-            expected = _shape_in_torch(key, param.shape)
-        else:
-            before = present.get(key)
-            expected = before.shape if isinstance(before, Tensor) else None
-        if expected is not None and value.shape != expected:
-            yield (
-                f"size mismatch for {name}: its {key} has shape {value.shape} in the checkpoint, "
-                f"but must have shape {expected}."
-            )
+        present = {} if is_known else optimizer.state.get(param, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            expected = _shape_in_torch(key, param.shape) if is_known else _shape_in(present, key)
+            if expected is not None and value.shape != expected:
+                yield (
+                    f"size mismatch for {name}: its {key} has shape {value.shape} in the "
+                    f"checkpoint, but must have shape {expected}."
+                )
+
+
+def _shape_in(present: Any, key: Any) -> torch.Size | None:
+    value = present.get(key) if isinstance(present, dict) else None
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
