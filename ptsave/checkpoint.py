@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
@@ -113,7 +112,14 @@ def _load_state(
     ignore_mismatched_sizes: bool = False,
 ) -> Any:
     if isinstance(target, nn.Module):
-        return load_module(target, state, strict, assign, copier, ignore_mismatched_sizes)
+        return load_module(
+            target,
+            state,
+            strict,
+            assign,
+            copier,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+        )
     if isinstance(target, Optimizer):
         return load_optimizer(target, state, copier, in_place=True)
     if isinstance(target, Mapping):

@@ -224,11 +224,8 @@ def _cast_state(saved: Any, assignment: Assignment, caster: StateCaster) -> dict
 
 
 def _set_state(optimizer: Any, new: dict[str, Any], copier: Copier) -> None:
-    if not (is_torchs(optimizer, "__setstate__") and is_torchs(optimizer, "_patch_step_function")):
-        copier.show(new)
+    # From here on the optimizer has its new state: all of it has to be there, whatever comes next.
+    copier.show(new)
     optimizer.__setstate__(new)
-    post_hooks = optimizer._optimizer_load_state_dict_post_hooks
-    if post_hooks:
-        copier.show(new)
-    for post_hook in post_hooks.values():
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ptsave.copying import Copier, CopyNow
 from ptsave.entries import entries_using
 from ptsave.errors import CheckpointWarning
 from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.reading import RecordReader
+from ptsave.reading import RecordReader, raise_corrupt
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
 from ptsave.unpickling import can_defer_reading, unpickle_unread
 
@@ -100,11 +100,13 @@ def _reader_to_defer(
     if reader is None:
         return None
     module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
-    known = not reader.has_record("constants.pkl") and reader.engine.all_stored
-    if known and can_defer_reading(reader, module):
-        return reader
-    reader.close()
-    return None
+    with ExitStack() as stack:
+        stack.callback(reader.close)
+        known = not reader.has_record("constants.pkl") and reader.engine.all_stored
+        if not (known and can_defer_reading(reader, module)):
+            return None
+        stack.pop_all()
+    return reader
 
 
 class FileCopier:
@@ -120,13 +122,12 @@ class FileCopier:
 
     def __init__(self, reader: RecordReader, progress: ProgressCallback | None) -> None:
         self._reader = reader
-        self._engine = reader.engine
         self._verify = reader.verifies_storages()
         self._progress = progress
         self._nbytes_done = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self._engine.plan_copy(target, source)
+        self._reader.engine.plan_copy(target, source)
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         dtype = source.dtype if dtype is None else dtype
@@ -136,20 +137,20 @@ class FileCopier:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
         converted = torch.empty_like(source, dtype=dtype, device=device)
-        self._engine.plan_copy(converted, source)
+        self._reader.engine.plan_copy(converted, source)
         return converted
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        records = (self._engine.record_of(tensor) for tensor in _tensors_in(state_dict))
+        records = (self._reader.engine.record_of(tensor) for tensor in _tensors_in(state_dict))
         self._fill({record for record in records if record is not None})
 
     def finish(self) -> None:
         """Make all copies, and read what is still referred to."""
-        self._fill(self._engine.referenced())
+        self._fill(self._reader.engine.referenced())
 
     def _is_unread(self, source: Tensor) -> bool:
-        record = self._engine.record_of(source)
-        return record is not None and not self._engine.is_filled(record)
+        record = self._reader.engine.record_of(source)
+        return record is not None and not self._reader.engine.is_filled(record)
 
     def _fill(self, records: Iterable[int]) -> None:
         done = self._nbytes_done
@@ -160,12 +161,15 @@ class FileCopier:
             if callback is not None:
                 callback(self._nbytes_done)
 
-        damaged = self._engine.fill(
-            list(records),
-            n_threads=config.current().n_readers,
-            verify=self._verify,
-            progress=move_on if callback is not None else None,
-        )
+        try:
+            damaged = self._reader.engine.fill(
+                list(records),
+                n_threads=config.current().n_readers,
+                verify=self._verify,
+                progress=move_on if callback is not None else None,
+            )
+        except _C.FormatError as error:
+            raise_corrupt(error, self._reader.path)
         if damaged:
             raise self._reader.damage(damaged)
 
