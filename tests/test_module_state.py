@@ -1167,21 +1167,54 @@ def mutate(state_dict: dict[str, Any], kind: str, position: int, name: str) -> N
         state_dict[key] = "no tensor"
 
 
+HOOK = st.tuples(
+    st.integers(0, 8),
+    st.sampled_from(["log", "add", "drop", "keep", "edit what was kept", "post", "remove child"]),
+    st.sampled_from(["a", "a.b", "weight", "b.bias", "a.weight", "0.weight"]),
+)
+
+
+def add_hook(module: nn.Module, kind: str, name: str, kept: list[Any], log: Log) -> None:
+    def pre(state_dict: Any, prefix: str, *rest: Any) -> None:
+        log.append((kind, prefix, list(state_dict)))
+        if kind == "add":
+            state_dict[prefix + name] = torch.ones(1)
+        elif kind == "drop" and state_dict:
+            del state_dict[list(state_dict)[len(name) % len(state_dict)]]
+        elif kind == "keep":
+            kept.append((state_dict, prefix))
+        elif kind == "edit what was kept":
+            for each, its_prefix in kept:
+                each.pop(its_prefix + name, None)
+                each[its_prefix + "b." + name] = torch.ones(1)
+        elif kind == "remove child":
+            module._modules.pop(name, None)
+
+    if kind == "post":
+        module.register_load_state_dict_post_hook(lambda _, keys: log.append(repr(keys)))
+    else:
+        module._register_load_state_dict_pre_hook(pre)
+
+
 @given(
     tree=TREES,
+    hooks=st.lists(HOOK, max_size=4),
     mutations=st.lists(MUTATION, max_size=4),
     keep_metadata=st.booleans(),
     strict=st.booleans(),
     assign=st.booleans(),
 )
 def test_random_trees(
-    tree: Any, mutations: Any, keep_metadata: bool, strict: bool, assign: bool
+    *, tree: Any, hooks: Any, mutations: Any, keep_metadata: bool, strict: bool, assign: bool
 ) -> None:
     def build(log: Log) -> Any:
         module = nn.ModuleDict({"root": grow(tree)})
         state_dict = saved(module)
         for mutation in mutations:
             mutate(state_dict, *mutation)
+        modules, kept = [*module.modules()], []  # type: ignore[var-annotated]
+        for position, kind, name in hooks:
+            add_hook(modules[position % len(modules)], kind, name, kept, log)
         return module, state_dict if keep_metadata else dict(state_dict)
 
     assert_same_load(build, strict=strict, assign=assign)
