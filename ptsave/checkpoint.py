@@ -119,6 +119,7 @@ def _load_state(
             assign,
             copier,
             ignore_mismatched_sizes=ignore_mismatched_sizes,
+            check_first=not assign,
         )
     if isinstance(target, Optimizer):
         return load_optimizer(target, state, copier, in_place=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Copier", "CopyNow"]
+__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow"]
 
 
 class Copier(Protocol):
@@ -53,3 +53,29 @@ class CopyNow:
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Do nothing: everything is always there."""
+
+
+class CopyLater(CopyNow):
+    """Copies when it must, or in the end, so that what is wrong is known before."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._copies.append((target, source))
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Make all copies."""
+        for target, source in self._copies:
+            super().copy(target, source)
+        self._copies.clear()
+
+
+class CopyNothing(CopyNow):
+    """For finding out what would be done."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Do nothing."""

@@ -10,17 +10,16 @@ import contextlib
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
-from torch.nn.parameter import is_lazy
-from torch.overrides import is_tensor_like
 
-from ptsave.copying import Copier, CopyNow
-from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly, modes_are_active
+from ptsave.copying import Copier, CopyNothing, CopyNow
+from ptsave.module_plan import Mismatch, are_plain, differ, plan_module
+from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
     assigns_plainly,
@@ -33,10 +32,6 @@ from ptsave.trusted_loading import (
 
 __all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
 
-_Mismatch: TypeAlias = "tuple[str, Size, Size]"
-# How the entries of one module go into its tensors: copies, missing keys, mismatched keys.
-_Plan: TypeAlias = "tuple[list[tuple[Tensor, Tensor]], list[str], list[_Mismatch]]"
-
 
 class IncompatibleKeys(_IncompatibleKeys):
     """What torch returns, ``(missing_keys, unexpected_keys)``, and what did not fit.
@@ -47,13 +42,13 @@ class IncompatibleKeys(_IncompatibleKeys):
         Key, shape in the state dict and shape in the module.
     """
 
-    mismatched_keys: list[_Mismatch]
+    mismatched_keys: list[Mismatch]
 
     def __new__(
         cls,
         missing_keys: list[str],
         unexpected_keys: list[str],
-        mismatched_keys: list[_Mismatch] | None = None,
+        mismatched_keys: list[Mismatch] | None = None,
     ) -> IncompatibleKeys:
         keys: IncompatibleKeys = super().__new__(cls, missing_keys, unexpected_keys)
         keys.mismatched_keys = [] if mismatched_keys is None else mismatched_keys
@@ -140,8 +135,13 @@ def load_module(
     copier: Copier,
     *,
     ignore_mismatched_sizes: bool = False,
+    check_first: bool = False,
 ) -> _IncompatibleKeys:
-    """Load as `load_state_dict` does; `copier` decides when the values arrive."""
+    """Load as `load_state_dict` does; `copier` decides when the values arrive.
+
+    With `check_first`, what is known to be wrong is raised before other people's code runs, which
+    may be when the first values are overwritten.
+    """
     if overrides_load_state_dict(module):
         if ignore_mismatched_sizes:
             raise ValueError(
@@ -159,6 +159,9 @@ def load_module(
     if metadata is not None:
         entries._metadata = metadata  # type: ignore[attr-defined]
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
+    if check_first:
+        checking = _Checking(metadata, False, CopyNothing(), ignore_mismatched_sizes)
+        loading.check = lambda: checking.run(module, entries, strict)
     loading.load(module, entries, "")
     loading.raise_errors(module, strict)
     if ignore_mismatched_sizes:
@@ -177,12 +180,13 @@ class _Loading:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.errors: list[str] = []
-        self.mismatched: list[_Mismatch] = []
+        self.mismatched: list[Mismatch] = []
         # Counts the runs of other people's code, which may change any dict that it holds, and how
         # torch behaves.
         self.foreign_runs = 0
         self._copies = True
         self._asked_after = -1
+        self.check: Callable[[], None] | None = None  # before the first of those runs
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         """Load a module and its children; one Python frame for each level, as in torch."""
@@ -238,17 +242,17 @@ class _Loading:
             self._load_by_torch(module, own, part, metadata, plainly=assigns_plainly(module))
             return
         else:
-            plan = self._plan(own, entries, prefix)
+            plan = plan_module(own, entries, prefix, skip_mismatched=self.skip_mismatched)
         if plan is None:
             self._load_by_torch(module, own, part, metadata, plainly=False)
             return
-        copies, missing, mismatched = plan
         copy = self.copier.copy
-        for target, source in copies:
+        for target, source in plan.copies:
             copy(target, source)
-        self.missing += missing
-        self.mismatched += mismatched
-        n_found = len(own) - len(missing)
+        self.missing += plan.missing
+        self.mismatched += plan.mismatched
+        self.errors += plan.errors
+        n_found = len(own) - len(plan.missing)
         n_found += self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)
 
@@ -259,25 +263,6 @@ class _Loading:
             swaps = torch.__future__.get_swap_module_params_on_conversion()
             self._copies = not (swaps or modes_are_active())
         return self._copies
-
-    def _plan(self, own: dict[str, Tensor], entries: dict[str, Any], prefix: str) -> _Plan | None:
-        """Decide before anything is touched; None if there is more to do than plain copies."""
-        copies: list[tuple[Tensor, Tensor]] = []
-        missing: list[str] = []
-        mismatched: list[_Mismatch] = []
-        for name, target in own.items():
-            key = prefix + name
-            if key not in entries:
-                missing.append(key)
-                continue
-            source = entries[key]
-            if copies_plainly(target, source):
-                copies.append((target, source))
-            elif self.skip_mismatched and _are_plain(target, source) and _differ(target, source):
-                mismatched.append((key, source.shape, target.shape))
-            else:
-                return None
-        return copies, missing, mismatched
 
     def _load_by_torch(
         self,
@@ -292,7 +277,7 @@ class _Loading:
         entries, prefix = part.entries, part.prefix
         names = [*own, _EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
         seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
-        plainly &= all(_are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
+        plainly &= all(are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
         if seen and not plainly:
             self._show(seen)
         self._call_torch(module, part, metadata)
@@ -336,6 +321,9 @@ class _Loading:
     # ------------------------------------------------------------------------ other people's code
 
     def _show(self, entries: dict[str, Any]) -> None:
+        if self.check is not None:
+            self.check()
+            self.check = None
         self.copier.show(entries)
         self.foreign_runs += 1
 
@@ -372,7 +360,7 @@ class _Loading:
         def replace(entries: dict[str, Any], prefix: str, *_: Any) -> None:
             for name, target in own_tensors(module).items():
                 key = prefix + name
-                if key in entries and _differ(target, entries[key]):
+                if key in entries and differ(target, entries[key]):
                     replaced.append((entries, key, entries[key]))
                     self.mismatched.append((key, entries[key].shape, target.shape))
                     entries[key] = target
@@ -386,20 +374,35 @@ class _Loading:
                 entries[key] = entry
 
 
+class _Checking(_Loading):
+    """Finds what is wrong with the entries of modules in whose loading only torch takes part."""
+
+    def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
+        """Raise what is certain to be raised in the end, whatever anybody's code does."""
+        self.load(module, OrderedDict(entries), "")
+        # Post-hooks may declare that nothing is missing, but sizes are what they are.
+        keys_are_final = not any(each._load_state_dict_post_hooks for each in module.modules())
+        if self.errors or keys_are_final:
+            self.raise_errors(module, strict and keys_are_final)
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        metadata = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
+        if not loads_plainly(module, entries, prefix, metadata) or sets_extra_state(module):
+            return
+        part = StateDictPart(entries, prefix)
+        self._load_own(module, part, metadata)
+        for name, child in module._modules.items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                self.load(child, part.of_child(name, child_prefix, 0), child_prefix)
+
+    def _load_by_torch(self, *_: Any, **__: Any) -> None:
+        """Leave it: what comes of it is seen when it is done."""
+
+
 def _raise_for_result_of_hook() -> None:
     """Raise what torch raises for a post-hook that returns something, in its version's words."""
     module = nn.Module()
     module.register_load_state_dict_post_hook(lambda *_: True)
     module.load_state_dict({})
 
-
-def _are_plain(target: Any, source: Any) -> bool:
-    return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
-
-
-def _differ(target: Tensor, source: Any) -> bool:
-    """Return whether torch would report a size mismatch."""
-    if not is_tensor_like(source) or is_lazy(target) or is_lazy(source):
-        return False
-    one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
-    return not one_element and bool(source.shape != target.shape)

@@ -19,7 +19,7 @@ from torch import Tensor, _weights_only_unpickler
 
 from ptsave import _C, config
 from ptsave.checking import check_small_records, check_version
-from ptsave.copying import Copier, CopyNow
+from ptsave.copying import Copier, CopyLater
 from ptsave.entries import entries_using
 from ptsave.errors import CheckpointWarning
 from ptsave.progress import ProgressCallback, progress_bar
@@ -65,7 +65,9 @@ def restoring(
     reader = _reader_to_defer(f, map_location, weights_only, verify) if deferred else None
     if reader is None:
         obj = load(f, map_location, weights_only=weights_only, verify=verify, progress=progress)
-        yield obj, CopyNow(), True
+        in_memory = CopyLater()
+        yield obj, in_memory, True
+        in_memory.finish()
         return
     with (
         closing(reader),
