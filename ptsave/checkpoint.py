@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from ptsave.copying import Copier
@@ -98,7 +97,14 @@ def load_into(
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
-            return _load_state(target, obj, copier, strict, assign, ignore_mismatched_sizes)
+            return _load_state(
+                target,
+                obj,
+                copier,
+                strict,
+                assign=assign,
+                ignore_mismatched_sizes=ignore_mismatched_sizes,
+            )
         finally:
             del obj  # what nobody else keeps is not read
 
@@ -108,6 +114,7 @@ def _load_state(
     state: Any,
     copier: Copier,
     strict: bool,
+    *,
     assign: bool = False,
     ignore_mismatched_sizes: bool = False,
 ) -> Any:

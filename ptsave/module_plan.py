@@ -86,6 +86,7 @@ def _plan_exception(
 
 
 def are_plain(target: Any, source: Any) -> bool:
+    """Return whether both are tensors of exactly torch's own types."""
     return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
 
 

@@ -8,7 +8,7 @@ groups, for every tensor again, so it gets only the group to look at that the an
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class PresentState:
             return None
         if value.layout is not torch.strided or value.is_meta or value.requires_grad:
             return None
-        if not self._shared.isdisjoint((id(present), id(value))):
+        if id(present) in self._shared or id(value) in self._shared:
             return None
         self.copies.append((present, value))
         filled: Tensor = present
@@ -164,7 +164,7 @@ def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
 
 # ----------------------------------------------------------------------------------- shared memory
 
-_Span = tuple[Any, int]  # what memory it is in, and the address of its first byte there
+_Place = tuple[int, int]  # what memory it is in, and the address of its first byte there
 
 
 def _tensors_in(obj: Any) -> Iterator[Tensor]:
@@ -181,55 +181,61 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
                 pending.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _address(tensor: Tensor) -> _Span:
-    return str(tensor.device), tensor.data_ptr()
+def _address(tensor: Tensor) -> _Place:
+    """Addresses of several devices could be equal, which would cost a copy and nothing else."""
+    return 0, tensor.data_ptr()
 
 
-def _place_in_storage(tensor: Tensor) -> _Span:
+def _place_in_storage(tensor: Tensor) -> _Place:
     """Two storages of a file never share memory, and these may have none yet."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
 
 
-def _overlapping(tensors: Iterable[Tensor], place: Any) -> set[int]:
+def _overlapping(tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]) -> set[int]:
     """Return the `id` of every tensor whose bytes lie between those of another one, too."""
     spans = sorted(
         (*place(tensor), _extent(tensor), id(tensor)) for tensor in tensors if _has_bytes(tensor)
     )
     overlapping: set[int] = set()
-    memory, end, last = None, 0, 0
+    memory, end, last = 0, 0, 0
     for this_memory, begin, nbytes, identity in spans:
-        if this_memory == memory and begin < end:
+        if this_memory != memory:
+            memory, end = this_memory, 0
+        if begin < end:
             overlapping |= {last, identity}
-        if this_memory != memory or begin + nbytes > end:
-            memory, end, last = this_memory, begin + nbytes, identity
+        if begin + nbytes > end:
+            end, last = begin + nbytes, identity
     return overlapping
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return (
-        is_plain
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
+        _is_real(tensor)
+        and (
+            type(tensor) in _TORCHS_TYPES
+            or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        )
         and tensor.numel() > 0
-        and not tensor.is_quantized
     )
 
 
 def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first one to its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether copying into a tensor cannot fail and changes one element for each of the source."""
     return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and not tensor.is_inference()
-        and not tensor.requires_grad
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and torch._debug_has_internal_overlap(tensor) == 0
+        _is_real(tensor)
+        and not (tensor.is_inference() or tensor.requires_grad)
+        and not (tensor.is_conj() or tensor.is_neg())
+        and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +19,7 @@ __all__ = [
     "copy_plainly",
     "is_torchs",
     "match_by_order",
+    "show_unless_plain",
 ]
 
 _ATOMS = {int, str, float, bool, type(None)}
@@ -88,14 +89,19 @@ def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignm
 def copy_plainly(groups: Any, copier: Copier) -> Any:
     """Return `deepcopy` of groups, or of one, without asking it about each of many ids or names."""
     each = groups if type(groups) in (list, tuple) else [groups]
-    if not all(type(group) is dict and all(map(_is_plain, group.values())) for group in each):
-        copier.show({"param_groups": groups})  # tensors are copied with their values
+    show_unless_plain(each, copier)  # tensors are copied with their values
     copies: dict[int, Any] = {}
     for group in each:
         for value in group.values() if type(group) is dict else ():
             if type(value) is list and _is_plain(value):
                 copies[id(value)] = value.copy()
     return deepcopy(groups, copies)
+
+
+def show_unless_plain(groups: Iterable[Any], copier: Copier) -> None:
+    """Announce that somebody looks at groups, if there can be a tensor among their values."""
+    if not all(type(group) is dict and all(map(_is_plain, group.values())) for group in groups):
+        copier.show({"param_groups": groups})
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ptsave.copying import Copier
-from ptsave.optimizer_groups import Assignment, UnmatchedParameters, copy_plainly, is_torchs
+from ptsave.optimizer_groups import (
+    Assignment,
+    UnmatchedParameters,
+    copy_plainly,
+    is_torchs,
+    show_unless_plain,
+)
 
 __all__ = ["match_by_name"]
 
@@ -235,7 +241,7 @@ def _new_group(
     first, saved = sources[0]
     chosen = _hyper_parameters(saved)
     for other, other_saved in sources[1:]:
-        copier.show({"param_groups": [saved, other_saved]})
+        show_unless_plain([saved, other_saved], copier)
         differing = _differing(chosen, _hyper_parameters(other_saved))
         if differing:
             raise ValueError(

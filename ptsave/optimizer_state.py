@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ptsave.copying import Copier, CopyNow
 from ptsave.optimizer_cast import PresentState, StateCaster
-from ptsave.optimizer_groups import Assignment, UnmatchedParameters, is_torchs, match_by_order
+from ptsave.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
 from ptsave.optimizer_names import match_by_name
 
 __all__ = ["load_optimizer", "load_optimizer_state_dict"]

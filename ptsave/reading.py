@@ -221,7 +221,7 @@ class RecordReader:
     # ------------------------------------------------------------------------- filling of storages
 
     def verifies_storages(self) -> bool:
-        """Whether checksums of storages are compared; warns if they should be and there are none."""
+        """Whether storages are compared with checksums; warns if they should be and have none."""
         if not self.verify or self.engine.storages_have_crcs:
             return self.verify
         warnings.warn(

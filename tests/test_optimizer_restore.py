@@ -392,3 +392,16 @@ def test_tensors_among_hyper_parameters() -> None:
         copier = restore(optimizer, copy.deepcopy(state_dict), **options)
         assert copier.shown
         assert optimizer.param_groups[0]["learning_rate"] == 0.5
+
+
+def test_comparing_hyper_parameters() -> None:
+    """Groups that are joined are compared, tensors and all."""
+    for rate, n_shown in ((0.5, 0), (torch.tensor(0.5), 1)):
+        saved = state_dict_of([[0], [1]])
+        for group in saved["param_groups"]:
+            group["learning_rate"] = copy.deepcopy(rate)
+        pairs = [(name, Parameter(torch.zeros(2))) for name in "ab"]
+        optimizer = torch.optim.SGD(pairs)
+        copier = restore(optimizer, saved, match="name", names=["a", "b"])
+        assert bool(copier.shown) == bool(n_shown)
+        assert optimizer.param_groups[0]["learning_rate"] == 0.5

@@ -278,6 +278,42 @@ def test_equal_ids_of_other_types() -> None:
     assert_same_loading(make_case)
 
 
+class Either(int):
+    """An id that is found under one number, and equal to another one, too."""
+
+    def __hash__(self) -> int:
+        return hash(1)
+
+    def __eq__(self, other: object) -> bool:
+        return other in (0, 1)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("param_id", [1, Either(1)])
+def test_an_id_in_two_groups(param_id: Any, first: bool) -> None:
+    """The first group that torch's search finds decides."""
+
+    def make_case() -> Case:
+        state_dict = state_dict_of([[0], [2, 1], [1]])
+        for i, group in enumerate(state_dict["param_groups"]):
+            group["fused"] = (i == 0) == first
+        state_dict["param_groups"][1]["capturable"] = isinstance(param_id, Either) and not first
+        state_dict["state"] = {param_id: {"step": torch.tensor(3.0).double()}}
+        return make_sgd(1, 2, 1), state_dict
+
+    assert_same_loading(make_case)
+
+
+def test_an_id_in_two_groups_that_differ() -> None:
+    def make_case() -> Case:
+        state_dict = state_dict_of([[0, 1], [1]])
+        state_dict["param_groups"][0]["capturable"] = True
+        state_dict["state"] = {1: {"step": torch.tensor(3.0).double()}}
+        return make_sgd(2, 1), state_dict
+
+    assert_same_loading(make_case)
+
+
 def test_state_of_unknown_ids_is_kept() -> None:
     def make_case() -> Case:
         state_dict = state_dict_of([[0, 1]])

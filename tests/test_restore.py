@@ -472,8 +472,8 @@ def test_errors_of_the_disk_say_what_has_changed(
     assert "0.weight" in raised.value.overwritten  # type: ignore[attr-defined]
 
 
-def test_interrupted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle: what has changed is said, and nothing changes any more."""
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has changed when Ctrl-C came is said, and nothing changes any more."""
 
     @contextmanager
     def interrupting(*_: Any) -> Iterator[Callable[[int], None]]:
@@ -482,15 +482,15 @@ def test_interrupted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         yield interrupt
 
+    saved, net = nn.Linear(100, 100), nn.Linear(100, 100)
+    stock_save(saved.state_dict(), tmp_path / "small.pt")  # too small for threads
     monkeypatch.setattr(restoring, "progress_bar", interrupting)
-    monkeypatch.setattr(_C.Reader, "fill", partialmethod(fill_slowly, _C.Reader.fill))
-    net = make_net(1)
-    with pytest.raises(KeyboardInterrupt):
-        ptsave.load_into(path, net, progress=True)
-    after = values_of(net)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        ptsave.load_into(tmp_path / "small.pt", net, progress=True)
+    assert raised.value.overwritten == ["weight", "bias"]  # type: ignore[attr-defined]
     monkeypatch.undo()
-    assert_same_object(net.state_dict(), after)
-    ptsave.load_into(path, net)
+    ptsave.load_into(tmp_path / "small.pt", net)
+    assert_same_object(net.state_dict(), saved.state_dict())
 
 
 # ------------------------------------------------------------------------- optimizers and the rest
