@@ -58,10 +58,13 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     tensor([0, 1, 2])
     """
     if name not in module._buffers:
-        value = vars(module).get(name)
-        if value is None or isinstance(value, Tensor):
-            vars(module).pop(name, None)
-        module.register_buffer(name, value)
+        attributes = vars(module)
+        present = {name: attributes.pop(name)} if name in attributes else {}
+        try:
+            module.register_buffer(name, present.get(name))
+        except (KeyError, TypeError):
+            attributes.update(present)
+            raise
     elif name in module._non_persistent_buffers_set:
         raise ValueError(
             f"the buffer {name!r} is left out of state dicts: register it with persistent=True, "

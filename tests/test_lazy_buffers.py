@@ -158,6 +158,6 @@ def test_what_can_be_declared() -> None:
     with pytest.raises(TypeError):
         ptsave.register_lazy_buffer(module, 3)  # type: ignore[arg-type]
     module.text = "no tensor"
-    with pytest.raises(KeyError):
+    with pytest.raises(TypeError, match="'text'"):
         ptsave.register_lazy_buffer(module, "text")
     assert module.text == "no tensor"
