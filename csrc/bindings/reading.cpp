@@ -96,7 +96,14 @@ class Reader final : public StorageSource {
   }
   py::bytes read(std::size_t i, bool verify) const {
     check(i);
-    return py::bytes(without_gil([&] { return reader_->read(i, verify); }));
+    const std::uint64_t offset = without_gil([&] { return reader_->stored_payload_offset(i); });
+    const auto nbytes = static_cast<Py_ssize_t>(index().records()[i].nbytes);
+    // Filled here: bytes of several MB would take as long to copy as to read.
+    PyObject* const bytes = PyBytes_FromStringAndSize(nullptr, nbytes);
+    if (bytes == nullptr) throw py::error_already_set();
+    auto payload = py::reinterpret_steal<py::bytes>(bytes);
+    without_gil([&] { reader_->read(i, offset, PyBytes_AS_STRING(bytes), verify); });
+    return payload;
   }
 
   void start(const std::optional<std::vector<std::size_t>>& records, std::size_t n_threads,

@@ -20,8 +20,6 @@ constexpr std::size_t kChunkNbytes = kHugePageNbytes;
 constexpr std::chrono::nanoseconds kSmallPageTime{1200};
 constexpr std::chrono::nanoseconds kMinLoss = std::chrono::milliseconds{6};
 constexpr int kLossDivisor = 10;
-// What is read is checked in pieces of this size, which are then still in the cache.
-constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 // A gap between wanted records that is cheaper to read than to skip.
 constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 // Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
