@@ -127,21 +127,22 @@ class Reader final : public StorageSource {
     check(i);
     return wrap_storage(shared_storage(i));
   }
-  std::optional<c10::Storage> storage_of(std::string_view key, std::uint64_t nbytes) override {
+  const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes) override {
     const std::size_t i = find_data_record(key);
-    if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return std::nullopt;
-    return shared_storage(i);
+    if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return nullptr;
+    return &shared_storage(i);
   }
   // The load is over: storages given out become resizable, as any other.
   void release_storages() {
-    for (const c10::Storage& storage : storages_) {
-      if (storage) storage.unsafeGetStorageImpl()->set_resizable(true);
+    for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_}) {
+      for (c10::Storage& storage : *storages) {
+        // Let go at once, while it is in the cache.
+        if (const c10::Storage last = std::move(storage)) {
+          last.unsafeGetStorageImpl()->set_resizable(true);
+        }
+      }
+      storages->clear();
     }
-    for (const c10::Storage& storage : empty_storages_) {
-      storage.unsafeGetStorageImpl()->set_resizable(true);
-    }
-    storages_.clear();
-    empty_storages_.clear();
   }
   py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
     if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
@@ -184,19 +185,15 @@ class Reader final : public StorageSource {
   }
 
   // Empty storages are not shared: torch makes a new one for each reference.
-  c10::Storage shared_storage(std::size_t i) {
+  const c10::Storage& shared_storage(std::size_t i) {
     if (i < storages_.size() && storages_[i]) return storages_[i];
     LoadedPayload payload = reader_->payload(i);
     if (must_copy(payload)) wait(i, py::none());
     const std::uint64_t nbytes = payload.nbytes;
     c10::Storage storage = make_storage(std::move(payload));
-    if (nbytes == 0) {
-      empty_storages_.push_back(storage);
-    } else {
-      storages_.resize(index().records().size());
-      storages_[i] = storage;
-    }
-    return storage;
+    if (nbytes == 0) return empty_storages_.emplace_back(std::move(storage));
+    storages_.resize(index().records().size());
+    return storages_[i] = std::move(storage);
   }
 
   const ArchiveIndex& index() const { return reader_->index(); }

@@ -68,7 +68,8 @@ class PickleCursor {
   std::size_t position() const { return position_; }
   bool at_end() const { return position_ == pickle_.size(); }
 
-  // Not at the end.
+  // Neither at the end.
+  unsigned char peek() const { return static_cast<unsigned char>(pickle_[position_]); }
   unsigned char byte() { return static_cast<unsigned char>(pickle_[position_++]); }
 
   std::string_view take(std::size_t n) {
