@@ -40,7 +40,12 @@ class Reader final : public StorageSource {
  public:
   Reader(ArchiveSource source, py::object keep)
       : keep_(std::move(keep)),
-        reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })) {}
+        reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })) {
+    for (std::size_t i = 0; i < index().records().size(); ++i) {
+      const bool in_data = index().records()[i].name.starts_with(kDataFolder);
+      (in_data ? data_records_ : other_records_).push_back(i);
+    }
+  }
 
   static std::unique_ptr<Reader> open_path(const std::string& path) {
     return std::make_unique<Reader>(ArchiveSource(File::open_for_reading(path), 0), py::none());
@@ -75,13 +80,12 @@ class Reader final : public StorageSource {
   bool storages_have_crcs() const {
     const auto filled = [&](std::size_t i) { return index().records()[i].nbytes > 0; };
     const auto has_crc = [&](std::size_t i) { return index().records()[i].crc != 0; };
-    const std::vector<std::size_t> storages = records_of(Folder::kData);
-    return std::ranges::none_of(storages, filled) ||
-           std::ranges::any_of(storages, [&](auto i) { return filled(i) && has_crc(i); });
+    return std::ranges::any_of(data_records_, [&](auto i) { return filled(i) && has_crc(i); }) ||
+           std::ranges::none_of(data_records_, filled);
   }
   std::vector<py::str> other_names() const {
     std::vector<py::str> names;
-    for (const std::size_t i : records_of(Folder::kRoot)) {
+    for (const std::size_t i : other_records_) {
       names.push_back(decode(index().records()[i].name));
     }
     return names;
@@ -108,7 +112,7 @@ class Reader final : public StorageSource {
 
   void start(const std::optional<std::vector<std::size_t>>& records, std::size_t n_threads,
              bool verify, bool exact_offsets) {
-    const std::vector<std::size_t> wanted = records ? *records : records_of(Folder::kData);
+    const std::vector<std::size_t>& wanted = records ? *records : data_records_;
     for (const std::size_t i : wanted) check(i);
     storages_.clear();
     empty_storages_.clear();
@@ -161,16 +165,6 @@ class Reader final : public StorageSource {
   }
 
   static constexpr std::string_view kDataFolder = "data/";
-  enum class Folder : std::uint8_t { kRoot, kData };
-
-  std::vector<std::size_t> records_of(Folder folder) const {
-    std::vector<std::size_t> found;
-    for (std::size_t i = 0; i < index().records().size(); ++i) {
-      const bool in_data = index().records()[i].name.starts_with(kDataFolder);
-      if (in_data == (folder == Folder::kData)) found.push_back(i);
-    }
-    return found;
-  }
 
   // Keys mostly come in the order of the records.
   std::size_t find_data_record(std::string_view key) {
@@ -200,6 +194,8 @@ class Reader final : public StorageSource {
 
   py::object keep_;  // outlives reader_
   std::unique_ptr<ArchiveReader> reader_;
+  std::vector<std::size_t> data_records_;  // those of storages
+  std::vector<std::size_t> other_records_;
   std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
   std::vector<c10::Storage> empty_storages_;
   std::size_t last_found_ = ArchiveIndex::kNotFound;
