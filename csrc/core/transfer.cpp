@@ -28,6 +28,15 @@ constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
 constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 constexpr std::uint32_t kNoSlot = 0xFFFFFFFF;
 
+// Several segments, for a payload that lies in more than one.
+class Segments final : public Owner {
+ public:
+  explicit Segments(std::vector<OwnerReference> segments) : segments_(std::move(segments)) {}
+
+ private:
+  std::vector<OwnerReference> segments_;
+};
+
 }  // namespace
 
 Transfer::Transfer(const ArchiveSource& source, const ArchiveIndex& index,
@@ -118,7 +127,7 @@ void Transfer::plan_segments() {
   for (std::size_t i = 0; i < segment_begins_.size(); ++i) {
     const std::size_t end =
         i + 1 < segment_begins_.size() ? segment_begins_[i + 1] : region_->nbytes();
-    segments_.push_back(std::make_shared<Segment>(region_, segment_begins_[i], end));
+    segments_.emplace_back(new Segment(region_, segment_begins_[i], end));
   }
 }
 
@@ -336,9 +345,9 @@ LoadedPayload Transfer::payload(std::size_t index) const {
   while (end < segments_.size() && segment_begins_[end] < slot.end) ++end;
   LoadedPayload payload{region_->data() + slot.payload, slot.end - slot.payload, segments_[first]};
   if (end > first + 1) {
-    payload.owner = std::make_shared<std::vector<std::shared_ptr<Segment>>>(
-        segments_.begin() + static_cast<std::ptrdiff_t>(first),
-        segments_.begin() + static_cast<std::ptrdiff_t>(end));
+    payload.owner =
+        OwnerReference(new Segments({segments_.begin() + static_cast<std::ptrdiff_t>(first),
+                                     segments_.begin() + static_cast<std::ptrdiff_t>(end)}));
   }
   return payload;
 }

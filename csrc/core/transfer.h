@@ -98,7 +98,7 @@ class Transfer {
   std::unique_ptr<BufferPool> buffers_;
   std::atomic<std::int64_t> huge_page_loss_ns_{0};
   std::vector<std::size_t> segment_begins_;
-  std::vector<std::shared_ptr<Segment>> segments_;
+  std::vector<OwnerReference> segments_;
   std::uint64_t nbytes_to_read_ = 0;
   std::atomic<std::uint64_t> nbytes_read_{0};
   std::unique_ptr<ChunkPipeline> pipeline_;  // last: its workers use everything above

@@ -523,7 +523,7 @@ TEST(ReaderMemory, PayloadsOutliveTheReaderAndAreFreedOneByOne) {
   for (const std::size_t freed : {1u, 0u, 3u, 2u}) {
     const std::byte* const middle = payloads[freed].data + payloads[freed].nbytes / 2;
     EXPECT_TRUE(is_resident(middle));
-    payloads[freed].owner.reset();
+    payloads[freed].owner = {};
     EXPECT_EQ(is_resident(middle), payloads[freed].nbytes < kMiB) << freed;
     payloads[freed] = {};
     for (std::size_t i = 0; i < payloads.size(); ++i) {
