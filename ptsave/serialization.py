@@ -136,8 +136,6 @@ def save(
         writer = ArchiveWriter(
             plan,
             compute_crcs=get_crc32_options(),
-            sequential=_are_staged(records),
-            has_holes=_have_holes(records),
             fsync=fsync,
             atomic=atomic,
             progress=callback,
@@ -193,14 +191,6 @@ def _storage_records(storages: dict[str, torch.UntypedStorage] | _C.StorageList)
             payload = functools.partial(_stage, storage, staged)
         records.append((f"data/{key}", payload, storage.nbytes()))
     return records
-
-
-def _are_staged(records: list[_Records]) -> bool:
-    return any(isinstance(record, tuple) and callable(record[1]) for record in records)
-
-
-def _have_holes(records: list[_Records]) -> bool:
-    return any(isinstance(record, tuple) and record[1] is None and record[2] for record in records)
 
 
 def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:

@@ -68,10 +68,6 @@ class ArchiveWriter:
         The records and their places.
     compute_crcs : bool
         False writes zeros for every checksum, as torch can be told to.
-    sequential : bool
-        Whether payloads are made one at a time (storages that are not in CPU memory).
-    has_holes : bool
-        Whether payloads are left out (torch's ``skip_data``).
     fsync, atomic : bool
         See :func:`ptsave.save`.
     progress : ProgressCallback or None
@@ -83,16 +79,12 @@ class ArchiveWriter:
         plan: _C.WritePlan,
         *,
         compute_crcs: bool,
-        sequential: bool,
-        has_holes: bool,
         fsync: bool,
         atomic: bool,
         progress: ProgressCallback | None,
     ) -> None:
         self._plan = plan
         self._compute_crcs = compute_crcs
-        self._sequential = sequential
-        self._has_holes = has_holes
         self._fsync = fsync
         self._atomic = atomic
         self._progress = progress
@@ -122,7 +114,7 @@ class ArchiveWriter:
             self._write_in_place(target, path)
 
     def _replace(self, target: str, path: str) -> None:
-        direct = self._config.direct_io and not self._has_holes and self._wants_direct()
+        direct = self._config.direct_io and not self._plan.has_holes and self._wants_direct()
         try:
             self._plan.write_file(
                 os.fsencode(target),
@@ -148,7 +140,7 @@ class ArchiveWriter:
                 self._plan.write_in_place(
                     os.fsencode(target),
                     durable=self._fsync,
-                    options=self._options(direct=False),
+                    options=self._options(),
                     progress=self._progress,
                 )
             except BaseException:
@@ -161,8 +153,8 @@ class ArchiveWriter:
         """Refuse to overwrite a file with what its disk, as far as it tells, has no room for."""
         disk = os.statvfs(target)
         free_nbytes = disk.f_bavail * disk.f_frsize
-        freed_nbytes = os.stat(target).st_blocks * 512
-        if disk.f_blocks and not self._has_holes and self._plan.nbytes > free_nbytes + freed_nbytes:
+        room_nbytes = free_nbytes + os.stat(target).st_blocks * 512
+        if disk.f_blocks and not self._plan.has_holes and self._plan.nbytes > room_nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
     def _wants_direct(self) -> bool:
@@ -194,7 +186,7 @@ class ArchiveWriter:
                 stream.write(b"\0")
             with stream.getbuffer() as view:
                 self._plan.write_memory(
-                    view[begin:end], options=self._options(direct=False), progress=self._progress
+                    view[begin:end], options=self._options(), progress=self._progress
                 )
         except BaseException:
             stream.truncate(max(old_nbytes, begin))
@@ -211,7 +203,7 @@ class ArchiveWriter:
                 begin,
                 os.fsencode(str(stream.name)),
                 durable=self._fsync,
-                options=self._options(direct=False),
+                options=self._options(),
                 progress=self._progress,
             )
         stream.seek(begin + self._plan.nbytes)
@@ -222,15 +214,15 @@ class ArchiveWriter:
         self._plan.write_stream(
             _complete_writer(write),
             skip,
-            options=self._options(direct=False),
+            options=self._options(),
             progress=self._progress,
         )
 
-    def _options(self, *, direct: bool) -> _C.WriteOptions:
+    def _options(self, *, direct: bool = False) -> _C.WriteOptions:
         n_threads = self._config.n_direct_writers if direct else self._config.n_threads
         return _C.WriteOptions(
             compute_crcs=self._compute_crcs,
-            n_threads=0 if self._sequential else n_threads,
+            n_threads=0 if self._plan.is_sequential else n_threads,
             chunk_nbytes=self._config.write_chunk_nbytes,
         )
 

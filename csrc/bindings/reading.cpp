@@ -48,7 +48,12 @@ class Reader final : public StorageSource {
  public:
   Reader(ArchiveSource source, py::object keep)
       : keep_(std::move(keep)),
-        reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })) {}
+        reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })) {
+    for (std::size_t i = 0; i < index().records().size(); ++i) {
+      const bool in_data = index().records()[i].name.starts_with(kDataFolder);
+      (in_data ? data_records_ : other_records_).push_back(i);
+    }
+  }
 
   static std::unique_ptr<Reader> open_path(const std::string& path) {
     return std::make_unique<Reader>(ArchiveSource(File::open_for_reading(path), 0), py::none());
@@ -83,13 +88,12 @@ class Reader final : public StorageSource {
   bool storages_have_crcs() const {
     const auto filled = [&](std::size_t i) { return index().records()[i].nbytes > 0; };
     const auto has_crc = [&](std::size_t i) { return index().records()[i].crc != 0; };
-    const std::vector<std::size_t> storages = records_of(Folder::kData);
-    return std::ranges::none_of(storages, filled) ||
-           std::ranges::any_of(storages, [&](auto i) { return filled(i) && has_crc(i); });
+    return std::ranges::any_of(data_records_, [&](auto i) { return filled(i) && has_crc(i); }) ||
+           std::ranges::none_of(data_records_, filled);
   }
   std::vector<py::str> other_names() const {
     std::vector<py::str> names;
-    for (const std::size_t i : records_of(Folder::kRoot)) {
+    for (const std::size_t i : other_records_) {
       names.push_back(decode(index().records()[i].name));
     }
     return names;
@@ -104,12 +108,19 @@ class Reader final : public StorageSource {
   }
   py::bytes read(std::size_t i, bool verify) const {
     check(i);
-    return py::bytes(without_gil([&] { return reader_->read(i, verify); }));
+    const std::uint64_t offset = without_gil([&] { return reader_->stored_payload_offset(i); });
+    const auto nbytes = static_cast<Py_ssize_t>(index().records()[i].nbytes);
+    // Filled here: bytes of several MB would take as long to copy as to read.
+    PyObject* const bytes = PyBytes_FromStringAndSize(nullptr, nbytes);
+    if (bytes == nullptr) throw py::error_already_set();
+    auto payload = py::reinterpret_steal<py::bytes>(bytes);
+    without_gil([&] { reader_->read(i, offset, PyBytes_AS_STRING(bytes), verify); });
+    return payload;
   }
 
   void start(const std::optional<std::vector<std::size_t>>& records, std::size_t n_threads,
              bool verify, bool exact_offsets) {
-    const std::vector<std::size_t> wanted = records ? *records : records_of(Folder::kData);
+    const std::vector<std::size_t>& wanted = records ? *records : data_records_;
     for (const std::size_t i : wanted) check(i);
     storages_.clear();
     empty_storages_.clear();
@@ -121,7 +132,7 @@ class Reader final : public StorageSource {
     restore_.reset();
     storages_.clear();
     empty_storages_.clear();
-    reader_->reserve(records_of(Folder::kData));
+    reader_->reserve(data_records_);
     is_reading_ = false;
     restore_.emplace(*reader_, [this](std::size_t i) { return shared_storage(i); });
   }
@@ -174,21 +185,22 @@ class Reader final : public StorageSource {
     check(i);
     return wrap_storage(shared_storage(i));
   }
-  std::optional<c10::Storage> storage_of(std::string_view key, std::uint64_t nbytes) override {
+  const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes) override {
     const std::size_t i = find_data_record(key);
-    if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return std::nullopt;
-    return shared_storage(i);
+    if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return nullptr;
+    return &shared_storage(i);
   }
   // The load is over: storages given out become resizable, as any other.
   void release_storages() {
-    for (const c10::Storage& storage : storages_) {
-      if (storage) storage.unsafeGetStorageImpl()->set_resizable(true);
+    for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_}) {
+      for (c10::Storage& storage : *storages) {
+        // Let go at once, while it is in the cache.
+        if (const c10::Storage last = std::move(storage)) {
+          last.unsafeGetStorageImpl()->set_resizable(true);
+        }
+      }
+      storages->clear();
     }
-    for (const c10::Storage& storage : empty_storages_) {
-      storage.unsafeGetStorageImpl()->set_resizable(true);
-    }
-    storages_.clear();
-    empty_storages_.clear();
   }
   py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
     if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
@@ -207,16 +219,6 @@ class Reader final : public StorageSource {
   }
 
   static constexpr std::string_view kDataFolder = "data/";
-  enum class Folder : std::uint8_t { kRoot, kData };
-
-  std::vector<std::size_t> records_of(Folder folder) const {
-    std::vector<std::size_t> found;
-    for (std::size_t i = 0; i < index().records().size(); ++i) {
-      const bool in_data = index().records()[i].name.starts_with(kDataFolder);
-      if (in_data == (folder == Folder::kData)) found.push_back(i);
-    }
-    return found;
-  }
 
   // Keys mostly come in the order of the records.
   std::size_t find_data_record(std::string_view key) {
@@ -231,20 +233,16 @@ class Reader final : public StorageSource {
   }
 
   // Empty storages are not shared: torch makes a new one for each reference.
-  c10::Storage shared_storage(std::size_t i) {
+  const c10::Storage& shared_storage(std::size_t i) {
     if (i < storages_.size() && storages_[i]) return storages_[i];
     LoadedPayload payload = reader_->payload(i);
     if (must_copy(payload) && is_reading_) wait(i, py::none());
     const std::uint64_t nbytes = payload.nbytes;
     c10::Storage storage = make_storage(std::move(payload));
-    if (nbytes == 0) {
-      empty_storages_.push_back(storage);
-    } else {
-      storages_.resize(index().records().size());
-      storages_[i] = storage;
-      if (restore_) record_by_storage_.emplace(storage.unsafeGetStorageImpl(), i);
-    }
-    return storage;
+    if (nbytes == 0) return empty_storages_.emplace_back(std::move(storage));
+    if (restore_) record_by_storage_.emplace(storage.unsafeGetStorageImpl(), i);
+    storages_.resize(index().records().size());
+    return storages_[i] = std::move(storage);
   }
 
   const ArchiveIndex& index() const { return reader_->index(); }
@@ -256,6 +254,8 @@ class Reader final : public StorageSource {
 
   py::object keep_;  // outlives reader_
   std::unique_ptr<ArchiveReader> reader_;
+  std::vector<std::size_t> data_records_;  // those of storages
+  std::vector<std::size_t> other_records_;
   std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
   std::vector<c10::Storage> empty_storages_;
   std::size_t last_found_ = ArchiveIndex::kNotFound;

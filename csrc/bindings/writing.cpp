@@ -53,6 +53,10 @@ class WritePlan {
   }
 
   std::uint64_t nbytes() const { return layout_.nbytes(); }
+  // Whether payloads are left out.
+  bool has_holes() const { return has_holes_; }
+  // Whether payloads are made one at a time.
+  bool is_sequential() const { return !makers_.empty(); }
 
   void write_file(const std::string& path, const std::string& display, bool durable, bool direct,
                   const WriteOptions& options, const py::object& callback) {
@@ -209,6 +213,8 @@ void bind_writing(py::module_& module) {
       .def(py::init<const std::string&, const WritePlan::Records&, std::uint64_t>(),
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
+      .def_property_readonly("has_holes", &WritePlan::has_holes)
+      .def_property_readonly("is_sequential", &WritePlan::is_sequential)
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
            py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))
       .def("write_in_place", &WritePlan::write_in_place, py::arg("path"), py::kw_only(),

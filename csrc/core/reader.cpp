@@ -1,6 +1,7 @@
 #include "core/reader.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -24,9 +25,10 @@ ArchiveIndex read_index(const ArchiveSource& source) {
   std::vector<std::byte> tail(std::min(source.nbytes(), kMaxTailNbytes));
   source.read_at(source.nbytes() - tail.size(), tail.data(), tail.size());
   const CentralDirectory where = find_central_directory(tail, source.nbytes());
-  std::vector<std::byte> directory(where.nbytes);
-  source.read_at(where.offset, directory.data(), directory.size());
-  return parse_central_directory(directory, where);
+  // Not a vector, which would fill it with zeros first.
+  const auto directory = std::make_unique_for_overwrite<std::byte[]>(where.nbytes);
+  source.read_at(where.offset, directory.get(), where.nbytes);
+  return parse_central_directory({directory.get(), static_cast<std::size_t>(where.nbytes)}, where);
 }
 
 }  // namespace
@@ -46,16 +48,26 @@ std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
   return ptsave::payload_offset(header, record, index_.root().size(), limit);
 }
 
-std::string ArchiveReader::read(std::size_t i, bool verify) const {
-  const IndexedRecord& record = index_.records()[i];
+std::uint64_t ArchiveReader::stored_payload_offset(std::size_t i) const {
   const std::uint64_t offset = payload_offset(i);
-  require_stored(record);
-  std::string payload(record.nbytes, '\0');
-  source_.read_at(offset, payload.data(), payload.size());
-  if (verify && index_.has_crcs() && crc32(0, payload.data(), payload.size()) != record.crc) {
+  require_stored(index_.records()[i]);
+  return offset;
+}
+
+void ArchiveReader::read(std::size_t i, std::uint64_t offset, void* payload, bool verify) const {
+  const IndexedRecord& record = index_.records()[i];
+  const bool compare = verify && index_.has_crcs();
+  std::uint32_t crc = 0;
+  for (std::uint64_t done = 0; done < record.nbytes;) {
+    std::byte* const place = static_cast<std::byte*>(payload) + done;
+    const std::size_t nbytes = std::min<std::uint64_t>(kCachePieceNbytes, record.nbytes - done);
+    source_.read_at(offset + done, place, nbytes);
+    if (compare) crc = crc32(crc, place, nbytes);
+    done += nbytes;
+  }
+  if (compare && crc != record.crc) {
     throw FormatError("CRC-32 mismatch", "the record is damaged", record.name, offset);
   }
-  return payload;
 }
 
 std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::size_t>& records,

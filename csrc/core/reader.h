@@ -32,8 +32,11 @@ class ArchiveReader {
 
   // Where the payload of record i begins, from its local header.
   std::uint64_t payload_offset(std::size_t i) const;
-  // The whole payload of a STORED record.  Verified if asked: FormatError.
-  std::string read(std::size_t i, bool verify) const;
+  // The same for a record that is to be read: FormatError if it is not STORED.
+  std::uint64_t stored_payload_offset(std::size_t i) const;
+  // Reads the whole payload of record i, which begins at `offset`, as stored_payload_offset() says.
+  // Verified if asked: FormatError.
+  void read(std::size_t i, std::uint64_t offset, void* payload, bool verify) const;
 
   // Begins filling the payloads of `records` (indices; STORED only) in the background.  A second
   // call ends and replaces the first. With exact_offsets every local header is read first instead

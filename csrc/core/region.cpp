@@ -19,6 +19,15 @@ constexpr int kLossDivisor = 10;
 // Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
 constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
 
+// Several segments, for a payload that lies in more than one.
+class Segments final : public Owner {
+ public:
+  explicit Segments(std::vector<OwnerReference> segments) : segments_(std::move(segments)) {}
+
+ private:
+  std::vector<OwnerReference> segments_;
+};
+
 }  // namespace
 
 Region::Region(std::shared_ptr<const TransferPlan> plan, bool verify)
@@ -52,7 +61,7 @@ void Region::cut_segments() {
   for (std::size_t i = 0; i < segment_begins_.size(); ++i) {
     const std::size_t end =
         i + 1 < segment_begins_.size() ? segment_begins_[i + 1] : memory_->nbytes();
-    segments_.push_back(std::make_shared<Segment>(memory_, segment_begins_[i], end));
+    segments_.emplace_back(new Segment(memory_, segment_begins_[i], end));
   }
 }
 
@@ -64,9 +73,9 @@ LoadedPayload Region::payload(std::size_t index) const {
   while (end < segments_.size() && segment_begins_[end] < slot.end) ++end;
   LoadedPayload payload{memory_->data() + slot.payload, slot.end - slot.payload, segments_[first]};
   if (end > first + 1) {
-    payload.owner = std::make_shared<std::vector<std::shared_ptr<Segment>>>(
-        segments_.begin() + static_cast<std::ptrdiff_t>(first),
-        segments_.begin() + static_cast<std::ptrdiff_t>(end));
+    payload.owner =
+        OwnerReference(new Segments({segments_.begin() + static_cast<std::ptrdiff_t>(first),
+                                     segments_.begin() + static_cast<std::ptrdiff_t>(end)}));
   }
   return payload;
 }

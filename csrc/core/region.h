@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/buffer.h"
+#include "core/owner.h"
 #include "core/placement.h"
 
 namespace ptsave {
@@ -16,20 +17,19 @@ namespace ptsave {
 struct LoadedPayload {
   std::byte* data = nullptr;
   std::uint64_t nbytes = 0;
-  std::shared_ptr<const void> owner;
+  OwnerReference owner;
 };
 
 // A part of a mirrored region whose memory goes back to the system as one, when the last owner lets
 // go.  Address space goes when the whole region does.
-class Segment {
+class Segment final : public Owner {
  public:
   Segment(std::shared_ptr<Mapping> memory, std::size_t begin, std::size_t end)
       : memory_(std::move(memory)), begin_(begin), end_(end) {}
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
-  ~Segment() { memory_->discard(begin_, end_); }
 
  private:
+  ~Segment() override { memory_->discard(begin_, end_); }
+
   std::shared_ptr<Mapping> memory_;
   std::size_t begin_;
   std::size_t end_;
@@ -63,7 +63,7 @@ class Region final : public Placement {
   std::shared_ptr<Mapping> memory_;
   std::atomic<std::int64_t> huge_page_loss_ns_{0};
   std::vector<std::size_t> segment_begins_;
-  std::vector<std::shared_ptr<Segment>> segments_;
+  std::vector<OwnerReference> segments_;
 };
 
 }  // namespace ptsave

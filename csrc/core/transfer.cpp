@@ -11,8 +11,6 @@ namespace ptsave {
 namespace {
 
 constexpr std::size_t kBufferNbytes = kHugePageNbytes;  // holds a chunk
-// What is read is checked in pieces of this size, which are then still in the cache.
-constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 // Below this a transfer is over before a thread has started.
 constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 

@@ -19,10 +19,6 @@ constexpr std::size_t kGatherNbytes = std::size_t{64} << 10;
 // Gathered bytes are written when they reach this size.
 constexpr std::size_t kMaxGatheredNbytes = std::size_t{256} << 10;
 
-// Payloads that are written from where they are go in pieces of this size, small enough that
-// writing finds in the cache what checksumming has read.
-constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
-
 // Copies a chunk into memory.
 class MemoryChunk final : public ChunkSink {
  public:

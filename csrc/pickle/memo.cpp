@@ -1,57 +1,68 @@
 #include "pickle/memo.h"
 
 #include <algorithm>
-#include <array>
 
 #include "pickle/opcodes.h"
 
 namespace ptsave {
 namespace {
 
-// What follows an opcode.  Positive numbers count bytes.
-enum Operand : signed char {
-  kUnknown = -1,  // not an opcode that torch's machine knows, or STOP: nothing after it is run
-  kTwoLines = -2,
-  kCounted1 = -3,  // bytes, after their number in one byte
-  kCounted4 = -4,
-};
-
-constexpr std::array<signed char, 256> operands() {
-  std::array<signed char, 256> operands{};
-  operands.fill(kUnknown);
-  for (const unsigned char op :
-       {opcode::kMark,      opcode::kNone,    opcode::kBinPersId, opcode::kReduce,
-        opcode::kAppend,    opcode::kBuild,   opcode::kEmptyDict, opcode::kAppends,
-        opcode::kEmptyList, opcode::kSetItem, opcode::kTuple,     opcode::kEmptyTuple,
-        opcode::kSetItems,  opcode::kNewObj,  opcode::kTuple1,    opcode::kTuple2,
-        opcode::kTuple3,    opcode::kNewTrue, opcode::kNewFalse,  opcode::kEmptySet}) {
-    operands[op] = 0;
-  }
-  for (const unsigned char op :
-       {opcode::kBinInt1, opcode::kProto, opcode::kBinGet, opcode::kBinPut}) {
-    operands[op] = 1;
-  }
-  operands[opcode::kBinInt2] = 2;
-  operands[opcode::kBinInt] = operands[opcode::kLongBinGet] = operands[opcode::kLongBinPut] = 4;
-  operands[opcode::kBinFloat] = 8;
-  operands[opcode::kGlobal] = kTwoLines;
-  operands[opcode::kShortBinString] = operands[opcode::kLong1] = kCounted1;
-  operands[opcode::kBinUnicode] = kCounted4;
-  return operands;
-}
-
-constexpr std::array<signed char, 256> kOperands = operands();
-
-std::string_view take_operand(PickleCursor& cursor, signed char kind) {
-  switch (kind) {
-    case kTwoLines:
+// Steps over the operand of an opcode.  False for an opcode that torch's machine does not know and
+// for STOP: nothing after it is run.
+//
+// Each case has its own constant, so that the place of the next opcode can be predicted; taken from
+// a table, it would be known only after two loads.
+bool skip_operand(PickleCursor& cursor, unsigned char op) {
+  switch (op) {
+    case opcode::kMark:
+    case opcode::kNone:
+    case opcode::kBinPersId:
+    case opcode::kReduce:
+    case opcode::kAppend:
+    case opcode::kBuild:
+    case opcode::kEmptyDict:
+    case opcode::kAppends:
+    case opcode::kEmptyList:
+    case opcode::kSetItem:
+    case opcode::kTuple:
+    case opcode::kEmptyTuple:
+    case opcode::kSetItems:
+    case opcode::kNewObj:
+    case opcode::kTuple1:
+    case opcode::kTuple2:
+    case opcode::kTuple3:
+    case opcode::kNewTrue:
+    case opcode::kNewFalse:
+    case opcode::kEmptySet:
+      return true;
+    case opcode::kBinInt1:
+    case opcode::kProto:
+    case opcode::kBinPut:
+      cursor.skip(1);
+      return true;
+    case opcode::kBinInt2:
+      cursor.skip(2);
+      return true;
+    case opcode::kBinInt:
+    case opcode::kLongBinPut:
+      cursor.skip(4);
+      return true;
+    case opcode::kBinFloat:
+      cursor.skip(8);
+      return true;
+    case opcode::kGlobal:
       cursor.line();
-      return cursor.line();
-    case kCounted1:
-    case kCounted4:
-      return cursor.take(little_endian(cursor.take(kind == kCounted1 ? 1 : 4)));
+      cursor.line();
+      return true;
+    case opcode::kShortBinString:
+    case opcode::kLong1:
+      cursor.skip(little_endian(cursor.take(1)));
+      return true;
+    case opcode::kBinUnicode:
+      cursor.skip(little_endian(cursor.take(4)));
+      return true;
     default:
-      return cursor.take(static_cast<std::size_t>(kind));
+      return false;
   }
 }
 
@@ -61,11 +72,11 @@ Memo::Memo(std::string_view pickle) : n_near_(pickle.size()) {
   PickleCursor cursor(pickle);
   while (!cursor.at_end()) {
     const unsigned char op = cursor.byte();
-    const signed char kind = kOperands[op];
-    if (kind == kUnknown) return;
-    const std::string_view operand = take_operand(cursor, kind);
     if (op == opcode::kBinGet || op == opcode::kLongBinGet) {
-      note_read(static_cast<std::uint32_t>(little_endian(operand)));
+      const std::size_t nbytes = op == opcode::kBinGet ? 1 : 4;
+      note_read(static_cast<std::uint32_t>(little_endian(cursor.take(nbytes))));
+    } else if (!skip_operand(cursor, op)) {
+      return;
     }
   }
 }

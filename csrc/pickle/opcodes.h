@@ -68,14 +68,16 @@ class PickleCursor {
   std::size_t position() const { return position_; }
   bool at_end() const { return position_ == pickle_.size(); }
 
-  // Not at the end.
+  // Neither at the end.
+  unsigned char peek() const { return static_cast<unsigned char>(pickle_[position_]); }
   unsigned char byte() { return static_cast<unsigned char>(pickle_[position_++]); }
 
+  void skip(std::size_t n) { position_ += std::min(n, pickle_.size() - position_); }
+
   std::string_view take(std::size_t n) {
-    n = std::min(n, pickle_.size() - position_);
-    const std::string_view taken = pickle_.substr(position_, n);
-    position_ += n;
-    return taken;
+    const std::size_t begin = position_;
+    skip(n);
+    return {pickle_.data() + begin, position_ - begin};
   }
 
   // With the newline, if there is one.

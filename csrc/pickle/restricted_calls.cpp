@@ -7,8 +7,41 @@
 #include <utility>
 
 #include "pickle/restricted_machine.h"
+#include "pickle/tensor_steps.h"
 
 namespace ptsave {
+
+// The MARK of a tensor's arguments: torch.save writes the same steps for every plain tensor.
+void RestrictedMachine::mark() {
+  const bool is_tensor = stack_.depth() > 0 && stack_.last(1).front().get() == globals_.tensor_v2();
+  if (!is_tensor || !rebuild_at_once()) stack_.mark();
+}
+
+// Takes all steps up to the REDUCE that makes the tensor, if they are the usual ones.  Otherwise
+// nothing has happened but that its storage may be known already.
+bool RestrictedMachine::rebuild_at_once() {
+  if (!globals_.rebuilds_are_torchs()) return false;
+  PickleCursor ahead = cursor_;
+  const std::optional<TensorSteps> steps = TensorSteps::take(ahead, memo_);
+  if (!steps || steps->hooks_type != reinterpret_cast<PyObject*>(&PyODict_Type) ||
+      !globals_.is_default(steps->hooks_type)) {
+    return false;
+  }
+  const std::optional<std::size_t> index =
+      storages_.find(steps->word, steps->storage_type, steps->key, steps->location, steps->numel);
+  if (!index) return false;
+  const PlainStorage& storage = storages_[*index];
+  const Object hooks = Object::checked(PyODict_New());
+  Object tensor = rebuilder_.rebuild({.storage = *storage.storage,
+                                      .dtype = storage.type->dtype,
+                                      .geometry = steps->geometry,
+                                      .requires_grad = steps->requires_grad,
+                                      .hooks = hooks.get()});
+  if (!tensor) return false;
+  stack_.top() = Value(std::move(tensor));
+  cursor_ = ahead;
+  return true;
+}
 
 // A tuple of the last n values is to be made.  If nothing but the next opcode can use it, and that
 // one knows what to do with the values, there is no need for the tuple.

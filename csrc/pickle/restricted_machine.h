@@ -78,7 +78,7 @@ class RestrictedMachine {
   // ---- stack and memo
 
   void protocol();
-  void mark() { stack_.mark(); }
+  void mark();
   void put_short() { put(operand_byte()); }
   void put_long() { put(operand_32()); }
   void get_short() { get(operand_byte()); }
@@ -104,6 +104,7 @@ class RestrictedMachine {
 
   // ---- everything that runs code
 
+  bool rebuild_at_once();
   bool consume_tuple(std::size_t n);
   bool refer_to_storage(std::span<const Value> id);
   void global();

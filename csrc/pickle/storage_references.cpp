@@ -34,16 +34,12 @@ std::optional<std::uint32_t> number_of(std::string_view key) {
   return number;
 }
 
-std::optional<std::uint64_t> nbytes_of(PyObject* numel, c10::ScalarType dtype) {
-  if (!PyLong_CheckExact(numel)) return std::nullopt;
+std::optional<std::int64_t> count_of(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
   int overflow = 0;
-  const long long n = PyLong_AsLongLongAndOverflow(numel, &overflow);
-  if (overflow != 0 || n <= 0) return std::nullopt;
-  std::uint64_t nbytes = 0;
-  if (__builtin_mul_overflow(static_cast<std::uint64_t>(n), c10::elementSize(dtype), &nbytes)) {
-    return std::nullopt;
-  }
-  return nbytes;
+  const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (overflow != 0) return std::nullopt;
+  return n;
 }
 
 }  // namespace
@@ -56,36 +52,55 @@ StorageReferences::StorageReferences(StorageSource* source, const TorchMachine& 
 
 std::optional<std::size_t> StorageReferences::find(std::span<PyObject* const> id) {
   if (source_ == nullptr || id.size() != kIdSize) return std::nullopt;
-  if (!says(id[0], "storage", storage_word_) || !says(id[3], "cpu", cpu_word_)) return std::nullopt;
   const std::optional<std::string_view> key = text_of(id[2]);
-  const std::optional<c10::ScalarType> dtype = dtype_of(id[1]);
-  if (!key || !dtype) return std::nullopt;
-  std::uint32_t& state = state_of(*key);
+  return key ? find(id[0], id[1], *key, id[3], count_of(id[4])) : std::nullopt;
+}
+
+std::optional<std::size_t> StorageReferences::find(PyObject* word, PyObject* storage_type,
+                                                   std::string_view key, PyObject* location,
+                                                   std::optional<std::int64_t> numel) {
+  if (source_ == nullptr || !says(word, "storage", storage_word_) ||
+      !says(location, "cpu", cpu_word_)) {
+    return std::nullopt;
+  }
+  const StorageType* const type = known_type(storage_type);
+  if (type == nullptr) return std::nullopt;
+  std::uint32_t& state = state_of(key);
   if (state >= kFirst) return state - kFirst;
-  if (state == kLeftToTorch) return std::nullopt;
+  if (state == kLeftToTorch || !numel) return std::nullopt;
+  return add(state, *type, key, *numel);
+}
+
+// A storage that is referred to for the first time.
+std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const StorageType& type,
+                                                  std::string_view key, std::int64_t numel) {
   // An empty storage is another one at each reference: torch does not count it as loaded.
-  const std::optional<std::uint64_t> nbytes = nbytes_of(id[4], *dtype);
-  if (!nbytes) return std::nullopt;
-  std::optional<c10::Storage> storage = source_->storage_of(*key, *nbytes);
-  if (!storage || storages_.size() > std::numeric_limits<std::uint32_t>::max() - kFirst) {
+  if (numel <= 0) return std::nullopt;
+  std::uint64_t nbytes = 0;
+  if (__builtin_mul_overflow(static_cast<std::uint64_t>(numel), c10::elementSize(type.dtype),
+                             &nbytes)) {
+    return std::nullopt;
+  }
+  const c10::Storage* const storage = source_->storage_of(key, nbytes);
+  if (storage == nullptr || storages_.size() > std::numeric_limits<std::uint32_t>::max() - kFirst) {
     return std::nullopt;
   }
   state = kFirst + static_cast<std::uint32_t>(storages_.size());
-  storages_.push_back({.storage = std::move(*storage),
-                       .dtype = *dtype,
-                       .type = Object::borrow(id[1]),
-                       .key = Object::borrow(id[2]),
-                       .numel = Object::borrow(id[4]),
-                       .typed = {}});
+  storages_.push_back(
+      {.storage = storage, .type = &type, .key = std::string(key), .typed = Object()});
   return storages_.size() - 1;
 }
 
 Object StorageReferences::as_object(std::size_t index) {
   PlainStorage& storage = storages_[index];
   if (!storage.typed) {
+    const Object key = Object::checked(PyUnicode_FromStringAndSize(
+        storage.key.data(), static_cast<Py_ssize_t>(storage.key.size())));
+    const Object numel = Object::checked(
+        PyLong_FromSize_t(storage.storage->nbytes() / c10::elementSize(storage.type->dtype)));
     const Object id =
-        Object::checked(PyTuple_Pack(kIdSize, storage_word_.get(), storage.type.get(),
-                                     storage.key.get(), cpu_word_.get(), storage.numel.get()));
+        Object::checked(PyTuple_Pack(kIdSize, storage_word_.get(), storage.type->object.get(),
+                                     key.get(), cpu_word_.get(), numel.get()));
     storage.typed = torch_.load_persistent(id.get());
   }
   return storage.typed;
@@ -125,19 +140,18 @@ std::uint32_t& StorageReferences::state_of(std::string_view key) {
   return states_[*number];
 }
 
-std::optional<c10::ScalarType> StorageReferences::dtype_of(PyObject* storage_type) {
-  for (const auto& [known, dtype] : dtypes_) {
-    if (known.get() == storage_type) return dtype;
+const StorageType* StorageReferences::known_type(PyObject* object) {
+  for (const StorageType& type : types_) {
+    if (type.object.get() == object) return &type;
   }
-  if (!is_storage_type(storage_type)) return std::nullopt;
+  if (!is_storage_type(object)) return nullptr;
   c10::ScalarType dtype = c10::ScalarType::Byte;
-  if (storage_type != untyped_storage_.get()) {
-    const Object object = Object::checked(PyObject_GetAttrString(storage_type, "dtype"));
-    if (!THPDtype_Check(object.get())) return std::nullopt;
-    dtype = reinterpret_cast<THPDtype*>(object.get())->scalar_type;
+  if (object != untyped_storage_.get()) {
+    const Object found = Object::checked(PyObject_GetAttrString(object, "dtype"));
+    if (!THPDtype_Check(found.get())) return nullptr;
+    dtype = reinterpret_cast<THPDtype*>(found.get())->scalar_type;
   }
-  dtypes_.emplace_back(Object::borrow(storage_type), dtype);
-  return dtype;
+  return &types_.emplace_back(Object::borrow(object), dtype);
 }
 
 bool StorageReferences::is_storage_type(PyObject* object) const {

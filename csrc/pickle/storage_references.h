@@ -20,15 +20,17 @@
 
 namespace ptsave {
 
+struct StorageType {
+  Object object;  // torch.FloatStorage, ...
+  c10::ScalarType dtype;
+};
+
 // A storage on the CPU that nothing in Python knows yet.
 struct PlainStorage {
-  c10::Storage storage;
-  c10::ScalarType dtype;
-  Object
-      type;  // as is the rest: of the first reference, with which torch's persistent_load is called
-  Object key;
-  Object numel;
-  Object typed;  // what that has returned, if it was necessary
+  const c10::Storage* storage;  // the source's
+  const StorageType* type;      // of the first reference
+  std::string key;
+  Object typed;  // what torch's persistent_load has returned, if it was necessary
 };
 
 // torch keeps one storage for each key: the first reference decides about its type.  So for each
@@ -41,6 +43,9 @@ class StorageReferences {
   // The number of the storage that an id means, if it is an ordinary one: ("storage", a storage
   // type, key, "cpu", numel).  Nothing if torch's persistent_load must decide.
   std::optional<std::size_t> find(std::span<PyObject* const> id);
+  // The same for the parts of an id that is no object.  Only the first reference's `numel` matters.
+  std::optional<std::size_t> find(PyObject* word, PyObject* storage_type, std::string_view key,
+                                  PyObject* location, std::optional<std::int64_t> numel);
 
   const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
 
@@ -61,7 +66,10 @@ class StorageReferences {
 
   // What is known about a key.
   std::uint32_t& state_of(std::string_view key);
-  std::optional<c10::ScalarType> dtype_of(PyObject* storage_type);
+  // Nothing if it is no storage type.
+  const StorageType* known_type(PyObject* object);
+  std::optional<std::size_t> add(std::uint32_t& state, const StorageType& type,
+                                 std::string_view key, std::int64_t numel);
   bool is_storage_type(PyObject* object) const;
   bool says(PyObject* object, const char* text, Object& known);
 
@@ -69,7 +77,7 @@ class StorageReferences {
   const TorchMachine& torch_;
   Object storage_type_;     // torch.serialization.StorageType
   Object untyped_storage_;  // torch.UntypedStorage
-  std::vector<std::pair<Object, c10::ScalarType>> dtypes_;
+  std::deque<StorageType> types_;
   Object storage_word_;  // the last object that said "storage", and so on: mostly it comes again
   Object cpu_word_;
   std::deque<PlainStorage> storages_;

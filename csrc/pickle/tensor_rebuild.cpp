@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -16,15 +15,6 @@
 
 namespace ptsave {
 namespace {
-
-using Dimensions = c10::SmallVector<std::int64_t, 5>;
-
-// How a tensor lies in its storage; none of the numbers is negative.
-struct Geometry {
-  std::int64_t offset = 0;
-  Dimensions sizes;
-  Dimensions strides;
-};
 
 std::optional<std::int64_t> count_of(PyObject* object) {
   if (!PyLong_CheckExact(object)) return std::nullopt;  // torch accepts True in some places only
@@ -114,11 +104,12 @@ bool nothing_intervenes() {
          at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-at::Tensor make_tensor(c10::Storage storage, c10::ScalarType dtype, const Geometry& geometry) {
+at::Tensor make_tensor(const PlainTensor& plain) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(dtype));
+      c10::Storage(plain.storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(plain.dtype));
   c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  const Geometry& geometry = plain.geometry;
   impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
   impl->bump_version();  // as Tensor.set_() does
   return tensor;
@@ -186,10 +177,31 @@ Object dtype_argument(Rebuild function, PyObject* arguments) {
 
 }  // namespace
 
+HooksSetter::HooksSetter() : name_(interned("_backward_hooks")) {
+  Object found = attribute_or_nothing(THPVariableClass, "_backward_hooks");
+  if (!found || Py_TYPE(found.get()) != &PyGetSetDescr_Type) return;
+  const auto* descriptor = reinterpret_cast<PyGetSetDescrObject*>(found.get());
+  if (descriptor->d_getset->set == nullptr) return;
+  direct_ = descriptor->d_getset;
+  descriptor_ = std::move(found);
+}
+
+void HooksSetter::set(PyObject* tensor, PyObject* hooks) const {
+  const bool is_exact = Py_TYPE(tensor) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  if (direct_ != nullptr && is_exact && Py_TYPE(tensor)->tp_setattro == PyObject_GenericSetAttr) {
+    checked(direct_->set(tensor, hooks, direct_->closure));
+  } else {
+    checked(PyObject_SetAttr(tensor, name_.get(), hooks));
+  }
+}
+
 TensorRebuilder::TensorRebuilder(const StorageReferences& storages)
     : storages_(storages),
-      make_subclass_(attribute(attribute(import_module("torch"), "Tensor"), "_make_subclass")),
-      backward_hooks_(interned("_backward_hooks")) {}
+      make_subclass_(attribute(attribute(import_module("torch"), "Tensor"), "_make_subclass")) {}
+
+Object TensorRebuilder::rebuild(const PlainTensor& tensor) const {
+  return nothing_intervenes() ? rebuild_checked(tensor) : Object();
+}
 
 Object TensorRebuilder::rebuild(Rebuild function, std::span<const Value> arguments) const {
   if (!nothing_intervenes()) return {};
@@ -213,7 +225,7 @@ Object TensorRebuilder::rebuild_tensor(Rebuild function, std::span<const Value> 
   }
   if (!given.have_expected_number()) return {};
   const PlainStorage& storage = storages_[arguments[0].storage_index()];
-  c10::ScalarType dtype = storage.dtype;
+  c10::ScalarType dtype = storage.type->dtype;
   if (PyObject* const explicit_dtype = given.dtype()) {
     if (!THPDtype_Check(explicit_dtype)) return {};
     dtype = reinterpret_cast<THPDtype*>(explicit_dtype)->scalar_type;
@@ -223,21 +235,28 @@ Object TensorRebuilder::rebuild_tensor(Rebuild function, std::span<const Value> 
     requires_grad = given.requires_grad() == Py_True;
     if (!requires_grad && given.requires_grad() != Py_False) return {};
     // torch's third function makes a tensor that requires grad before it fills it.
-    if (requires_grad && (!can_require_grad(dtype) || function == Rebuild::kTensorV3)) return {};
+    if (requires_grad && function == Rebuild::kTensorV3) return {};
     if (!PyODict_CheckExact(given.hooks())) return {};
   }
   const std::optional<Geometry> geometry =
       geometry_of(arguments[1].get(), arguments[2].get(), arguments[3].get());
-  if (!geometry || !is_plain(dtype) ||
-      !fits(*geometry, c10::elementSize(dtype), storage.storage.nbytes())) {
+  if (!geometry) return {};
+  return rebuild_checked({.storage = *storage.storage,
+                          .dtype = dtype,
+                          .geometry = *geometry,
+                          .requires_grad = requires_grad,
+                          .hooks = given.have_flags() ? given.hooks() : nullptr});
+}
+
+Object TensorRebuilder::rebuild_checked(const PlainTensor& plain) const {
+  if (!is_plain(plain.dtype) || (plain.requires_grad && !can_require_grad(plain.dtype)) ||
+      !fits(plain.geometry, c10::elementSize(plain.dtype), plain.storage.nbytes())) {
     return {};
   }
-  at::Tensor tensor = make_tensor(storage.storage, dtype, *geometry);
-  if (requires_grad) tensor.set_requires_grad(true);
+  at::Tensor tensor = make_tensor(plain);
+  if (plain.requires_grad) tensor.set_requires_grad(true);
   Object object = Object::checked(THPVariable_Wrap(std::move(tensor)));
-  if (given.have_flags()) {
-    checked(PyObject_SetAttr(object.get(), backward_hooks_.get(), given.hooks()));
-  }
+  if (plain.hooks != nullptr) hooks_setter_.set(object.get(), plain.hooks);
   return object;
 }
 
@@ -255,7 +274,7 @@ Object TensorRebuilder::rebuild_parameter(std::span<const Value> arguments) cons
   PyObject* const parts[] = {ParameterClass, data, requires_grad};
   Object parameter =
       Object::checked(PyObject_Vectorcall(make_subclass_.get(), parts, std::size(parts), nullptr));
-  checked(PyObject_SetAttr(parameter.get(), backward_hooks_.get(), hooks));
+  hooks_setter_.set(parameter.get(), hooks);
   return parameter;
 }
 

@@ -2,7 +2,11 @@
 #pragma once
 
 #include <Python.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
 
+#include <cstdint>
 #include <span>
 
 #include "pickle/memo.h"
@@ -10,6 +14,38 @@
 #include "pickle/torch_machine.h"
 
 namespace ptsave {
+
+using Dimensions = c10::SmallVector<std::int64_t, 5>;
+
+// How a tensor lies in its storage; none of the numbers is negative.
+struct Geometry {
+  std::int64_t offset = 0;
+  Dimensions sizes;
+  Dimensions strides;
+};
+
+// A tensor that is nothing but its storage, geometry and flag.
+struct PlainTensor {
+  const c10::Storage& storage;
+  c10::ScalarType dtype;
+  const Geometry& geometry;
+  bool requires_grad = false;
+  PyObject* hooks = nullptr;  // a collections.OrderedDict, or null: then it gets none
+};
+
+// How tensors get their `_backward_hooks`.  The GIL is held wherever this is used.
+class HooksSetter {
+ public:
+  HooksSetter();
+  void set(PyObject* tensor, PyObject* hooks) const;
+
+ private:
+  Object name_;
+  // What torch.Tensor has under that name, as long as it is torch's own: setting an attribute finds
+  // it anew for each tensor.
+  Object descriptor_;
+  PyGetSetDef* direct_ = nullptr;
+};
 
 // The GIL is held wherever this is used.
 class TensorRebuilder {
@@ -19,14 +55,16 @@ class TensorRebuilder {
   // The object that torch's function makes of the arguments, or nothing if it is not certain that
   // it makes one, or that it would be no other: then the function itself must be called.
   Object rebuild(Rebuild function, std::span<const Value> arguments) const;
+  Object rebuild(const PlainTensor& tensor) const;
 
  private:
   Object rebuild_tensor(Rebuild function, std::span<const Value> arguments) const;
+  Object rebuild_checked(const PlainTensor& plain) const;
   Object rebuild_parameter(std::span<const Value> arguments) const;
 
   const StorageReferences& storages_;
-  Object make_subclass_;   // torch.Tensor._make_subclass
-  Object backward_hooks_;  // "_backward_hooks"
+  Object make_subclass_;  // torch.Tensor._make_subclass
+  HooksSetter hooks_setter_;
 };
 
 // The tuple that a call makes of `arguments`; none if they are not iterable, which the call will

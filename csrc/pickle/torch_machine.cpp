@@ -111,6 +111,7 @@ void Globals::note_function(PyObject* function) {
     if (attribute(import_module(module), name).get() != function) continue;
     if (rebuilds_.empty()) rebuilds_are_torchs_ = internals_are_torchs();
     rebuilds_.emplace_back(function, kind);
+    if (kind == Rebuild::kTensorV2) tensor_v2_ = function;
     return;
   }
 }

@@ -92,6 +92,8 @@ class Globals {
   bool is_default(PyObject* object) const;
   // Which of torch's functions a resolved global is.
   Rebuild rebuild_of(PyObject* function) const;
+  // The one that makes nearly all tensors, once it was resolved.
+  PyObject* tensor_v2() const { return tensor_v2_; }
   // Whether nothing that those functions use was replaced.
   bool rebuilds_are_torchs() const { return rebuilds_are_torchs_; }
 
@@ -103,6 +105,7 @@ class Globals {
   std::unordered_map<std::string_view, Object> resolved_;
   std::vector<PyObject*> defaults_;  // kept by resolved_, as are the next ones
   std::vector<std::pair<PyObject*, Rebuild>> rebuilds_;
+  PyObject* tensor_v2_ = nullptr;
   bool rebuilds_are_torchs_ = false;
 };
 

@@ -10,8 +10,9 @@
 namespace ptsave {
 namespace {
 
-// How many steps are taken before signals are handled and other threads may run: some milliseconds.
-constexpr std::uint32_t kStepsInARow = 1 << 16;
+// How much of the pickle is run before signals are handled and other threads may run: some
+// milliseconds.
+constexpr std::size_t kBytesInARow = std::size_t{128} << 10;
 
 // An exception that takes no attributes goes without.
 void set_offset(PyObject* exception, PyObject* offset) {
@@ -26,12 +27,12 @@ void set_offset(PyObject* exception, PyObject* offset) {
 
 Object RestrictedMachine::run() {
   try {
-    for (std::uint32_t n = kStepsInARow;; --n) {
-      if (n == 0) {
-        let_others_run();
-        n = kStepsInARow;
-      }
+    for (std::size_t pause = kBytesInARow;;) {
       opcode_offset_ = cursor_.position();
+      if (opcode_offset_ >= pause) {
+        let_others_run();
+        pause = opcode_offset_ + kBytesInARow;
+      }
       if (cursor_.at_end()) {
         PyErr_SetNone(PyExc_EOFError);
         throw PythonError{};

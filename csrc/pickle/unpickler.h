@@ -4,7 +4,6 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
-#include <optional>
 #include <string_view>
 
 #include "pickle/object.h"
@@ -19,10 +18,10 @@ class StorageSource {
   StorageSource& operator=(const StorageSource&) = delete;
   virtual ~StorageSource() = default;
 
-  // The CPU storage of the record data/<key>, if there is one of exactly `nbytes` bytes: the same
-  // for the same key, and possibly still being filled.  Otherwise nothing: torch's own rule says
-  // then what is wrong.
-  virtual std::optional<c10::Storage> storage_of(std::string_view key, std::uint64_t nbytes) = 0;
+  // The CPU storage of the record data/<key>, if there is one of exactly `nbytes` bytes (more than
+  // 0): the same for the same key, and possibly still being filled.  It is the source's, until the
+  // pickle has been run.  Otherwise null: torch's own rule says then what is wrong.
+  virtual const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes) = 0;
 };
 
 // Rebuilds what torch's restricted unpickler (torch._weights_only_unpickler) would rebuild, under

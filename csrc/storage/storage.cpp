@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <utility>
 
 namespace ptsave {
@@ -14,11 +13,7 @@ namespace {
 
 constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s memory
 
-using Owner = std::shared_ptr<const void>;
-
-void release_owner(void* context) {
-  const std::unique_ptr<Owner> owner(static_cast<Owner*>(context));
-}
+void release_owner(void* context) { static_cast<Owner*>(context)->release(); }
 
 }  // namespace
 
@@ -41,8 +36,7 @@ c10::Storage make_storage(LoadedPayload payload) {
     if (payload.nbytes > 0) std::memcpy(copy.get(), payload.data, payload.nbytes);
     return wrap(std::move(copy));
   }
-  auto owner = std::make_unique<Owner>(std::move(payload.owner));
-  return wrap(c10::DataPtr(payload.data, owner.release(), &release_owner,
+  return wrap(c10::DataPtr(payload.data, payload.owner.detach(), &release_owner,
                            c10::Device(c10::DeviceType::CPU)));
 }
 

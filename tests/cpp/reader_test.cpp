@@ -45,6 +45,12 @@ std::vector<Record> records_of(const std::vector<std::size_t>& sizes) {
   return records;
 }
 
+std::string read(const ArchiveReader& reader, std::size_t i, bool verify) {
+  std::string payload(reader.index().records()[i].nbytes, '\0');
+  reader.read(i, reader.stored_payload_offset(i), payload.data(), verify);
+  return payload;
+}
+
 std::string text_of(const LoadedPayload& payload) {
   return {reinterpret_cast<const char*>(payload.data), payload.nbytes};
 }
@@ -187,7 +193,7 @@ TEST_P(RoundTrip, OneByOne) {
   const std::string bytes = archive(records, GetParam().alignment);
   const ArchiveReader reader(memory_source(bytes));
   for (std::size_t i = 0; i < records.size(); ++i) {
-    ASSERT_TRUE(reader.read(i, true) == records[i].data) << i;
+    ASSERT_TRUE(read(reader, i, true) == records[i].data) << i;
   }
 }
 
@@ -292,8 +298,8 @@ TEST(ReaderDamage, IsReportedForTheRightRecords) {
       EXPECT_EQ(damaged[0].payload_offset, offset);
       EXPECT_EQ(damaged[0].expected_crc, crc_of(records[i].data));
       EXPECT_EQ(damaged[0].actual_crc, crc_of(text_of(reader.payload(i))));
-      EXPECT_THROW(static_cast<void>(reader.read(i, true)), FormatError);
-      EXPECT_NO_THROW(static_cast<void>(reader.read(i, false)));
+      EXPECT_THROW(read(reader, i, true), FormatError);
+      EXPECT_NO_THROW(read(reader, i, false));
     }
   }
 }
@@ -335,7 +341,7 @@ TEST(ReaderDamage, OfALocalHeaderIsFoundByReadingExactly) {
       EXPECT_THROW(reader.wait_all(kNoPoll), LayoutMismatch) << i << " " << field;
       ArchiveReader again(memory_source(bytes));
       EXPECT_THROW(again.start(all_of(again), 2, true, true), FormatError) << i << " " << field;
-      EXPECT_THROW(static_cast<void>(again.read(i, true)), FormatError);
+      EXPECT_THROW(read(again, i, true), FormatError);
     }
   }
 }
@@ -517,7 +523,7 @@ TEST(ReaderMemory, PayloadsOutliveTheReaderAndAreFreedOneByOne) {
   for (const std::size_t freed : {1u, 0u, 3u, 2u}) {
     const std::byte* const middle = payloads[freed].data + payloads[freed].nbytes / 2;
     EXPECT_TRUE(is_resident(middle));
-    payloads[freed].owner.reset();
+    payloads[freed].owner = {};
     EXPECT_EQ(is_resident(middle), payloads[freed].nbytes < kMiB) << freed;
     payloads[freed] = {};
     for (std::size_t i = 0; i < payloads.size(); ++i) {

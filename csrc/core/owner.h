@@ -1,0 +1,56 @@
+// Shared ownership of loaded memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <utility>
+
+namespace ptsave {
+
+// What keeps loaded memory in place.  It counts its references itself, so that one of them is a
+// single pointer: a torch storage has room for that much, a std::shared_ptr would need memory of
+// its own for each storage.
+class Owner {
+ public:
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+
+  void retain() noexcept { n_references_.fetch_add(1, std::memory_order_relaxed); }
+  void release() noexcept {
+    if (n_references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
+ protected:
+  Owner() = default;
+  virtual ~Owner() = default;
+
+ private:
+  std::atomic<std::size_t> n_references_{1};  // the maker's
+};
+
+// One reference to an owner, or none.
+class OwnerReference {
+ public:
+  OwnerReference() = default;
+  // Takes over the maker's reference.
+  explicit OwnerReference(Owner* owner) : owner_(owner) {}
+  OwnerReference(OwnerReference&& other) noexcept : owner_(other.detach()) {}
+  OwnerReference(const OwnerReference& other) : owner_(other.owner_) {
+    if (owner_ != nullptr) owner_->retain();
+  }
+  OwnerReference& operator=(OwnerReference other) noexcept {
+    std::swap(owner_, other.owner_);
+    return *this;
+  }
+  ~OwnerReference() {
+    if (owner_ != nullptr) owner_->release();
+  }
+
+  // The caller releases it then.
+  Owner* detach() { return std::exchange(owner_, nullptr); }
+
+ private:
+  Owner* owner_ = nullptr;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,133 @@
+#include "pickle/tensor_steps.h"
+
+#include <iterator>
+
+namespace ptsave {
+namespace {
+
+// Reads what is expected; everything returns false, or null, for anything else.
+class Recognizer {
+ public:
+  Recognizer(const PickleCursor& cursor, const Memo& memo) : cursor_(cursor), memo_(memo) {}
+
+  const PickleCursor& cursor() const { return cursor_; }
+
+  bool opcode(unsigned char expected) {
+    if (cursor_.at_end() || cursor_.peek() != expected) return false;
+    cursor_.byte();
+    return true;
+  }
+
+  // An object that the memo has.
+  bool memoized(PyObject*& object) {
+    std::uint64_t i = 0;
+    if (opcode(opcode::kBinGet)) {
+      if (!number<std::uint8_t>(i)) return false;
+    } else if (!opcode(opcode::kLongBinGet) || !number<std::uint32_t>(i)) {
+      return false;
+    }
+    const Value* const value = memo_.get(static_cast<std::uint32_t>(i));
+    if (value == nullptr || value->is_storage()) return false;
+    object = value->get();
+    return true;
+  }
+
+  // What was made last is put nowhere, or where nobody reads it.
+  bool not_kept() {
+    std::uint64_t i = 0;
+    if (opcode(opcode::kBinPut)) {
+      if (!number<std::uint8_t>(i)) return false;
+    } else if (opcode(opcode::kLongBinPut)) {
+      if (!number<std::uint32_t>(i)) return false;
+    } else {
+      return true;
+    }
+    return !memo_.is_read(static_cast<std::uint32_t>(i));
+  }
+
+  bool count(std::int64_t& value) {
+    std::uint64_t read = 0;
+    if (opcode(opcode::kBinInt1)) {
+      if (!number<std::uint8_t>(read)) return false;
+    } else if (opcode(opcode::kBinInt2)) {
+      if (!number<std::uint16_t>(read)) return false;
+    } else if (!opcode(opcode::kBinInt) || !number<std::uint32_t>(read) || read >> 31 != 0) {
+      return false;
+    }
+    value = static_cast<std::int64_t>(read);
+    return true;
+  }
+
+  bool counts(Dimensions& values) {
+    if (opcode(opcode::kEmptyTuple)) return true;
+    const bool marked = opcode(opcode::kMark);
+    for (std::int64_t value = 0; count(value);) values.push_back(value);
+    constexpr unsigned char kOpcodes[] = {opcode::kTuple1, opcode::kTuple2, opcode::kTuple3};
+    const std::size_t n = values.size();
+    if (!marked && (n == 0 || n > std::size(kOpcodes))) return false;
+    return opcode(marked ? opcode::kTuple : kOpcodes[n - 1]) && not_kept();
+  }
+
+  // A storage's number, without leading zeros.
+  bool key(std::string_view& text) {
+    constexpr std::uint64_t kMaxDigits = 9;
+    std::uint64_t nbytes = 0;
+    if (!opcode(opcode::kBinUnicode) || !number<std::uint32_t>(nbytes)) return false;
+    if (nbytes == 0 || nbytes > kMaxDigits) return false;
+    text = cursor_.take(nbytes);
+    if (text.size() != nbytes || (text.front() == '0' && nbytes > 1)) return false;
+    for (const char c : text) {
+      if (c < '0' || c > '9') return false;
+    }
+    return not_kept();
+  }
+
+  bool flag(bool& value) {
+    value = opcode(opcode::kNewTrue);
+    return value || opcode(opcode::kNewFalse);
+  }
+
+ private:
+  template <class Unsigned>
+  bool number(std::uint64_t& value) {
+    const std::string_view bytes = cursor_.take(sizeof(Unsigned));
+    if (bytes.size() < sizeof(Unsigned)) return false;
+    value = little_endian(bytes);
+    return true;
+  }
+
+  PickleCursor cursor_;
+  const Memo& memo_;
+};
+
+bool take_persistent_id(Recognizer& next, TensorSteps& steps) {
+  return next.opcode(opcode::kMark) && next.memoized(steps.word) &&
+         next.memoized(steps.storage_type) && next.key(steps.key) &&
+         next.memoized(steps.location) && next.count(steps.numel) && next.opcode(opcode::kTuple) &&
+         next.not_kept() && next.opcode(opcode::kBinPersId);
+}
+
+bool take_hooks(Recognizer& next, TensorSteps& steps) {
+  return next.memoized(steps.hooks_type) && next.opcode(opcode::kEmptyTuple) &&
+         next.opcode(opcode::kReduce) && next.not_kept();
+}
+
+bool take_arguments(Recognizer& next, TensorSteps& steps) {
+  Geometry& geometry = steps.geometry;
+  return take_persistent_id(next, steps) && next.count(geometry.offset) &&
+         next.counts(geometry.sizes) && next.counts(geometry.strides) &&
+         next.flag(steps.requires_grad) && take_hooks(next, steps) && next.opcode(opcode::kTuple) &&
+         next.not_kept() && next.opcode(opcode::kReduce);
+}
+
+}  // namespace
+
+std::optional<TensorSteps> TensorSteps::take(PickleCursor& cursor, const Memo& memo) {
+  std::optional<TensorSteps> steps(std::in_place);
+  Recognizer next(cursor, memo);
+  if (!take_arguments(next, *steps)) return std::nullopt;
+  cursor = next.cursor();
+  return steps;
+}
+
+}  // namespace ptsave
