@@ -572,7 +572,7 @@ def test_dict_that_does_not_fit(path: Path) -> None:
     assert target["0.weight"].sum() == 0
 
 
-@pytest.mark.parametrize("target", [3, None, "text", object()], ids=repr)
+@pytest.mark.parametrize("target", [3, None, "text", (1, 2)], ids=repr)
 def test_targets_that_are_none(path: Path, target: Any) -> None:
     with pytest.raises(TypeError, match="expected a module, an optimizer, a dict"):
         ptsave.load_into(path, target)
