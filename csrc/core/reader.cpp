@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -98,13 +99,22 @@ void ArchiveReader::reserve(const std::vector<std::size_t>& records) {
 std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& destinations,
                                                std::size_t n_threads, bool verify,
                                                const Poll& poll) {
+  std::vector<Destination> parts;
   std::vector<std::size_t> records;
-  for (const Destination& destination : destinations) records.push_back(destination.record);
+  for (const Destination& destination : destinations) {
+    const std::uint64_t nbytes = index_.records()[destination.record].nbytes;
+    if (destination.offset > nbytes || destination.nbytes > nbytes - destination.offset) {
+      throw std::invalid_argument("a destination reaches beyond its record");
+    }
+    if (destination.nbytes == 0) continue;
+    parts.push_back(destination);
+    records.push_back(destination.record);
+  }
   std::ranges::sort(records);
   records.erase(std::ranges::unique(records).begin(), records.end());
   for (const bool exact_offsets : {false, true}) {
     const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
-    auto scatter = std::make_shared<Scatter>(wanted, destinations, verify);
+    auto scatter = std::make_shared<Scatter>(wanted, parts, verify);
     transfer_ =
         std::make_unique<Transfer>(source_, index_, wanted, std::move(scatter), n_threads, verify);
     try {

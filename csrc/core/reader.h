@@ -47,7 +47,8 @@ class ArchiveReader {
   // puts bytes there, they are zero and take no memory.
   void reserve(const std::vector<std::size_t>& records);
   // Reads records into memory that exists already; returns when all of them are there.  Records are
-  // those that destinations name; damaged ones are returned in file order.  The payloads that
+  // those that destinations name; damaged ones are returned in file order.  std::invalid_argument
+  // for destinations that overlap in, or reach beyond, a payload.  The payloads that
   // reserve() has placed are not touched, unless they are the destination.
   std::vector<DamagedRecord> fill(const std::vector<Destination>& destinations,
                                   std::size_t n_threads, bool verify, const Poll& poll);

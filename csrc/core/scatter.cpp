@@ -22,14 +22,8 @@ Scatter::Scatter(std::shared_ptr<const TransferPlan> plan, std::vector<Destinati
   extents_.reserve(destinations.size());
   for (const Destination& destination : destinations) {
     const Slot& slot = plan_->slot_of(destination.record);
-    const std::uint64_t nbytes = slot.end - slot.payload;
-    if (destination.offset > nbytes || destination.nbytes > nbytes - destination.offset) {
-      throw std::invalid_argument("a destination reaches beyond its record");
-    }
     const std::size_t begin = slot.payload + destination.offset;
-    if (destination.nbytes > 0) {
-      extents_.push_back({begin, begin + destination.nbytes, destination.place});
-    }
+    extents_.push_back({begin, begin + destination.nbytes, destination.place});
   }
   if (!std::ranges::is_sorted(extents_, {}, &Extent::begin)) {
     std::ranges::sort(extents_, {}, &Extent::begin);

@@ -22,8 +22,8 @@ struct Destination {
 // headers, nothing is kept.
 class Scatter final : public Placement {
  public:
-  // The destinations of one record must not overlap within the payload.  The memory must outlive
-  // this.  std::invalid_argument if they overlap or reach beyond the payload.
+  // Destinations are not empty and lie within their records' payloads; those of one record must not
+  // overlap within it: std::invalid_argument.  The memory must outlive this.
   Scatter(std::shared_ptr<const TransferPlan> plan, std::vector<Destination> destinations,
           bool verify);
 

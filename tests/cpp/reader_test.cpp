@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "archive_file.h"
 #include "archive_fixture.h"
 #include "core/buffer.h"
 #include "core/error.h"
@@ -26,24 +27,19 @@ namespace ptsave {
 namespace {
 
 using archive_fixture::archive;
+using archive_fixture::ArchiveFile;
 using archive_fixture::bytes_of;
 using archive_fixture::crc_of;
+using archive_fixture::foreign_archive;
+using archive_fixture::memory_source;
 using archive_fixture::Record;
+using archive_fixture::records_of;
 using scratch::Folder;
 using scratch::noise;
 using Indices = std::vector<std::size_t>;
 
 const Poll kNoPoll = [] {};
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-
-std::vector<Record> records_of(const std::vector<std::size_t>& sizes) {
-  std::vector<Record> records;
-  records.reserve(sizes.size());
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
-    records.push_back({"data/" + std::to_string(i), noise(sizes[i], i + 1)});
-  }
-  return records;
-}
 
 std::string read(const ArchiveReader& reader, std::size_t i, bool verify) {
   std::string payload(reader.index().records()[i].nbytes, '\0');
@@ -60,28 +56,6 @@ Indices all_of(const ArchiveReader& reader) {
   for (std::size_t i = 0; i < indices.size(); ++i) indices[i] = i;
   return indices;
 }
-
-ArchiveSource memory_source(const std::string& bytes) {
-  return {std::as_bytes(std::span(bytes)).data(), bytes.size(), "memory"};
-}
-
-// An archive in a file, at some offset behind other bytes.
-class ArchiveFile {
- public:
-  explicit ArchiveFile(const std::string& bytes, std::uint64_t offset = 0,
-                       const std::string& parent = "/tmp")
-      : folder_(parent), offset_(offset) {
-    scratch::write_file(path(), noise(offset, 99) + bytes);
-  }
-
-  std::string path() const { return folder_ / "archive.pt"; }
-  ArchiveSource source() const { return {File::open_for_reading(path()), offset_}; }
-  void drop_from_page_cache() const { scratch::drop_from_page_cache(path()); }
-
- private:
-  Folder folder_;
-  std::uint64_t offset_;
-};
 
 void expect_payloads(ArchiveReader& reader, const std::vector<Record>& records,
                      const Indices& wanted) {
@@ -352,31 +326,6 @@ TEST(ReaderDamage, OfALocalHeaderComesOutOfWait) {
   ArchiveReader reader(memory_source(bytes));
   reader.start({0, 1}, 0, true, false);
   EXPECT_THROW(reader.wait(1, kNoPoll), LayoutMismatch);
-}
-
-// Archives of other writers: `gap_nbytes` unused bytes behind each record, and `extra_nbytes`
-// announced in each local header.
-std::string foreign_archive(const std::vector<Record>& records, std::size_t gap_nbytes,
-                            const std::function<std::size_t(std::size_t)>& extra_nbytes) {
-  std::string bytes;
-  std::string directory;
-  for (std::size_t i = 0; i < records.size(); ++i) {
-    const std::string name = "archive/" + records[i].name;
-    const zip::Entry entry{name, records[i].data.size(), bytes.size()};
-    const std::uint32_t crc = crc_of(records[i].data);
-    std::string local(zip::local_header_nbytes(entry), '\0');
-    zip::write_local_header(entry, extra_nbytes(i), bytes_of(local).data());
-    local[4] = 20;  // needs version 2.0: miniz says 0
-    std::string descriptor(zip::descriptor_nbytes(entry), '\0');
-    if (!descriptor.empty()) zip::write_descriptor(entry, crc, bytes_of(descriptor).data());
-    bytes.append(local).append(records[i].data).append(descriptor).append(noise(gap_nbytes, i));
-    std::string central(zip::central_header_nbytes(entry), '\0');
-    zip::write_central_header(entry, crc, bytes_of(central).data());
-    directory += central;
-  }
-  std::string end(zip::kEndRecordsNbytes, '\0');
-  zip::write_end_records({bytes.size(), directory.size(), records.size()}, bytes_of(end).data());
-  return bytes + directory + end;
 }
 
 TEST(ReaderForeign, ArchivesWithGapsAreReadExactly) {
