@@ -62,6 +62,7 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.object_graph
 	$(RUN) -m benchmarks.state_dicts
 	$(RUN) -m benchmarks.optimizer_state
+	$(RUN) -m benchmarks.restore
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
