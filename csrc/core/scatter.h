@@ -24,7 +24,7 @@ class Scatter final : public Placement {
  public:
   // Destinations are not empty and lie within their records' payloads; those of one record must not
   // overlap within it: std::invalid_argument.  The memory must outlive this.
-  Scatter(std::shared_ptr<const TransferPlan> plan, std::vector<Destination> destinations,
+  Scatter(std::shared_ptr<const TransferPlan> plan, const std::vector<Destination>& destinations,
           bool verify);
 
   void prepare(const Chunk& chunk) override;

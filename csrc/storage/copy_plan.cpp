@@ -107,17 +107,16 @@ std::vector<CopySteps::Repeated> resolve_overlaps(const std::vector<TensorCopy>&
 
 }  // namespace
 
-TensorCopy::TensorCopy(at::Tensor target_, const at::Tensor& source_,
-                       std::optional<std::size_t> record_)
-    : target(std::move(target_)),
-      record(record_),
-      source(record_ ? at::Tensor() : source_),
-      dtype(source_.scalar_type()),
-      offset(source_.storage_offset()),
-      sizes(source_.sizes()),
-      strides(source_.strides()),
-      conj(source_.is_conj()),
-      neg(source_.is_neg()) {}
+TensorCopy::TensorCopy(at::Tensor to, const at::Tensor& from, std::optional<std::size_t> of_record)
+    : target(std::move(to)),
+      record(of_record),
+      source(of_record ? at::Tensor() : from),
+      dtype(from.scalar_type()),
+      offset(from.storage_offset()),
+      sizes(from.sizes()),
+      strides(from.strides()),
+      conj(from.is_conj()),
+      neg(from.is_neg()) {}
 
 at::Tensor TensorCopy::source_in(const c10::Storage& storage) const {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(

@@ -19,7 +19,7 @@ namespace ptsave {
 // target.copy_(source).  The source is a view of a record, which its place in the record's storage
 // describes (holding the storage would keep its memory), or a tensor that has its values.
 struct TensorCopy {
-  TensorCopy(at::Tensor target, const at::Tensor& source, std::optional<std::size_t> record);
+  TensorCopy(at::Tensor to, const at::Tensor& from, std::optional<std::size_t> of_record);
 
   // The source, as a view of its record's storage.
   at::Tensor source_in(const c10::Storage& storage) const;
