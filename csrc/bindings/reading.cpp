@@ -93,6 +93,7 @@ class Reader final : public StorageSource {
   }
   std::vector<py::str> other_names() const {
     std::vector<py::str> names;
+    names.reserve(other_records_.size());
     for (const std::size_t i : other_records_) {
       names.push_back(decode(index().records()[i].name));
     }

@@ -16,8 +16,8 @@ constexpr std::size_t kMinWindowNbytes = std::size_t{32} << 10;
 
 }  // namespace
 
-Scatter::Scatter(std::shared_ptr<const TransferPlan> plan, const std::vector<Destination>& destinations,
-                 bool verify)
+Scatter::Scatter(std::shared_ptr<const TransferPlan> plan,
+                 const std::vector<Destination>& destinations, bool verify)
     : plan_(std::move(plan)), verify_(verify) {
   extents_.reserve(destinations.size());
   for (const Destination& destination : destinations) {

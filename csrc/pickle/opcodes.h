@@ -1,9 +1,11 @@
-// The opcodes that torch's restricted unpickler knows, and reading them off a pickle.
+// The opcodes of pickle protocol 2, as far as something here writes or reads them, and reading them
+// off a pickle.
 //
 // Pure; nothing here allocates.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -15,6 +17,8 @@ namespace opcode {
 
 inline constexpr unsigned char kMark = '(';
 inline constexpr unsigned char kStop = '.';
+inline constexpr unsigned char kPop = '0';
+inline constexpr unsigned char kPopMark = '1';
 inline constexpr unsigned char kBinInt = 'J';
 inline constexpr unsigned char kBinInt1 = 'K';
 inline constexpr unsigned char kBinInt2 = 'M';
@@ -46,7 +50,11 @@ inline constexpr unsigned char kTuple3 = 0x87;
 inline constexpr unsigned char kNewTrue = 0x88;
 inline constexpr unsigned char kNewFalse = 0x89;
 inline constexpr unsigned char kLong1 = 0x8a;
+inline constexpr unsigned char kLong4 = 0x8b;
 inline constexpr unsigned char kEmptySet = 0x8f;
+
+// For tuples of 1, 2 and 3 values; longer ones have a mark and kTuple.
+inline constexpr std::array kTuples = {kTuple1, kTuple2, kTuple3};
 
 }  // namespace opcode
 

@@ -85,7 +85,7 @@ void PickleStream::global(PyObject* object, const Object& global_name) {
   if (ascii(global_name.get()).find('.') != std::string_view::npos) throw HandOver{};
   if (!is_found(object, module_name.get(), global_name.get())) throw HandOver{};
   const auto [module_in_python_2, name_in_python_2] = names_in_python_2(module_name, global_name);
-  out_.opcode(Opcode::kGlobal);
+  out_.opcode(opcode::kGlobal);
   out_.append(ascii(module_in_python_2.get()));
   out_.append("\n");
   out_.append(ascii(name_in_python_2.get()));

@@ -76,12 +76,12 @@ class PickleStream {
   // An empty OrderedDict, which is not in the memo yet.
   void new_ordered_dict() {
     global(ordered_dict_class_);
-    out_.opcode(Opcode::kEmptyTuple);
-    out_.opcode(Opcode::kReduce);
+    out_.opcode(opcode::kEmptyTuple);
+    out_.opcode(opcode::kReduce);
   }
 
   Object finish() {
-    out_.opcode(Opcode::kStop);
+    out_.opcode(opcode::kStop);
     return out_.finish();
   }
 

@@ -21,10 +21,10 @@ PickleWriter::PickleWriter()
 
 void PickleWriter::large_integer(std::int64_t value) {
   if (value >= 0 && value < 0x10000) {
-    with_operand(Opcode::kBinInt2, static_cast<std::uint16_t>(value));
+    with_operand(opcode::kBinInt2, static_cast<std::uint16_t>(value));
   } else if (value >= std::numeric_limits<std::int32_t>::min() &&
              value <= std::numeric_limits<std::int32_t>::max()) {
-    with_operand(Opcode::kBinInt, static_cast<std::int32_t>(value));
+    with_operand(opcode::kBinInt, static_cast<std::int32_t>(value));
   } else {
     // Bytes that only repeat the sign are left out.
     std::size_t n = sizeof value;
@@ -38,9 +38,9 @@ void PickleWriter::large_integer(std::int64_t value) {
 
 void PickleWriter::long_integer(std::string_view bytes) {
   if (bytes.size() < 256) {
-    with_operand(Opcode::kLong1, static_cast<std::uint8_t>(bytes.size()));
+    with_operand(opcode::kLong1, static_cast<std::uint8_t>(bytes.size()));
   } else {
-    with_operand(Opcode::kLong4, static_cast<std::uint32_t>(bytes.size()));
+    with_operand(opcode::kLong4, static_cast<std::uint32_t>(bytes.size()));
   }
   append(bytes);
 }
@@ -48,7 +48,7 @@ void PickleWriter::long_integer(std::string_view bytes) {
 void PickleWriter::real(double value) {
   auto bytes = std::bit_cast<std::array<char, sizeof value>>(value);
   std::ranges::reverse(bytes);
-  opcode(Opcode::kBinFloat);
+  opcode(opcode::kBinFloat);
   append({bytes.data(), bytes.size()});
 }
 

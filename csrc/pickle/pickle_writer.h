@@ -10,45 +10,9 @@
 #include <utility>
 
 #include "pickle/object.h"
+#include "pickle/opcodes.h"
 
 namespace ptsave {
-
-enum class Opcode : unsigned char {
-  kMark = '(',
-  kStop = '.',
-  kPop = '0',
-  kPopMark = '1',
-  kBinFloat = 'G',
-  kBinInt = 'J',
-  kBinInt1 = 'K',
-  kBinInt2 = 'M',
-  kNone = 'N',
-  kBinPersId = 'Q',
-  kReduce = 'R',
-  kBinUnicode = 'X',
-  kEmptyList = ']',
-  kAppend = 'a',
-  kBuild = 'b',
-  kGlobal = 'c',
-  kAppends = 'e',
-  kBinGet = 'h',
-  kLongBinGet = 'j',
-  kBinPut = 'q',
-  kLongBinPut = 'r',
-  kSetItem = 's',
-  kTuple = 't',
-  kSetItems = 'u',
-  kEmptyDict = '}',
-  kEmptyTuple = ')',
-  kProto = 0x80,
-  kTuple1 = 0x85,
-  kTuple2 = 0x86,
-  kTuple3 = 0x87,
-  kNewTrue = 0x88,
-  kNewFalse = 0x89,
-  kLong1 = 0x8a,
-  kLong4 = 0x8b,
-};
 
 // Writes into a bytes object that grows, so that nothing is copied in the end.
 //
@@ -57,14 +21,14 @@ class PickleWriter {
  public:
   PickleWriter();
 
-  void opcode(Opcode opcode) {
+  void opcode(unsigned char op) {
     reserve(1);
-    *next_++ = static_cast<char>(opcode);
+    *next_++ = static_cast<char>(op);
   }
-  void boolean(bool value) { opcode(value ? Opcode::kNewTrue : Opcode::kNewFalse); }
+  void boolean(bool value) { opcode(value ? opcode::kNewTrue : opcode::kNewFalse); }
   void integer(std::int64_t value) {
     if (value >= 0 && value < 256) {
-      with_operand(Opcode::kBinInt1, static_cast<std::uint8_t>(value));
+      with_operand(opcode::kBinInt1, static_cast<std::uint8_t>(value));
     } else {
       large_integer(value);
     }
@@ -73,16 +37,13 @@ class PickleWriter {
   void long_integer(std::string_view bytes);
   void real(double value);
   void text(std::string_view utf8) {
-    with_operand(Opcode::kBinUnicode, static_cast<std::uint32_t>(utf8.size()));
+    with_operand(opcode::kBinUnicode, static_cast<std::uint32_t>(utf8.size()));
     append(utf8);
   }
   // The opcode that makes a tuple of the topmost n > 0 values; for n > 3 of those above the mark.
-  void tuple(std::size_t n) {
-    constexpr auto kBeforeTuple1 = static_cast<unsigned char>(Opcode::kTuple1) - 1;
-    opcode(n > 3 ? Opcode::kTuple : static_cast<Opcode>(kBeforeTuple1 + n));
-  }
-  void put(std::uint32_t number) { memo(Opcode::kBinPut, Opcode::kLongBinPut, number); }
-  void get(std::uint32_t number) { memo(Opcode::kBinGet, Opcode::kLongBinGet, number); }
+  void tuple(std::size_t n) { opcode(n > 3 ? opcode::kTuple : opcode::kTuples[n - 1]); }
+  void put(std::uint32_t number) { memo(opcode::kBinPut, opcode::kLongBinPut, number); }
+  void get(std::uint32_t number) { memo(opcode::kBinGet, opcode::kLongBinGet, number); }
   void append(std::string_view bytes) {
     reserve(bytes.size());
     std::memcpy(next_, bytes.data(), bytes.size());
@@ -95,7 +56,7 @@ class PickleWriter {
  private:
   void large_integer(std::int64_t value);
 
-  void memo(Opcode short_form, Opcode long_form, std::uint32_t number) {
+  void memo(unsigned char short_form, unsigned char long_form, std::uint32_t number) {
     if (number < 256) {
       with_operand(short_form, static_cast<std::uint8_t>(number));
     } else {
@@ -105,9 +66,9 @@ class PickleWriter {
 
   // Only little-endian machines are built for.
   template <typename Operand>
-  void with_operand(Opcode opcode, Operand operand) {
+  void with_operand(unsigned char op, Operand operand) {
     reserve(1 + sizeof operand);
-    *next_++ = static_cast<char>(opcode);
+    *next_++ = static_cast<char>(op);
     std::memcpy(next_, &operand, sizeof operand);
     next_ += sizeof operand;
   }

@@ -133,7 +133,7 @@ void Pickler::save(PyObject* object, Reach reach) {
 bool Pickler::save_atom(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
   if (object == Py_None) {
-    out_.opcode(Opcode::kNone);
+    out_.opcode(opcode::kNone);
   } else if (type == &PyBool_Type) {
     out_.boolean(object == Py_True);
   } else if (type == &PyLong_Type) {
@@ -227,7 +227,7 @@ void Pickler::save_bytes(PyObject* object) {
 // ---------------------------------------------------------------------------------- containers
 
 void Pickler::save_list(PyObject* list, Reach reach) {
-  out_.opcode(Opcode::kEmptyList);
+  out_.opcode(opcode::kEmptyList);
   stream_.put(list, reach);
   if (PyList_GET_SIZE(list) == 0) return;
   Py_ssize_t i = 0;
@@ -237,19 +237,19 @@ void Pickler::save_list(PyObject* list, Reach reach) {
   };
   if (PyList_GET_SIZE(list) == 1) {
     save_next();
-    return out_.opcode(Opcode::kAppend);
+    return out_.opcode(opcode::kAppend);
   }
   do {
-    out_.opcode(Opcode::kMark);
+    out_.opcode(opcode::kMark);
     for (int n = 0; n < kBatchSize && i < PyList_GET_SIZE(list); ++n) save_next();
-    out_.opcode(Opcode::kAppends);
+    out_.opcode(opcode::kAppends);
   } while (i < PyList_GET_SIZE(list));
 }
 
 void Pickler::save_tuple(PyObject* tuple, Reach reach) {
   const Py_ssize_t size = PyTuple_GET_SIZE(tuple);
-  if (size == 0) return out_.opcode(Opcode::kEmptyTuple);
-  if (size > 3) out_.opcode(Opcode::kMark);
+  if (size == 0) return out_.opcode(opcode::kEmptyTuple);
+  if (size > 3) out_.opcode(opcode::kMark);
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* const item = PyTuple_GET_ITEM(tuple, i);
     // A tuple that contains itself is written twice, and with it what is only in it.
@@ -267,28 +267,28 @@ void Pickler::save_tuple(PyObject* tuple, Reach reach) {
 // A tuple that contains itself has been written on the way: the parts are thrown away.
 void Pickler::replace_tuple(Py_ssize_t size, std::uint32_t number) {
   if (size > 3) {
-    out_.opcode(Opcode::kPopMark);
+    out_.opcode(opcode::kPopMark);
   } else {
-    for (Py_ssize_t i = 0; i < size; ++i) out_.opcode(Opcode::kPop);
+    for (Py_ssize_t i = 0; i < size; ++i) out_.opcode(opcode::kPop);
   }
   out_.get(number);
 }
 
 void Pickler::save_dict(PyObject* dict, Reach reach) {
-  out_.opcode(Opcode::kEmptyDict);
+  out_.opcode(opcode::kEmptyDict);
   stream_.put(dict, reach);
   const Py_ssize_t size = PyDict_GET_SIZE(dict);
   if (size == 0) return;
   Py_ssize_t position = 0;
   if (size == 1) {
     if (!save_item(dict, position)) throw HandOver{};
-    return out_.opcode(Opcode::kSetItem);
+    return out_.opcode(opcode::kSetItem);
   }
   int n = 0;
   do {
-    out_.opcode(Opcode::kMark);
+    out_.opcode(opcode::kMark);
     for (n = 0; n < kBatchSize && save_item(dict, position);) ++n;
-    out_.opcode(Opcode::kSetItems);
+    out_.opcode(opcode::kSetItems);
     if (PyDict_GET_SIZE(dict) != size) throw HandOver{};  // Python's pickler raises
   } while (n == kBatchSize);
 }
@@ -312,7 +312,7 @@ void Pickler::save_ordered_dict(PyObject* dict) {
   save_items(Object::checked(PyObject_GetIter(items.get())).get());
   if (!state) return;
   save(state.get());
-  out_.opcode(Opcode::kBuild);
+  out_.opcode(opcode::kBuild);
 }
 
 // Items of an iterator; their batches end otherwise than a dict's.
@@ -322,9 +322,9 @@ void Pickler::save_items(PyObject* iterator) {
     Object next = next_of(iterator);
     if (!next) {
       save_pair(pair.get());
-      return out_.opcode(Opcode::kSetItem);
+      return out_.opcode(opcode::kSetItem);
     }
-    out_.opcode(Opcode::kMark);
+    out_.opcode(opcode::kMark);
     save_pair(pair.get());
     int n = 1;
     while (next) {
@@ -332,7 +332,7 @@ void Pickler::save_items(PyObject* iterator) {
       if (++n == kBatchSize) break;
       next = next_of(iterator);
     }
-    out_.opcode(Opcode::kSetItems);
+    out_.opcode(opcode::kSetItems);
     if (n < kBatchSize) return;
     pair = next_of(iterator);
   }
@@ -351,10 +351,10 @@ void Pickler::save_pair(PyObject* pair) {
 void Pickler::save_call(PyObject* callable, PyObject* arguments, PyObject* object) {
   if (!stream_.get(callable)) stream_.global(callable);
   save(arguments);
-  out_.opcode(Opcode::kReduce);
+  out_.opcode(opcode::kReduce);
   const std::optional<std::uint32_t> number = stream_.find(object);
   if (!number) return stream_.put(object);
-  out_.opcode(Opcode::kPop);  // it contains itself and has been written on the way
+  out_.opcode(opcode::kPop);  // it contains itself and has been written on the way
   out_.get(*number);
 }
 

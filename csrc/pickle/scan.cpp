@@ -11,55 +11,40 @@
 #include <span>
 #include <vector>
 
+#include "pickle/opcodes.h"
+
 namespace ptsave {
 namespace {
 
-// The front of a pickle that is being consumed; running past its end is remembered, not done.
+// Remembers that it ran past the pickle's end; what it gives then means nothing.
 class Cursor {
  public:
-  explicit Cursor(std::string_view bytes) : rest_(bytes) {}
+  explicit Cursor(std::string_view pickle) : cursor_(pickle) {}
 
   bool failed() const { return failed_; }
 
-  unsigned char byte() {
-    if (rest_.empty()) {
-      failed_ = true;
-      return 0;
-    }
-    const auto value = static_cast<unsigned char>(rest_.front());
-    rest_.remove_prefix(1);
-    return value;
-  }
-
-  std::uint32_t little_endian_32() {
-    std::uint32_t value = 0;
-    for (int shift = 0; shift < 32; shift += 8) value |= std::uint32_t{byte()} << shift;
-    return value;
-  }
+  unsigned char byte() { return static_cast<unsigned char>(little_endian(take(1))); }
+  std::uint32_t little_endian_32() { return static_cast<std::uint32_t>(little_endian(take(4))); }
 
   std::string_view take(std::size_t n) {
-    if (n > rest_.size()) {
-      failed_ = true;
-      n = rest_.size();
-    }
-    const std::string_view taken = rest_.substr(0, n);
-    rest_.remove_prefix(n);
+    const std::string_view taken = cursor_.take(n);
+    failed_ |= taken.size() < n;
     return taken;
   }
 
+  // Without the newline.
   std::string_view line() {
-    const std::size_t end = rest_.find('\n');
-    if (end == std::string_view::npos) {
+    std::string_view taken = cursor_.line();
+    if (!taken.ends_with('\n')) {
       failed_ = true;
       return {};
     }
-    const std::string_view taken = rest_.substr(0, end);
-    rest_.remove_prefix(end + 1);
+    taken.remove_suffix(1);
     return taken;
   }
 
  private:
-  std::string_view rest_;
+  PickleCursor cursor_;
   bool failed_ = false;
 };
 
@@ -150,11 +135,11 @@ class Machine {
 
   bool run() {
     while (true) {
-      const unsigned char opcode = cursor_.byte();
+      const unsigned char op = cursor_.byte();
       if (cursor_.failed()) return false;
-      if (opcode == '.') return depth() > 0;  // STOP
-      const Step step = kSteps[opcode];
-      // An operand that is cut short was acted upon, with zeros, but to no effect.
+      if (op == opcode::kStop) return depth() > 0;
+      const Step step = kSteps[op];
+      // An operand that is cut short was acted upon, but to no effect.
       if (step == nullptr || !(this->*step)() || cursor_.failed()) return false;
     }
   }
@@ -432,35 +417,35 @@ bool Machine::build() {
 // What torch.save writes: pickle protocol 2, without what makes objects of classes (NEWOBJ, EXT).
 constexpr Machine::Steps Machine::steps() {
   Steps steps{};
-  steps['N'] = steps[0x88] = steps[0x89] = &Machine::plain<0>;  // NONE, NEWTRUE, NEWFALSE
-  steps['K'] = &Machine::plain<1>;                              // BININT1
-  steps['M'] = &Machine::plain<2>;                              // BININT2
-  steps['J'] = &Machine::plain<4>;                              // BININT
-  steps['G'] = &Machine::plain<8>;                              // BINFLOAT
-  steps['U'] = steps[0x8a] = &Machine::plain_short;             // SHORT_BINSTRING, LONG1
-  steps['X'] = &Machine::plain_long;                            // BINUNICODE
-  steps[0x80] = &Machine::protocol;                             // PROTO
-  steps['('] = &Machine::mark;                                  // MARK
-  steps['0'] = &Machine::pop;                                   // POP
-  steps['q'] = &Machine::put_short;                             // BINPUT
-  steps['r'] = &Machine::put_long;                              // LONG_BINPUT
-  steps['h'] = &Machine::get_short;                             // BINGET
-  steps['j'] = &Machine::get_long;                              // LONG_BINGET
-  steps[')'] = &Machine::empty_tuple;                           // EMPTY_TUPLE
-  steps[0x85] = &Machine::tuple<1>;                             // TUPLE1
-  steps[0x86] = &Machine::tuple<2>;                             // TUPLE2
-  steps[0x87] = &Machine::tuple<3>;                             // TUPLE3
-  steps['t'] = &Machine::marked_tuple;                          // TUPLE
-  steps[']'] = &Machine::container<Kind::kList>;                // EMPTY_LIST
-  steps['}'] = &Machine::container<Kind::kDict>;                // EMPTY_DICT
-  steps['a'] = &Machine::append;                                // APPEND
-  steps['e'] = &Machine::appends;                               // APPENDS
-  steps['s'] = &Machine::set_item;                              // SETITEM
-  steps['u'] = &Machine::set_items;                             // SETITEMS
-  steps['c'] = &Machine::global;                                // GLOBAL
-  steps['Q'] = &Machine::persistent_id;                         // BINPERSID
-  steps['R'] = &Machine::reduce;                                // REDUCE
-  steps['b'] = &Machine::build;                                 // BUILD
+  steps[opcode::kNone] = steps[opcode::kNewTrue] = steps[opcode::kNewFalse] = &Machine::plain<0>;
+  steps[opcode::kBinInt1] = &Machine::plain<1>;
+  steps[opcode::kBinInt2] = &Machine::plain<2>;
+  steps[opcode::kBinInt] = &Machine::plain<4>;
+  steps[opcode::kBinFloat] = &Machine::plain<8>;
+  steps[opcode::kShortBinString] = steps[opcode::kLong1] = &Machine::plain_short;
+  steps[opcode::kBinUnicode] = &Machine::plain_long;
+  steps[opcode::kProto] = &Machine::protocol;
+  steps[opcode::kMark] = &Machine::mark;
+  steps[opcode::kPop] = &Machine::pop;
+  steps[opcode::kBinPut] = &Machine::put_short;
+  steps[opcode::kLongBinPut] = &Machine::put_long;
+  steps[opcode::kBinGet] = &Machine::get_short;
+  steps[opcode::kLongBinGet] = &Machine::get_long;
+  steps[opcode::kEmptyTuple] = &Machine::empty_tuple;
+  steps[opcode::kTuple1] = &Machine::tuple<1>;
+  steps[opcode::kTuple2] = &Machine::tuple<2>;
+  steps[opcode::kTuple3] = &Machine::tuple<3>;
+  steps[opcode::kTuple] = &Machine::marked_tuple;
+  steps[opcode::kEmptyList] = &Machine::container<Kind::kList>;
+  steps[opcode::kEmptyDict] = &Machine::container<Kind::kDict>;
+  steps[opcode::kAppend] = &Machine::append;
+  steps[opcode::kAppends] = &Machine::appends;
+  steps[opcode::kSetItem] = &Machine::set_item;
+  steps[opcode::kSetItems] = &Machine::set_items;
+  steps[opcode::kGlobal] = &Machine::global;
+  steps[opcode::kBinPersId] = &Machine::persistent_id;
+  steps[opcode::kReduce] = &Machine::reduce;
+  steps[opcode::kBuild] = &Machine::build;
   return steps;
 }
 

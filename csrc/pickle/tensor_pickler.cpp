@@ -112,7 +112,7 @@ void TensorPickler::parameter(PyObject* object, Reach reach) {
   hooks();
   out_.tuple(3);
   stream_.put_unreachable();
-  out_.opcode(Opcode::kReduce);
+  out_.opcode(opcode::kReduce);
   stream_.put(object, reach);
 }
 
@@ -134,12 +134,12 @@ void TensorPickler::reduced_tensor(PyObject* object, const at::Tensor& tensor, b
   StoredDtype& stored = stored_dtype(tensor.scalar_type());
   if (stored.storage_class) {
     function(rebuild_tensor_v2_, "_rebuild_tensor_v2");
-    out_.opcode(Opcode::kMark);
+    out_.opcode(opcode::kMark);
     reference(storage, *stored.storage_class, tensor.scalar_type());
   } else {
     if (has_fake_device(wrapped(storage).get())) throw HandOver{};
     function(rebuild_tensor_v3_, "_rebuild_tensor_v3");
-    out_.opcode(Opcode::kMark);
+    out_.opcode(opcode::kMark);
     untyped_storage(storage);
   }
   out_.integer(tensor.storage_offset());
@@ -149,26 +149,26 @@ void TensorPickler::reduced_tensor(PyObject* object, const at::Tensor& tensor, b
   hooks();
   if (!stored.storage_class) stream_.reduced_to_name(stored.dtype);
   if (tensor.is_conj() || tensor.is_neg()) metadata(object);
-  out_.opcode(Opcode::kTuple);
+  out_.opcode(opcode::kTuple);
   stream_.put_unreachable();
-  out_.opcode(Opcode::kReduce);
+  out_.opcode(opcode::kReduce);
 }
 
 void TensorPickler::reduced_meta_tensor(const at::Tensor& tensor, bool requires_grad) {
   function(rebuild_meta_tensor_, "_rebuild_meta_tensor_no_storage");
-  out_.opcode(Opcode::kMark);
+  out_.opcode(opcode::kMark);
   stream_.reduced_to_name(stored_dtype(tensor.scalar_type()).dtype);
   integers(tensor.sizes());
   integers(tensor.strides());
   out_.boolean(requires_grad);
-  out_.opcode(Opcode::kTuple);
+  out_.opcode(opcode::kTuple);
   stream_.put_unreachable();
-  out_.opcode(Opcode::kReduce);
+  out_.opcode(opcode::kReduce);
 }
 
 void TensorPickler::integers(c10::IntArrayRef values) {
-  if (values.empty()) return out_.opcode(Opcode::kEmptyTuple);
-  if (values.size() > 3) out_.opcode(Opcode::kMark);
+  if (values.empty()) return out_.opcode(opcode::kEmptyTuple);
+  if (values.size() > 3) out_.opcode(opcode::kMark);
   for (const std::int64_t value : values) out_.integer(value);
   out_.tuple(values.size());
   stream_.put_unreachable();
@@ -183,11 +183,11 @@ void TensorPickler::hooks() {
 // The dict and its keys are made anew for each tensor.
 void TensorPickler::metadata(PyObject* object) {
   const Object dict = environment_.tensor_metadata(object);
-  out_.opcode(Opcode::kEmptyDict);
+  out_.opcode(opcode::kEmptyDict);
   stream_.put_unreachable();
   const Py_ssize_t size = PyDict_Size(dict.get());
   if (size < 1 || size > 2) throw HandOver{};
-  if (size > 1) out_.opcode(Opcode::kMark);
+  if (size > 1) out_.opcode(opcode::kMark);
   Py_ssize_t position = 0;
   PyObject* key = nullptr;
   PyObject* value = nullptr;
@@ -197,7 +197,7 @@ void TensorPickler::metadata(PyObject* object) {
     stream_.put_unreachable();
     out_.boolean(value == Py_True);
   }
-  out_.opcode(size > 1 ? Opcode::kSetItems : Opcode::kSetItem);
+  out_.opcode(size > 1 ? opcode::kSetItems : opcode::kSetItem);
 }
 
 void TensorPickler::function(std::optional<Recurring>& function, const char* name) {
@@ -242,15 +242,15 @@ void TensorPickler::untyped_storage(const c10::Storage& storage) {
 // ("storage", class, key, location, number of elements)
 void TensorPickler::reference(const c10::Storage& storage, Recurring& storage_class,
                               c10::ScalarType dtype) {
-  out_.opcode(Opcode::kMark);
+  out_.opcode(opcode::kMark);
   stream_.text(word_storage_);
   stream_.global(storage_class);
   key(storage, dtype);
   location(storage);
   out_.integer(static_cast<std::int64_t>(storage.nbytes() / c10::elementSize(dtype)));
-  out_.opcode(Opcode::kTuple);
+  out_.opcode(opcode::kTuple);
   stream_.put_unreachable();
-  out_.opcode(Opcode::kBinPersId);
+  out_.opcode(opcode::kBinPersId);
 }
 
 void TensorPickler::key(const c10::Storage& storage, c10::ScalarType dtype) {

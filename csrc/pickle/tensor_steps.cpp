@@ -1,7 +1,5 @@
 #include "pickle/tensor_steps.h"
 
-#include <iterator>
-
 namespace ptsave {
 namespace {
 
@@ -62,10 +60,9 @@ class Recognizer {
     if (opcode(opcode::kEmptyTuple)) return true;
     const bool marked = opcode(opcode::kMark);
     for (std::int64_t value = 0; count(value);) values.push_back(value);
-    constexpr unsigned char kOpcodes[] = {opcode::kTuple1, opcode::kTuple2, opcode::kTuple3};
     const std::size_t n = values.size();
-    if (!marked && (n == 0 || n > std::size(kOpcodes))) return false;
-    return opcode(marked ? opcode::kTuple : kOpcodes[n - 1]) && not_kept();
+    if (!marked && (n == 0 || n > opcode::kTuples.size())) return false;
+    return opcode(marked ? opcode::kTuple : opcode::kTuples[n - 1]) && not_kept();
   }
 
   // A storage's number, without leading zeros.
