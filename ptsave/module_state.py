@@ -405,4 +405,3 @@ def _raise_for_result_of_hook() -> None:
     module = nn.Module()
     module.register_load_state_dict_post_hook(lambda *_: True)
     module.load_state_dict({})
-

@@ -44,6 +44,7 @@ _SERIALIZATION_ID_NBYTES = 40
 # The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
 _MAX_ALIGNMENT = 32768
 _TRUE_VALUES = ("1", "y", "yes", "true")
+_TORCH_IGNORES_CASE = "lower" in stock.load.__code__.co_names  # not before 2.12
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
     "'torch.jit.load' (call 'torch.jit.load' directly to silence this warning)"
@@ -380,7 +381,8 @@ def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
 
 
 def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "0").lower() in _TRUE_VALUES
+    value = os.environ.get(variable, "0")
+    return (value.lower() if _TORCH_IGNORES_CASE else value) in _TRUE_VALUES
 
 
 def _wants_mmap(mmap: bool | None) -> bool:
