@@ -93,7 +93,11 @@ def load_into(
     is_module = isinstance(target, nn.Module)
     if assign and not is_module:
         raise TypeError("assign=True is for modules: nothing else assigns tensors")
-    options = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    options: dict[str, Any] = {
+        "weights_only": weights_only,
+        "verify": verify,
+        "progress": progress,
+    }
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
@@ -225,7 +229,11 @@ def load_checkpoint(
     >>> ptsave.load_checkpoint(stream, model_state_dict=model)
     {'epoch': 3}
     """
-    options = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    options: dict[str, Any] = {
+        "weights_only": weights_only,
+        "verify": verify,
+        "progress": progress,
+    }
     with restoring(f, map_location, **options) as (obj, copier, in_place):
         try:
             _check_entries(obj, targets)
