@@ -118,15 +118,15 @@ def test_options(path: Path, weights_only: Any, map_location: Any) -> None:
 
 def test_map_location_that_looks(path: Path) -> None:
     """A callable gets storages that are filled."""
-    sums: list[int] = []
+    beginnings: list[list[int]] = []
 
     def look(storage: Any, location: str) -> Any:
-        sums.append(sum(storage.tolist()))
+        beginnings.append(storage[:16].tolist())
         return storage
 
     ptsave.load_into(path, make_net(1), map_location=look)
-    assert len(sums) == len(make_net().state_dict())
-    assert any(sums)
+    assert len(beginnings) == len(make_net().state_dict())
+    assert any(map(any, beginnings))
 
 
 @pytest.mark.parametrize("new_format", [False, True])
