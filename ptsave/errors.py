@@ -31,7 +31,7 @@ class CorruptCheckpointError(RuntimeError):
     >>> try:
     ...     ptsave.load(io.BytesIO(b"PK\x03\x04 and then nothing"))
     ... except ptsave.CorruptCheckpointError as error:
-    ...     print("failed finding central directory" in str(error))
+    ...     print("failed reading zip archive" in str(error))
     True
     """
 
