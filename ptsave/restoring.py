@@ -19,11 +19,11 @@ from torch import Tensor, _weights_only_unpickler
 
 from ptsave import _C, config
 from ptsave.checking import check_small_records, check_version
-from ptsave.copying import Copier, CopyLater
-from ptsave.entries import entries_using
+from ptsave.copying import Copier, CopyLater, tensors_in
+from ptsave.entries import entries_in, entries_using, storage_id
 from ptsave.errors import CheckpointWarning
 from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.reading import RecordReader, describe, raise_corrupt
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
 from ptsave.unpickling import can_defer_reading, unpickle_unread
 
@@ -65,9 +65,14 @@ def restoring(
     reader = _reader_to_defer(f, map_location, weights_only, verify) if deferred else None
     if reader is None:
         obj = load(f, map_location, weights_only=weights_only, verify=verify, progress=progress)
-        in_memory = CopyLater()
-        yield obj, in_memory, True
-        in_memory.finish()
+        in_memory = MemoryCopier()
+        try:
+            yield obj, in_memory, True
+            in_memory.finish()
+        except BaseException as error:
+            if in_memory.changed:
+                _note(error, entries_in(obj, in_memory.changed), describe(f))
+            raise
         return
     with (
         closing(reader),
@@ -84,10 +89,11 @@ def restoring(
         holder = [obj]
         del obj
         try:
-            yield holder.pop(), copier, locations <= {"cpu"} and map_location in (None, "cpu")
+            stays = not locations if map_location is None else str(map_location) == "cpu"
+            yield holder.pop(), copier, stays
             copier.finish()
         except BaseException as error:
-            _tell_what_changed(error, reader)
+            _tell_what_changed(error, reader, copier.changed())
             raise
         reader.release_storages()
 
@@ -111,6 +117,28 @@ def _reader_to_defer(
     return reader
 
 
+class MemoryCopier(CopyLater):
+    """A `Copier` for tensors that are in memory, which knows where its copies came from.
+
+    Attributes
+    ----------
+    changed : set of int
+        The storages, by `storage_id`, whose values are in targets, or may be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: set[int | None] = set()
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        super().show(state_dict)
+        self.changed.update(map(storage_id, tensors_in(state_dict)))
+
+    def finish(self) -> None:
+        self.changed.update(storage_id(source) for _, source in self._copies)
+        super().finish()
+
+
 class FileCopier:
     """A `Copier` for tensors whose bytes are still in a file.
 
@@ -127,6 +155,14 @@ class FileCopier:
         self._verify = reader.verifies_storages()
         self._progress = progress
         self._nbytes_done = 0
+        self._shown: set[int] = set()  # records
+
+    def changed(self) -> list[_C.Record]:
+        """Return the records whose values are in targets, or may be: others have had them."""
+        return [
+            self._reader.engine.record(i)
+            for i in sorted(self._shown.union(self._reader.engine.changed()))
+        ]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._reader.engine.plan_copy(target, source)
@@ -143,8 +179,10 @@ class FileCopier:
         return converted
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        records = (self._reader.engine.record_of(tensor) for tensor in _tensors_in(state_dict))
-        self._fill({record for record in records if record is not None})
+        found = (self._reader.engine.record_of(tensor) for tensor in tensors_in(state_dict))
+        records = {record for record in found if record is not None}
+        self._fill(records)
+        self._shown |= records
 
     def finish(self) -> None:
         """Make all copies, and read what is still referred to."""
@@ -176,30 +214,22 @@ class FileCopier:
             raise self._reader.damage(damaged)
 
 
-def _tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested containers, each container looked at once."""
-    seen: set[int] = set()
-    pending = [obj]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [*value, *value.values()] if isinstance(value, Mapping) else value
-
-
-def _tell_what_changed(error: BaseException, reader: RecordReader) -> None:
+def _tell_what_changed(
+    error: BaseException, reader: RecordReader, changed: list[_C.Record]
+) -> None:
     """Say on an exception which entries have been copied into their targets before it."""
-    changed: list[_C.Record] = [reader.engine.record(i) for i in reader.engine.changed()]
-    if not changed:
-        return
-    names = entries_using(reader, {record.name for record in changed})
+    if changed:
+        records = {record.name for record in changed}
+        # A name that cannot be had is no reason to say that nothing has changed.
+        _note(error, entries_using(reader, records) or sorted(records), reader.path)
+
+
+def _note(error: BaseException, names: list[str], path: str) -> None:
     error.overwritten = names  # type: ignore[attr-defined]
     named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     message = (
-        f"{reader.path}: the restore has stopped halfway: {len(names)} entries hold the file's "
-        f"values, at least in part, and the others hold the old ones: {named}"
+        f"{path}: the restore has stopped halfway: {len(names)} entries hold the file's values, or "
+        f"may, at least in part, and the others hold the old ones: {named}"
     )
     if hasattr(error, "add_note"):
         error.add_note(message)
