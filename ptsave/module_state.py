@@ -23,6 +23,7 @@ from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
     assigns_plainly,
+    gives_lists_away,
     loads_plainly,
     overrides_load_state_dict,
     own_tensors,
@@ -30,7 +31,7 @@ from ptsave.trusted_loading import (
     sets_extra_state,
 )
 
-__all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
+__all__ = ["IncompatibleKeys", "check_module", "load_module", "load_state_dict"]
 
 
 class IncompatibleKeys(_IncompatibleKeys):
@@ -169,6 +170,16 @@ def load_module(
     return _IncompatibleKeys(loading.missing, loading.unexpected)
 
 
+def check_module(module: nn.Module, state_dict: Any, strict: bool) -> None:
+    """Raise what `load_module` is certain to raise, changing nothing."""
+    if overrides_load_state_dict(module):
+        return
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    metadata = getattr(state_dict, "_metadata", None)
+    _Checking(metadata, False, CopyNothing(), False).run(module, state_dict, strict)
+
+
 class _Loading:
     """One load: how it is to be done, and what it has found."""
 
@@ -231,6 +242,8 @@ class _Loading:
             self._show(entries)
             self._call_torch(module, part, metadata)
             return
+        if module._load_state_dict_pre_hooks:  # those of lazy buffers, which change the module
+            self._check()
         run_trusted_code(
             module, entries, prefix, metadata, True, self.missing, self.unexpected, self.errors
         )
@@ -320,10 +333,15 @@ class _Loading:
 
     # ------------------------------------------------------------------------ other people's code
 
-    def _show(self, entries: dict[str, Any]) -> None:
+    def _check(self) -> None:
         if self.check is not None:
             self.check()
             self.check = None
+
+    def _show(self, entries: dict[str, Any]) -> None:
+        self._check()
+        if self.foreign_runs == 0 and self.metadata:  # hooks and overrides get their part of it
+            entries = {"entries": entries, "metadata": self.metadata}
         self.copier.show(entries)
         self.foreign_runs += 1
 
@@ -380,8 +398,10 @@ class _Checking(_Loading):
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
         """Raise what is certain to be raised in the end, whatever anybody's code does."""
         self.load(module, OrderedDict(entries), "")
-        # Post-hooks may declare that nothing is missing, but sizes are what they are.
-        keys_are_final = not any(each._load_state_dict_post_hooks for each in module.modules())
+        # Hooks and overrides may declare that nothing is missing, but sizes are what they are.
+        keys_are_final = not any(
+            each._load_state_dict_post_hooks or gives_lists_away(each) for each in module.modules()
+        )
         if self.errors or keys_are_final:
             self.raise_errors(module, strict and keys_are_final)
 
@@ -390,7 +410,9 @@ class _Checking(_Loading):
         if not loads_plainly(module, entries, prefix, metadata) or sets_extra_state(module):
             return
         part = StateDictPart(entries, prefix)
+        buffers = dict(module._buffers)
         self._load_own(module, part, metadata)
+        module._buffers.update(buffers)  # lazy ones have taken their new shapes
         for name, child in module._modules.items():
             if child is not None:
                 child_prefix = prefix + name + "."
@@ -405,4 +427,3 @@ def _raise_for_result_of_hook() -> None:
     module = nn.Module()
     module.register_load_state_dict_post_hook(lambda *_: True)
     module.load_state_dict({})
-
