@@ -315,3 +315,54 @@ def test_the_rest_is_not_loaded_by_itself(
     found = ptsave.load_checkpoint(tmp_path / "f.pt", map_location=map_location, net=target)
     assert_same_object(found, {"rest": rest})
     assert_same_object(target.state_dict(), net.state_dict())
+
+
+def test_inference_mode_needs_no_second_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is loaded there has no autograd keys, but is nothing but numbers."""
+    kept: list[Any] = []
+    fill = FileCopier._fill
+
+    def note(self: FileCopier, records: Any) -> None:
+        kept.extend(records := list(records))
+        fill(self, records)
+
+    monkeypatch.setattr(FileCopier, "_fill", note)
+    saved = square(300)
+    stock_save(saved.state_dict(), tmp_path / "f.pt")
+    target = square(300)
+    with torch.inference_mode():
+        ptsave.load_into(tmp_path / "f.pt", target)
+    assert kept == []
+    assert_same_object(target.state_dict(), saved.state_dict())
+
+
+# ------------------------------------------------------------------------- as under torch
+
+
+def test_state_that_takes_part_in_autograd(tmp_path: Path) -> None:
+    """Converting a parameter that is part of an optimizer's state leaves a result with history."""
+
+    def make() -> torch.optim.Optimizer:
+        param = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([param])
+        optimizer.state[param]["mean"] = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        return optimizer
+
+    stock_save(make().state_dict(), tmp_path / "f.pt")
+    expected, target = make(), make()
+    expected.load_state_dict(stock_load(tmp_path / "f.pt"))
+    ptsave.load_into(tmp_path / "f.pt", target)
+    (theirs,), (ours,) = expected.state.values(), target.state.values()
+    assert ours["mean"].grad_fn.name() == theirs["mean"].grad_fn.name()
+    assert torch.equal(ours["mean"], theirs["mean"])
+
+
+def test_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(3, 3)
+    stock_save(net.state_dict(), tmp_path / "f.pt")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.warns(UserWarning, match="forcing weights_only=False") as warned:
+        ptsave.load_into(tmp_path / "f.pt", net)
+    assert len(warned) == 1
