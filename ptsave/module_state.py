@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
-from ptsave.copying import Copier, CopyNothing, CopyNow
+from ptsave.copying import Copier, CopyNothing, CopyNow, tensors_in
 from ptsave.module_plan import Mismatch, are_plain, differ, plan_module
 from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
@@ -162,7 +162,13 @@ def load_module(
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
     if check_first:
         checking = _Checking(metadata, False, CopyNothing(), ignore_mismatched_sizes)
-        loading.check = lambda: checking.run(module, entries, strict)
+
+        def check() -> None:
+            checking.run(module, entries, strict)
+            if any(True for _ in tensors_in(metadata)):  # hooks and overrides get their part of it
+                copier.show({"_metadata": metadata})
+
+        loading.check = check
     loading.load(module, entries, "")
     loading.raise_errors(module, strict)
     if ignore_mismatched_sizes:
@@ -340,8 +346,6 @@ class _Loading:
 
     def _show(self, entries: dict[str, Any]) -> None:
         self._check()
-        if self.foreign_runs == 0 and self.metadata:  # hooks and overrides get their part of it
-            entries = {"entries": entries, "metadata": self.metadata}
         self.copier.show(entries)
         self.foreign_runs += 1
 

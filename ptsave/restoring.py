@@ -62,9 +62,11 @@ def restoring(
         Also when targets have been changed by then; the message and the attribute `overwritten` of
         any exception that leaves the block say which entries hold new values.
     """
-    reader = _reader_to_defer(f, map_location, weights_only, verify) if deferred else None
+    restricted = resolve_weights_only(weights_only, None)  # which may warn, once
+    module = _weights_only_unpickler if restricted else pickle
+    reader = _reader_to_defer(f, map_location, module, verify) if deferred else None
     if reader is None:
-        obj = load(f, map_location, weights_only=weights_only, verify=verify, progress=progress)
+        obj = load(f, map_location, weights_only=restricted, verify=verify, progress=progress)
         in_memory = MemoryCopier()
         try:
             yield obj, in_memory, True
@@ -82,7 +84,6 @@ def restoring(
         if reader.verify:
             check_small_records(reader)
         copier = FileCopier(reader, callback)
-        module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
         with unpickling_errors(module):
             locations: set[str] = set()
             obj = unpickle_unread(reader, module, locations)
@@ -99,7 +100,7 @@ def restoring(
 
 
 def _reader_to_defer(
-    f: Any, map_location: Any, weights_only: bool | None, verify: bool
+    f: Any, map_location: Any, pickle_module: Any, verify: bool
 ) -> RecordReader | None:
     """Return the open archive if its bytes can be read after its object is made."""
     if map_location is not None and type(map_location) not in (str, torch.device):
@@ -107,11 +108,10 @@ def _reader_to_defer(
     reader = reader_for(f, None, verify)
     if reader is None:
         return None
-    module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
     with ExitStack() as stack:
         stack.callback(reader.close)
         known = not reader.has_record("constants.pkl") and reader.engine.all_stored
-        if not (known and can_defer_reading(reader, module)):
+        if not (known and can_defer_reading(reader, pickle_module)):
             return None
         stack.pop_all()
     return reader
@@ -171,7 +171,8 @@ class FileCopier:
         dtype = source.dtype if dtype is None else dtype
         if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
             return source.to(dtype=dtype, device=device)
-        if source.is_complex() and not dtype.is_complex:  # torch has something to say then
+        # torch has something to say to the first, and lets the second take part in autograd.
+        if (source.is_complex() and not dtype.is_complex) or source.requires_grad:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
         converted = torch.empty_like(source, dtype=dtype, device=device)
