@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from _corruption import archive_of
 from comparison import assert_same_object, failure_of, stock_load, stock_save
 from torch import Tensor, nn
 
@@ -156,6 +157,18 @@ def trained(lr: Any = 0.1) -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 def wrong_optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+
+
+def test_records_that_cannot_be_read_are_damage(tmp_path: Path) -> None:
+    """One that is encrypted; ptsave.load says the same."""
+    net = nn.Linear(2, 2)
+    archive = archive_of(net.state_dict())
+    archive.entry("data/1").central["flags"] = 1
+    (tmp_path / "f.pt").write_bytes(archive.to_bytes())
+    expected = failure_of(lambda: ptsave.load(tmp_path / "f.pt"))
+    failure = failure_of(lambda: ptsave.load_into(tmp_path / "f.pt", net))
+    assert isinstance(failure, ptsave.CorruptCheckpointError)
+    assert str(failure) == str(expected)
 
 
 @pytest.mark.parametrize(
