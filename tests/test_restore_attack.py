@@ -159,6 +159,29 @@ def wrong_optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.ones(1))])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "everything"])
+def test_nothing_is_assigned_if_keys_do_not_fit(tmp_path: Path, damage: str, device: str) -> None:
+    def make() -> nn.Module:
+        with torch.device(device):
+            return nn.Sequential(nn.Linear(3, 3), nn.Linear(2, 2))
+
+    saved = {name: torch.ones(value.shape) for name, value in make().state_dict().items()}
+    if damage in ("missing", "everything"):
+        del saved["1.bias"]
+    if damage in ("unexpected", "everything"):
+        saved["9.bias"] = torch.ones(2)
+    if damage in ("shape", "everything"):
+        saved["1.weight"] = torch.ones(3)
+    stock_save(saved, tmp_path / "f.pt")
+    expected = failure_of(lambda: make().load_state_dict(saved, assign=True))
+    net = make()
+    before = dict(net.named_parameters())
+    failure = failure_of(lambda: ptsave.load_into(tmp_path / "f.pt", net, assign=True))
+    assert (type(failure), str(failure)) == (type(expected), str(expected))
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())
+
+
 def test_records_that_cannot_be_read_are_damage(tmp_path: Path) -> None:
     """One that is encrypted; ptsave.load says the same."""
     net = nn.Linear(2, 2)
