@@ -93,7 +93,7 @@ def load_into(
     is_module = isinstance(target, nn.Module)
     if assign and not is_module:
         raise TypeError("assign=True is for modules: nothing else assigns tensors")
-    options = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
@@ -126,7 +126,7 @@ def _load_state(
             assign,
             copier,
             ignore_mismatched_sizes=ignore_mismatched_sizes,
-            check_first=not assign,
+            check_first=True,
         )
     if isinstance(target, Optimizer):
         return load_optimizer(target, state, copier, in_place=True)
@@ -243,7 +243,7 @@ def load_checkpoint(
     >>> ptsave.load_checkpoint(stream, model_state_dict=model)
     {'epoch': 3}
     """
-    options = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     for name, option in {"strict": strict, "map_location": map_location, **options}.items():
         if hasattr(option, "load_state_dict"):
             raise TypeError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from ptsave.copying import Copier, CopyNothing, CopyNow, tensors_in
-from ptsave.module_plan import Mismatch, are_plain, differ, plan_module
+from ptsave.module_plan import Mismatch, are_plain, differ, mismatch_message, plan_module
 from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
@@ -169,6 +169,8 @@ def load_module(
                 copier.show({"_metadata": metadata})
 
         loading.check = check
+        if assign:  # torch's code, which assigns at once
+            loading.check_first()
     loading.load(module, entries, "")
     loading.raise_errors(module, strict)
     if ignore_mismatched_sizes:
@@ -249,7 +251,7 @@ class _Loading:
             self._call_torch(module, part, metadata)
             return
         if module._load_state_dict_pre_hooks:  # those of lazy buffers, which change the module
-            self._check()
+            self.check_first()
         run_trusted_code(
             module, entries, prefix, metadata, True, self.missing, self.unexpected, self.errors
         )
@@ -339,13 +341,14 @@ class _Loading:
 
     # ------------------------------------------------------------------------ other people's code
 
-    def _check(self) -> None:
+    def check_first(self) -> None:
+        """Raise what is certain to be raised, if that has not been looked at yet."""
         if self.check is not None:
             self.check()
             self.check = None
 
     def _show(self, entries: dict[str, Any]) -> None:
-        self._check()
+        self.check_first()
         self.copier.show(entries)
         self.foreign_runs += 1
 
@@ -422,8 +425,18 @@ class _Checking(_Loading):
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, 0), child_prefix)
 
-    def _load_by_torch(self, *_: Any, **__: Any) -> None:
-        """Leave it: what comes of it is seen when it is done."""
+    def _load_by_torch(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, *_: Any, **__: Any
+    ) -> None:
+        """Compare keys and shapes: what else comes of it is seen when it is done."""
+        entries, prefix = part.entries, part.prefix
+        found = {name: entries[prefix + name] for name in own if prefix + name in entries}
+        self.missing += [prefix + name for name in own if name not in found]
+        for name, entry in found.items():
+            if differ(own[name], entry) and not self.skip_mismatched:
+                self.errors.append(mismatch_message(prefix + name, own[name], entry))
+        n_found = len(found) + self._load_extra_state(module, own, entries, prefix)
+        self._find_unexpected(module, own, part, n_found)
 
 
 def _raise_for_result_of_hook() -> None:
