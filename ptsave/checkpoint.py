@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ptsave.copying import Copier
-from ptsave.mapping_state import load_mapping
-from ptsave.module_state import load_module
-from ptsave.optimizer_state import load_optimizer
-from ptsave.restoring import restoring
+from ptsave.copying import Copier, tensors_in
+from ptsave.mapping_state import check_mapping, load_mapping
+from ptsave.module_state import check_module, load_module
+from ptsave.optimizer_state import check_optimizer, load_optimizer
+from ptsave.restoring import check_locations, restoring
 from ptsave.serialization import load, save
 
 __all__ = ["load_checkpoint", "load_into", "save_checkpoint"]
@@ -93,11 +93,7 @@ def load_into(
     is_module = isinstance(target, nn.Module)
     if assign and not is_module:
         raise TypeError("assign=True is for modules: nothing else assigns tensors")
-    options: dict[str, Any] = {
-        "weights_only": weights_only,
-        "verify": verify,
-        "progress": progress,
-    }
+    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
@@ -130,22 +126,39 @@ def _load_state(
             assign,
             copier,
             ignore_mismatched_sizes=ignore_mismatched_sizes,
-            check_first=not assign,
+            check_first=True,
         )
     if isinstance(target, Optimizer):
         return load_optimizer(target, state, copier, in_place=True)
     if isinstance(target, Mapping):
         return load_mapping(target, state, strict, copier)
+    _check_type(target)
     copier.show({"": state})
-    if not callable(getattr(target, "load_state_dict", None)):
-        raise TypeError(
-            f"cannot restore into {type(target).__name__}: expected a module, an optimizer, a dict "
-            "or an object with load_state_dict()"
-        )
     return target.load_state_dict(state)
 
 
-def save_checkpoint(f: Any, **objects: Any) -> None:
+def _check_state(target: Any, state: Any, strict: bool) -> None:
+    """Raise what `_load_state` is certain to raise, changing nothing."""
+    if isinstance(target, nn.Module):
+        check_module(target, state, strict)
+    elif isinstance(target, Optimizer):
+        check_optimizer(target, state)
+    elif isinstance(target, Mapping):
+        check_mapping(target, state, strict)
+    else:
+        _check_type(target)
+
+
+def _check_type(target: Any) -> None:
+    if isinstance(target, type) or not callable(getattr(target, "load_state_dict", None)):
+        name = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        raise TypeError(
+            f"cannot restore into {name}: expected a module, an optimizer, a dict or an object "
+            "with load_state_dict()"
+        )
+
+
+def save_checkpoint(f: Any, /, **objects: Any) -> None:
     """Save objects under names, each with a ``state_dict`` method as its state dict.
 
     The file is a dict that :func:`torch.load` reads.
@@ -194,8 +207,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore objects in place from a checkpoint, and return its other entries.
 
-    Modules come first, then optimizers, then the rest, so that everything that can be checked is
-    checked before anything is overwritten; within each kind the order is that of the arguments.
+    Everything that can be checked is checked for all of them before anything is overwritten.
+    Modules come first, then optimizers, then the rest; within each kind the order is that of the
+    arguments.
 
     Parameters
     ----------
@@ -229,20 +243,26 @@ def load_checkpoint(
     >>> ptsave.load_checkpoint(stream, model_state_dict=model)
     {'epoch': 3}
     """
-    options: dict[str, Any] = {
-        "weights_only": weights_only,
-        "verify": verify,
-        "progress": progress,
-    }
-    with restoring(f, map_location, **options) as (obj, copier, in_place):
+    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    for name, option in {"strict": strict, "map_location": map_location, **options}.items():
+        if hasattr(option, "load_state_dict"):
+            raise TypeError(
+                f"{name!r} is an option here: save the {type(option).__name__} "
+                "under another name, or restore it with ptsave.load_into()"
+            )
+    with restoring(f, map_location, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
             rest = {name: value for name, value in obj.items() if name not in targets}
+            moves = locations if any(True for _ in tensors_in(rest)) else set()
+            check_locations(moves)
+            for name, target in targets.items():
+                _check_state(target, obj[name], strict)
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
                 _load_state(targets[name], obj[name], copier, strict)
         finally:
             del obj
-        if in_place:
+        if not moves:
             return rest
         names = set(rest)
         rest.clear()

@@ -7,13 +7,13 @@ checked before the first byte of a target changes, and the file's bytes go direc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow"]
+__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "tensors_in"]
 
 
 class Copier(Protocol):
@@ -79,3 +79,23 @@ class CopyNothing(CopyNow):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Do nothing."""
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers and of their attributes, and one for each storage.
+
+    Each container is looked at once.
+    """
+    seen: set[int] = set()
+    pending = [obj]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            untyped = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
+            yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+        elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [*value, *value.values()] if isinstance(value, Mapping) else value
+            pending += getattr(value, "__dict__", {}).values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.serialization import _serialization_tls
 if TYPE_CHECKING:
     from ptsave.reading import RecordReader
 
-__all__ = ["entries_using"]
+__all__ = ["entries_in", "entries_using", "storage_id"]
 
 # A file says how large its object is: what is looked at for a message has to be bounded.
 _MAX_DEPTH = 64
@@ -38,18 +38,43 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
     """
     location = _serialization_tls.map_location
     try:
-        offsets = {reader.get_record_offset(name) for name in records}
+        offsets: set[int | None] = {reader.get_record_header_offset(name) for name in records}
         plain = _PlainReader(reader)
         obj = torch.serialization._load(plain, "meta", torch._weights_only_unpickler)
     except Exception:  # the message is better without entries than not raised
         return []
     finally:
         _serialization_tls.map_location = location  # torch leaves it behind if unpickling fails
-    return _collect(obj, offsets)
+    return _collect(obj, offsets, _offset)
+
+
+def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
+    """Return the dotted paths of the tensors of an object that lie in one of `storages`.
+
+    Parameters
+    ----------
+    obj : object
+        What a file holds, in memory.
+    storages : set of int
+        As from `storage_id`.
+    """
+    return _collect(obj, storages, storage_id)
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return what tells a tensor's storage from others; None if it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors
+        return None
 
 
 class _PlainReader:
-    """The archive without the record that makes torch compute offsets instead of asking."""
+    """The archive without the record that makes torch compute offsets instead of asking.
+
+    What it is told is where headers begin, which is known without the file: that may be cut short,
+    or give read errors, by the time that somebody asks which entries it has reached.
+    """
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
@@ -57,19 +82,24 @@ class _PlainReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
+    def get_record_offset(self, name: str) -> int:
+        return self._reader.get_record_header_offset(name)
+
     def has_record(self, name: str) -> bool:
         return name != ".format_version" and self._reader.has_record(name)
 
 
-def _collect(obj: Any, offsets: set[int]) -> list[str]:
-    """Return the paths of the tensors at `offsets`, each shared container looked at once."""
+def _collect(
+    obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
+) -> list[str]:
+    """Return the paths of the tensors at `places`, each shared container looked at once."""
     found: list[str] = []
     seen: set[int] = set()
     pending: list[tuple[Any, str, int]] = [(obj, "", 0)]
     while pending and len(seen) < _MAX_NODES:
         value, path, depth = pending.pop()
         if isinstance(value, torch.Tensor):
-            if _offset(value) in offsets:
+            if place_of(value) in places:
                 found.append(path or "the tensor itself")
         elif id(value) not in seen and depth < _MAX_DEPTH:
             seen.add(id(value))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ptsave.copying import Copier
+from ptsave.copying import Copier, tensors_in
 from ptsave.plain_tensors import copies_plainly, modes_are_active
 
-__all__ = ["load_mapping"]
+__all__ = ["check_mapping", "load_mapping"]
 
 
 def load_mapping(
@@ -45,11 +45,7 @@ def load_mapping(
     TypeError
         If `saved` is not a mapping.
     """
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(saved)}.")
-    filling = _Filling()
-    filling.compare(target, saved, "")
-    filling.raise_errors(target, strict)
+    filling = check_mapping(target, saved, strict)
     plainly = not modes_are_active()
     for tensor, source in filling.tensors:
         if plainly and copies_plainly(tensor, source):
@@ -58,9 +54,23 @@ def load_mapping(
             copier.show({"": source})
             with torch.no_grad():
                 tensor.copy_(source)
-    for replace in filling.replacements:
-        replace()
+    # A value that somebody has must not be one that is still to be read, and may not be readable.
+    values = [value for _, _, value in filling.replacements]
+    if any(True for _ in tensors_in(values)):
+        copier.show({"": values})
+    for container, key, value in filling.replacements:
+        container[key] = value
     return _IncompatibleKeys(filling.missing, filling.unexpected)
+
+
+def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
+    """Return what `load_mapping` would do, or raise what it would raise, changing nothing."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(saved)}.")
+    filling = _Filling()
+    filling.compare(target, saved, "")
+    filling.raise_errors(target, strict)
+    return filling
 
 
 class _Filling:
@@ -68,7 +78,7 @@ class _Filling:
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, Tensor]] = []
-        self.replacements: list[Callable[[], None]] = []
+        self.replacements: list[tuple[Any, Any, Any]] = []  # container, key, new value
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.errors: list[str] = []
@@ -98,8 +108,13 @@ class _Filling:
                 self.tensors.append((value, saved))
         elif _are_containers(value, saved):
             self.compare(value, saved, f"{path}.")
+        elif callable(getattr(value, "load_state_dict", None)):
+            self.errors.append(
+                f"{path} is a {type(value).__name__}, which is no value to be replaced: restore it "
+                "as a target of its own"
+            )
         elif isinstance(target, (dict, list)):
-            self.replacements.append(lambda: target.__setitem__(key, saved))
+            self.replacements.append((target, key, saved))
         else:
             self.errors.append(f"{path} cannot be replaced in a {type(target).__name__}")
 

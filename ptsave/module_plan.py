@@ -12,7 +12,7 @@ from torch.overrides import is_tensor_like
 
 from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly
 
-__all__ = ["Mismatch", "ModulePlan", "are_plain", "differ", "plan_module"]
+__all__ = ["Mismatch", "ModulePlan", "are_plain", "differ", "mismatch_message", "plan_module"]
 
 # Key, shape in the state dict and shape in the module.
 Mismatch: TypeAlias = "tuple[str, Size, Size]"
@@ -74,15 +74,20 @@ def _plan_exception(
         if skip_mismatched:
             plan.mismatched.append((key, source.shape, target.shape))
         else:
-            plan.errors.append(
-                f"size mismatch for {key}: copying a param with shape {source.shape} from "
-                f"checkpoint, the shape in current model is {target.shape}."
-            )
+            plan.errors.append(mismatch_message(key, target, source))
         return True
     if source.shape != target.shape and copies_plainly(target, source[0]):
         plan.copies.append((target, source[0]))  # a scalar, as torch 0.3 saved it
         return True
     return False
+
+
+def mismatch_message(key: str, target: Tensor, source: Tensor) -> str:
+    """Return torch's words for shapes that differ."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {source.shape} from "
+        f"checkpoint, the shape in current model is {target.shape}."
+    )
 
 
 def are_plain(target: Any, source: Any) -> bool:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
-from ptsave.copying import Copier, CopyNothing, CopyNow
-from ptsave.module_plan import Mismatch, are_plain, differ, plan_module
+from ptsave.copying import Copier, CopyNothing, CopyNow, tensors_in
+from ptsave.module_plan import Mismatch, are_plain, differ, mismatch_message, plan_module
 from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
     assigns_plainly,
+    gives_lists_away,
     loads_plainly,
     overrides_load_state_dict,
     own_tensors,
@@ -30,7 +31,7 @@ from ptsave.trusted_loading import (
     sets_extra_state,
 )
 
-__all__ = ["IncompatibleKeys", "load_module", "load_state_dict"]
+__all__ = ["IncompatibleKeys", "check_module", "load_module", "load_state_dict"]
 
 
 class IncompatibleKeys(_IncompatibleKeys):
@@ -161,12 +162,30 @@ def load_module(
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
     if check_first:
         checking = _Checking(metadata, False, CopyNothing(), ignore_mismatched_sizes)
-        loading.check = lambda: checking.run(module, entries, strict)
+
+        def check() -> None:
+            checking.run(module, entries, strict)
+            if any(True for _ in tensors_in(metadata)):  # hooks and overrides get their part of it
+                copier.show({"_metadata": metadata})
+
+        loading.check = check
+        if assign:  # torch's code, which assigns at once
+            loading.check_first()
     loading.load(module, entries, "")
     loading.raise_errors(module, strict)
     if ignore_mismatched_sizes:
         return IncompatibleKeys(loading.missing, loading.unexpected, loading.mismatched)
     return _IncompatibleKeys(loading.missing, loading.unexpected)
+
+
+def check_module(module: nn.Module, state_dict: Any, strict: bool) -> None:
+    """Raise what `load_module` is certain to raise, changing nothing."""
+    if overrides_load_state_dict(module):
+        return
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    metadata = getattr(state_dict, "_metadata", None)
+    _Checking(metadata, False, CopyNothing(), False).run(module, state_dict, strict)
 
 
 class _Loading:
@@ -231,6 +250,8 @@ class _Loading:
             self._show(entries)
             self._call_torch(module, part, metadata)
             return
+        if module._load_state_dict_pre_hooks:  # those of lazy buffers, which change the module
+            self.check_first()
         run_trusted_code(
             module, entries, prefix, metadata, True, self.missing, self.unexpected, self.errors
         )
@@ -320,10 +341,14 @@ class _Loading:
 
     # ------------------------------------------------------------------------ other people's code
 
-    def _show(self, entries: dict[str, Any]) -> None:
+    def check_first(self) -> None:
+        """Raise what is certain to be raised, if that has not been looked at yet."""
         if self.check is not None:
             self.check()
             self.check = None
+
+    def _show(self, entries: dict[str, Any]) -> None:
+        self.check_first()
         self.copier.show(entries)
         self.foreign_runs += 1
 
@@ -380,8 +405,10 @@ class _Checking(_Loading):
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
         """Raise what is certain to be raised in the end, whatever anybody's code does."""
         self.load(module, OrderedDict(entries), "")
-        # Post-hooks may declare that nothing is missing, but sizes are what they are.
-        keys_are_final = not any(each._load_state_dict_post_hooks for each in module.modules())
+        # Hooks and overrides may declare that nothing is missing, but sizes are what they are.
+        keys_are_final = not any(
+            each._load_state_dict_post_hooks or gives_lists_away(each) for each in module.modules()
+        )
         if self.errors or keys_are_final:
             self.raise_errors(module, strict and keys_are_final)
 
@@ -390,14 +417,26 @@ class _Checking(_Loading):
         if not loads_plainly(module, entries, prefix, metadata) or sets_extra_state(module):
             return
         part = StateDictPart(entries, prefix)
+        buffers = dict(module._buffers)
         self._load_own(module, part, metadata)
+        module._buffers.update(buffers)  # lazy ones have taken their new shapes
         for name, child in module._modules.items():
             if child is not None:
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, 0), child_prefix)
 
-    def _load_by_torch(self, *_: Any, **__: Any) -> None:
-        """Leave it: what comes of it is seen when it is done."""
+    def _load_by_torch(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, *_: Any, **__: Any
+    ) -> None:
+        """Compare keys and shapes: what else comes of it is seen when it is done."""
+        entries, prefix = part.entries, part.prefix
+        found = {name: entries[prefix + name] for name in own if prefix + name in entries}
+        self.missing += [prefix + name for name in own if name not in found]
+        for name, entry in found.items():
+            if differ(own[name], entry) and not self.skip_mismatched:
+                self.errors.append(mismatch_message(prefix + name, own[name], entry))
+        n_found = len(found) + self._load_extra_state(module, own, entries, prefix)
+        self._find_unexpected(module, own, part, n_found)
 
 
 def _raise_for_result_of_hook() -> None:

@@ -9,12 +9,12 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptsave.copying import Copier, CopyNow
+from ptsave.copying import Copier, CopyNothing, CopyNow
 from ptsave.optimizer_cast import PresentState, StateCaster
 from ptsave.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
 from ptsave.optimizer_names import match_by_name
 
-__all__ = ["load_optimizer", "load_optimizer_state_dict"]
+__all__ = ["check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
 
 _LOAD_STATE_DICT = Optimizer.load_state_dict
 
@@ -187,6 +187,14 @@ def load_optimizer(
         copier.copy(target, value)
     _set_state(optimizer, {"state": state, "param_groups": assignment.groups}, copier)
     return assignment.unmatched
+
+
+def check_optimizer(optimizer: Any, state_dict: Any) -> None:
+    """Raise what `load_optimizer` is certain to raise, changing nothing."""
+    is_overridden = getattr(optimizer.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
+    has_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    if not (is_overridden or has_hooks) and type(state_dict) in (dict, OrderedDict):
+        match_by_order(optimizer, state_dict["param_groups"], CopyNothing())
 
 
 def _check_options(match: str, names: object, named_parameters: object) -> None:

@@ -48,7 +48,11 @@ def copies_plainly(target: Any, source: Any) -> bool:
     """
     if type(target) not in PLAIN_TYPES or type(source) not in PLAIN_TYPES:
         return False
-    if not (_is_memory(target) and _is_memory(source)) or target.shape != source.shape:
+    # What is loaded in inference mode has no autograd keys; as a source it needs none.
+    if (
+        not (_is_memory(target) and _is_memory(source, source.is_inference()))
+        or target.shape != source.shape
+    ):
         return False
     # copy_ refuses to write to one place twice, and to read what it overwrites.
     if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:
@@ -64,12 +68,12 @@ def _converts_silently(source: torch.dtype, target: torch.dtype) -> bool:
     return source in _COMPLEX_DTYPES and target in _COMPLEX_DTYPES
 
 
-def _is_memory(tensor: Tensor) -> bool:
-    return _names_memory(torch._C._dispatch_keys(tensor).raw_repr())
+def _is_memory(tensor: Tensor, is_inference: bool = False) -> bool:
+    return _names_memory(torch._C._dispatch_keys(tensor).raw_repr(), is_inference)
 
 
 @functools.cache
-def _names_memory(dispatch_keys: int) -> bool:
+def _names_memory(dispatch_keys: int, is_inference: bool) -> bool:
     """Return whether tensors with these dispatch keys are strided numbers on a real device.
 
     Every other kind has a key that says so: sparse, quantized and nested tensors, meta tensors,
@@ -77,7 +81,7 @@ def _names_memory(dispatch_keys: int) -> bool:
     """
     names = set(str(torch._C.DispatchKeySet.from_raw_repr(dispatch_keys))[15:-1].split(", "))
     return any(
-        {device, "ADInplaceOrView", f"Autograd{device}"}
+        ({device} if is_inference else {device, "ADInplaceOrView", f"Autograd{device}"})
         <= names
         <= {device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}"}
         for device in _DEVICES

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -19,15 +19,15 @@ from torch import Tensor, _weights_only_unpickler
 
 from ptsave import _C, config
 from ptsave.checking import check_small_records, check_version
-from ptsave.copying import Copier, CopyLater
-from ptsave.entries import entries_using
+from ptsave.copying import Copier, CopyLater, tensors_in
+from ptsave.entries import entries_in, entries_using, storage_id
 from ptsave.errors import CheckpointWarning
 from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.reading import RecordReader, describe, raise_corrupt
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
 from ptsave.unpickling import can_defer_reading, unpickle_unread
 
-__all__ = ["restoring"]
+__all__ = ["check_locations", "restoring"]
 
 _MAX_NAMED = 8
 
@@ -41,11 +41,12 @@ def restoring(
     verify: bool,
     progress: bool,
     deferred: bool = True,
-) -> Iterator[tuple[Any, Copier, bool]]:
-    """Yield the object of a file, what copies from it, and whether its tensors are where they were.
+) -> Iterator[tuple[Any, Copier, Set[str]]]:
+    """Yield the object of a file, what copies from it, and where else its tensors belong.
 
     Everything that was to be copied is, and every tensor of the object that is still referred to
-    has its values, when the block ends without an exception.
+    has its values, when the block ends without an exception.  The tensors are in CPU memory; other
+    locations that they would have been loaded to are the third value.
 
     Parameters
     ----------
@@ -62,12 +63,19 @@ def restoring(
         Also when targets have been changed by then; the message and the attribute `overwritten` of
         any exception that leaves the block say which entries hold new values.
     """
-    reader = _reader_to_defer(f, map_location, weights_only, verify) if deferred else None
+    restricted = resolve_weights_only(weights_only, None)  # which may warn, once
+    module = _weights_only_unpickler if restricted else pickle
+    reader = _reader_to_defer(f, map_location, module, verify) if deferred else None
     if reader is None:
-        obj = load(f, map_location, weights_only=weights_only, verify=verify, progress=progress)
-        in_memory = CopyLater()
-        yield obj, in_memory, True
-        in_memory.finish()
+        obj = load(f, map_location, weights_only=restricted, verify=verify, progress=progress)
+        in_memory = MemoryCopier()
+        try:
+            yield obj, in_memory, frozenset()
+            in_memory.finish()
+        except BaseException as error:
+            if in_memory.changed:
+                _note(error, entries_in(obj, in_memory.changed), describe(f))
+            raise
         return
     with (
         closing(reader),
@@ -77,23 +85,31 @@ def restoring(
         if reader.verify:
             check_small_records(reader)
         copier = FileCopier(reader, callback)
-        module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
         with unpickling_errors(module):
             locations: set[str] = set()
             obj = unpickle_unread(reader, module, locations)
         holder = [obj]
         del obj
         try:
-            yield holder.pop(), copier, locations <= {"cpu"} and map_location in (None, "cpu")
+            if map_location is not None:
+                locations = {str(map_location)} - {"cpu"}
+                check_locations(locations)
+            yield holder.pop(), copier, locations
             copier.finish()
         except BaseException as error:
-            _tell_what_changed(error, reader)
+            _tell_what_changed(error, reader, copier.changed())
             raise
         reader.release_storages()
 
 
+def check_locations(locations: Set[str]) -> None:
+    """Raise what torch raises for a location that is not known, or not there."""
+    for location in locations:
+        torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
+
+
 def _reader_to_defer(
-    f: Any, map_location: Any, weights_only: bool | None, verify: bool
+    f: Any, map_location: Any, pickle_module: Any, verify: bool
 ) -> RecordReader | None:
     """Return the open archive if its bytes can be read after its object is made."""
     if map_location is not None and type(map_location) not in (str, torch.device):
@@ -101,14 +117,35 @@ def _reader_to_defer(
     reader = reader_for(f, None, verify)
     if reader is None:
         return None
-    module = _weights_only_unpickler if resolve_weights_only(weights_only, None) else pickle
     with ExitStack() as stack:
         stack.callback(reader.close)
         known = not reader.has_record("constants.pkl") and reader.engine.all_stored
-        if not (known and can_defer_reading(reader, module)):
+        if not (known and can_defer_reading(reader, pickle_module)):
             return None
         stack.pop_all()
     return reader
+
+
+class MemoryCopier(CopyLater):
+    """A `Copier` for tensors that are in memory, which knows where its copies came from.
+
+    Attributes
+    ----------
+    changed : set of int
+        The storages, by `storage_id`, whose values are in targets, or may be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: set[int | None] = set()
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        super().show(state_dict)
+        self.changed.update(map(storage_id, tensors_in(state_dict)))
+
+    def finish(self) -> None:
+        self.changed.update(storage_id(source) for _, source in self._copies)
+        super().finish()
 
 
 class FileCopier:
@@ -127,6 +164,14 @@ class FileCopier:
         self._verify = reader.verifies_storages()
         self._progress = progress
         self._nbytes_done = 0
+        self._shown: set[int] = set()  # records
+
+    def changed(self) -> list[_C.Record]:
+        """Return the records whose values are in targets, or may be: others have had them."""
+        return [
+            self._reader.engine.record(i)
+            for i in sorted(self._shown.union(self._reader.engine.changed()))
+        ]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._reader.engine.plan_copy(target, source)
@@ -135,7 +180,8 @@ class FileCopier:
         dtype = source.dtype if dtype is None else dtype
         if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
             return source.to(dtype=dtype, device=device)
-        if source.is_complex() and not dtype.is_complex:  # torch has something to say then
+        # torch has something to say to the first, and lets the second take part in autograd.
+        if (source.is_complex() and not dtype.is_complex) or source.requires_grad:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
         converted = torch.empty_like(source, dtype=dtype, device=device)
@@ -143,8 +189,10 @@ class FileCopier:
         return converted
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        records = (self._reader.engine.record_of(tensor) for tensor in _tensors_in(state_dict))
-        self._fill({record for record in records if record is not None})
+        found = (self._reader.engine.record_of(tensor) for tensor in tensors_in(state_dict))
+        records = {record for record in found if record is not None}
+        self._fill(records)
+        self._shown |= records
 
     def finish(self) -> None:
         """Make all copies, and read what is still referred to."""
@@ -176,30 +224,22 @@ class FileCopier:
             raise self._reader.damage(damaged)
 
 
-def _tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested containers, each container looked at once."""
-    seen: set[int] = set()
-    pending = [obj]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [*value, *value.values()] if isinstance(value, Mapping) else value
-
-
-def _tell_what_changed(error: BaseException, reader: RecordReader) -> None:
+def _tell_what_changed(
+    error: BaseException, reader: RecordReader, changed: list[_C.Record]
+) -> None:
     """Say on an exception which entries have been copied into their targets before it."""
-    changed: list[_C.Record] = [reader.engine.record(i) for i in reader.engine.changed()]
-    if not changed:
-        return
-    names = entries_using(reader, {record.name for record in changed})
+    if changed:
+        records = {record.name for record in changed}
+        # A name that cannot be had is no reason to say that nothing has changed.
+        _note(error, entries_using(reader, records) or sorted(records), reader.path)
+
+
+def _note(error: BaseException, names: list[str], path: str) -> None:
     error.overwritten = names  # type: ignore[attr-defined]
     named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     message = (
-        f"{reader.path}: the restore has stopped halfway: {len(names)} entries hold the file's "
-        f"values, at least in part, and the others hold the old ones: {named}"
+        f"{path}: the restore has stopped halfway: {len(names)} entries hold the file's values, or "
+        f"may, at least in part, and the others hold the old ones: {named}"
     )
     if hasattr(error, "add_note"):
         error.add_note(message)

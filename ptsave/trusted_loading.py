@@ -22,6 +22,7 @@ from ptsave.plain_tensors import PLAIN_TYPES
 
 __all__ = [
     "assigns_plainly",
+    "gives_lists_away",
     "loads_plainly",
     "overrides_load_state_dict",
     "own_tensors",
@@ -109,6 +110,16 @@ def run_trusted_code(
         _add_batch_count(module, entries, prefix, metadata)
     for hook in module._load_state_dict_pre_hooks.values():
         hook(entries, prefix, metadata, *rest)
+
+
+def gives_lists_away(module: nn.Module) -> bool:
+    """Return whether code that is not torch's gets the lists of keys, and so may edit them."""
+    name = "_load_from_state_dict"
+    code = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
+    code += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return name in vars(module) or not all(
+        (getattr(each, "__module__", None) or "").startswith(("torch.", "ptsave.")) for each in code
+    )
 
 
 def assigns_plainly(module: nn.Module) -> bool:

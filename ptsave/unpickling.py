@@ -27,7 +27,7 @@ from torch import _weights_only_unpickler
 from ptsave import _C
 from ptsave.errors import MalformedPickleError
 from ptsave.plain_tensors import modes_are_active
-from ptsave.reading import RecordReader
+from ptsave.reading import RecordReader, raise_corrupt
 
 __all__ = ["can_defer_reading", "unpickle", "unpickle_unread"]
 
@@ -121,7 +121,10 @@ def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str
             locations.add(location)
         return storage
 
-    reader.engine.reserve()
+    try:
+        reader.engine.reserve()
+    except _C.FormatError as error:
+        raise_corrupt(error, reader.path)
     reader.wait_for_bytes = False
     module = _faster(pickle_module, reader, storages_are_plain=True)
     return _load(reader, stay, module, None, {"encoding": "utf-8"})

@@ -666,3 +666,30 @@ def test_conversions_go_through_little_memory(tmp_path: Path, monkeypatch: Any) 
     target = {name: torch.zeros(3_000_000, dtype=torch.bfloat16) for name in saved}
     ptsave.load_into(tmp_path / "large.pt", target)
     assert all(bool((target[name] == float(name[-1])).all()) for name in saved)
+
+
+@pytest.mark.parametrize("map_location", ["cuda:0", "nowhere", torch.device("cuda")], ids=str)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the location exists")
+def test_locations_that_do_not_exist(path: Path, map_location: Any) -> None:
+    """They are refused in torch's words, before anything changes."""
+    net = make_net(1)
+    before = values_of(net)
+    assert_same_failure(
+        lambda: ptsave.load_into(path, net, map_location=map_location),
+        lambda: stock_load(path, map_location=map_location),
+    )
+    assert_same_object(net.state_dict(), before)
+
+
+def test_rest_that_belongs_elsewhere(tmp_path: Path) -> None:
+    """An entry that cannot be restored is found before anything changes."""
+    net = make_net()
+    stock_save({"model": net.state_dict(), "rest": torch.ones(2)}, tmp_path / "c.pt")
+    data = (tmp_path / "c.pt").read_bytes()
+    cpu, elsewhere = (b"X\x03\x00\x00\x00" + name for name in (b"cpu", b"xyz"))
+    (tmp_path / "c.pt").write_bytes(data.replace(cpu, elsewhere))
+    other = make_net(1)
+    before = values_of(other)
+    with pytest.raises(RuntimeError, match="don't know how to restore data location"):
+        ptsave.load_checkpoint(tmp_path / "c.pt", model=other, verify=False)
+    assert_same_object(other.state_dict(), before)

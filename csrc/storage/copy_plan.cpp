@@ -47,13 +47,16 @@ bool are_same(const Destination& a, const Destination& b) {
          std::tie(b.record, b.offset, b.nbytes, b.place);
 }
 
-// Copies whose targets share memory with another one's: their order matters.  Where both copy the
-// same bytes to the same place (tied parameters) it does not.
+// Copies whose targets share memory with another one's target, or with a source that is no record
+// (a hook may pass on a tensor of the model): their order matters.  Where both copy the same bytes
+// to the same place (tied parameters) it does not.
 std::vector<bool> find_ordered(const std::vector<TensorCopy>& copies,
                                const std::vector<bool>& are_bytes) {
   std::vector<Span> spans;
   for (std::size_t i = 0; i < copies.size(); ++i) {
     if (const auto span = span_of(copies[i].target, i)) spans.push_back(*span);
+    if (copies[i].record) continue;
+    if (const auto span = span_of(copies[i].source, i)) spans.push_back(*span);
   }
   std::ranges::sort(spans, {}, [](const Span& s) { return std::pair(s.begin, s.number); });
   std::vector<bool> ordered(copies.size());

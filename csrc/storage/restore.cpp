@@ -52,7 +52,10 @@ std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
     if (is_whole[i] && !is_filled_[i]) destinations.push_back(own_storage(i));
   }
   const auto note_changes = [&] {
-    for (const std::size_t record : reader_.begun()) has_changed_[record] = !is_whole[record];
+    for (const std::size_t record : reader_.begun()) {
+      // What an earlier run has changed stays changed when the storage is read as well.
+      if (!is_whole[record]) has_changed_[record] = true;
+    }
     for (const std::size_t i : steps.direct)
       copies_[i].target.unsafeGetTensorImpl()->bump_version();
   };
