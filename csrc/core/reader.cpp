@@ -114,7 +114,7 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
   records.erase(std::ranges::unique(records).begin(), records.end());
   for (const bool exact_offsets : {false, true}) {
     const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
-    auto scatter = std::make_shared<Scatter>(wanted, parts, verify);
+    auto scatter = std::make_shared<Scatter>(wanted, parts, verify, region_);
     transfer_ =
         std::make_unique<Transfer>(source_, index_, wanted, std::move(scatter), n_threads, verify);
     try {

@@ -85,13 +85,18 @@ void Region::discard(std::size_t index) const {
   memory_->discard(slot.payload, slot.end);
 }
 
-// Makes the chunk's pages present, and keeps account of what huge pages cost beside small ones.
+bool Region::holds(const std::byte* place) const {
+  return place >= memory_->data() && place < memory_->data() + memory_->nbytes();
+}
+
+// Keeps account of what huge pages cost beside small ones.
 // Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free
 // page reporting) by whole huge pages, and to get one again can take ten times as long as the small
 // pages that the host has left alone.
-void Region::prepare(const Chunk& chunk) {
-  const std::size_t begin = align_down(chunk.begin, kPageNbytes);
-  const std::size_t end = align_up(chunk.end, kPageNbytes);
+void Region::make_present(const std::byte* place, std::size_t nbytes) {
+  const auto at = static_cast<std::size_t>(place - memory_->data());
+  const std::size_t begin = align_down(at, kPageNbytes);
+  const std::size_t end = align_up(at + nbytes, kPageNbytes);
   const auto took = memory_->populate(begin, end);
   const auto expected = kSmallPageTime * static_cast<std::int64_t>((end - begin) / kPageNbytes);
   const std::int64_t loss = (took - expected).count();
@@ -104,6 +109,10 @@ void Region::prepare(const Chunk& chunk) {
       kSmallPageTime * static_cast<std::int64_t>(memory_->nbytes() / kPageNbytes);
   const std::int64_t bearable = std::max(kMinLoss, all_small / kLossDivisor).count();
   if (before <= bearable && before + loss > bearable) memory_->use_small_pages();
+}
+
+void Region::prepare(const Chunk& chunk) {
+  make_present(memory_->data() + chunk.begin, chunk.end - chunk.begin);
 }
 
 std::span<std::byte> Region::window(const Slot& /*slot*/, std::size_t at, std::size_t nbytes) {

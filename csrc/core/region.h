@@ -46,6 +46,10 @@ class Region final : public Placement {
   LoadedPayload payload(std::size_t index) const;
   // Gives the memory of a payload's whole pages back; they read as zero after.
   void discard(std::size_t index) const;
+  // Whether memory from `place` on is the region's.
+  bool holds(const std::byte* place) const;
+  // Makes the pages of the region's memory from `place` on present, in the way that costs least.
+  void make_present(const std::byte* place, std::size_t nbytes);
 
   void prepare(const Chunk& chunk) override;
   std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) override;

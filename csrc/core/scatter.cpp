@@ -17,8 +17,9 @@ constexpr std::size_t kMinWindowNbytes = std::size_t{32} << 10;
 }  // namespace
 
 Scatter::Scatter(std::shared_ptr<const TransferPlan> plan,
-                 const std::vector<Destination>& destinations, bool verify)
-    : plan_(std::move(plan)), verify_(verify) {
+                 const std::vector<Destination>& destinations, bool verify,
+                 std::shared_ptr<Region> fresh)
+    : plan_(std::move(plan)), verify_(verify), fresh_(std::move(fresh)) {
   extents_.reserve(destinations.size());
   for (const Destination& destination : destinations) {
     const Slot& slot = plan_->slot_of(destination.record);
@@ -58,7 +59,18 @@ std::span<const Scatter::Extent> Scatter::extents_from(const Slot& slot, std::si
       end};
 }
 
-void Scatter::prepare(const Chunk& /*chunk*/) {}
+// What is read into a page that is not there waits for the kernel to find and clear it, 4 KiB at a
+// time.
+void Scatter::prepare(const Chunk& chunk) {
+  if (fresh_ == nullptr) return;
+  auto extent = std::ranges::upper_bound(extents_, chunk.begin, {}, &Extent::end);
+  for (; extent != extents_.end() && extent->begin < chunk.end; ++extent) {
+    const std::size_t begin = std::max(extent->begin, chunk.begin);
+    const std::size_t nbytes = std::min(extent->end, chunk.end) - begin;
+    const std::byte* const place = extent->place + (begin - extent->begin);
+    if (nbytes >= kMinWindowNbytes && fresh_->holds(place)) fresh_->make_present(place, nbytes);
+  }
+}
 
 std::span<std::byte> Scatter::window(const Slot& slot, std::size_t at, std::size_t nbytes) {
   const auto extents = extents_from(slot, at);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/placement.h"
+#include "core/region.h"
 
 namespace ptsave {
 
@@ -23,9 +24,10 @@ struct Destination {
 class Scatter final : public Placement {
  public:
   // Destinations are not empty and lie within their records' payloads; those of one record must not
-  // overlap within it: std::invalid_argument.  The memory must outlive this.
+  // overlap within it: std::invalid_argument.  The memory must outlive this.  `fresh`, which may be
+  // null, is a region in which destinations may lie whose pages are not present yet.
   Scatter(std::shared_ptr<const TransferPlan> plan, const std::vector<Destination>& destinations,
-          bool verify);
+          bool verify, std::shared_ptr<Region> fresh);
 
   void prepare(const Chunk& chunk) override;
   std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) override;
@@ -49,6 +51,7 @@ class Scatter final : public Placement {
 
   std::shared_ptr<const TransferPlan> plan_;
   const bool verify_;
+  const std::shared_ptr<Region> fresh_;
   std::vector<Extent> extents_;               // in the mirror's order
   std::vector<std::uint32_t> first_extents_;  // by slot, and one past the last
   std::vector<std::size_t> header_begins_;    // by slot, and one past the last
