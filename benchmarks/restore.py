@@ -8,8 +8,9 @@ In each round every workload runs once with every contender and with the hardwar
 shuffled order.  Every figure comes from a fresh process in which the model (and its optimizer's
 state, except for a fresh optimizer) is in memory already, and which has restored one small model
 before.  Stock is torch.load followed by load_state_dict.  The limit is reading the same bytes with
-1, 2 and 4 threads into memory that is faulted in, whichever is fastest; from a cold disk, past the
-page cache.  Restored values are compared outside the clock, in the first round.
+1, 2 and 4 threads, whichever is fastest: into memory of ordinary pages, as a model's, that is
+faulted in; from a cold disk, past the page cache.  Restored values are compared outside the clock,
+in the first round.
 """
 
 from __future__ import annotations

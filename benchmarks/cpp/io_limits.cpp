@@ -8,7 +8,8 @@
 //   tmpfs-write     the same without preallocation, which on tmpfs is a write of its own
 //   direct-read     O_DIRECT reads of the file at PATH (dropped from the page cache first)
 //   cached-read     reads of the cached file at PATH into fresh memory made of huge pages
-//   resident-read   reads of the cached file at PATH into memory that is faulted in already
+//   resident-read   reads of the cached file at PATH into memory that is faulted in already, in the
+//                   pages that an allocator's memory has
 //   mapped-read     one byte of every page of the cached file at PATH, through a fresh mapping
 //
 // Writes move NBYTES of memory that was faulted in before; reads move the whole file.  Each mode
@@ -123,6 +124,8 @@ class Memory {
     memory.data_ += round_up(address, kHugePage) - address;
     return memory;
   }
+  // As malloc() has it: small pages, unless the kernel makes huge ones without being asked.
+  static Memory ordinary(std::size_t nbytes) { return {nbytes, MAP_PRIVATE | MAP_ANONYMOUS, -1}; }
   static Memory of_file(const File& file) { return {file.nbytes(), MAP_PRIVATE, file.fd()}; }
 
   Memory(Memory&& other) noexcept
@@ -192,14 +195,15 @@ void fill(std::span<std::byte> data, std::uint64_t seed) {
   }
 }
 
-// Memory that is faulted in, with contents that no storage layer can compress or deduplicate.
-Memory faulted_memory(std::size_t nbytes) {
-  Memory memory = Memory::anonymous(nbytes);
+// Faults memory in, with contents that no storage layer can compress or deduplicate.
+Memory faulted(Memory memory, std::size_t nbytes) {
   for_each_chunk(nbytes, std::thread::hardware_concurrency(), [&](const Chunk& chunk) {
     fill(memory.at(chunk.offset, chunk.nbytes), chunk.offset);
   });
   return memory;
 }
+
+Memory faulted_memory(std::size_t nbytes) { return faulted(Memory::anonymous(nbytes), nbytes); }
 
 // A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
 // times what the measurement does.  What was touched and freed last is what the kernel hands out
@@ -270,7 +274,7 @@ Measure cached_read_measure(const std::string& path, std::size_t nbytes) {
 }
 
 Measure resident_read_measure(const std::string& path, std::size_t nbytes) {
-  const auto memory = std::make_shared<Memory>(faulted_memory(nbytes));
+  const auto memory = std::make_shared<Memory>(faulted(Memory::ordinary(nbytes), nbytes));
   return [=](std::size_t threads) {
     return seconds_of([&] {
       const File file(path, O_RDONLY);
