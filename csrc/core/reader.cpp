@@ -100,7 +100,7 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
                                                std::size_t n_threads, bool verify,
                                                const Poll& poll) {
   std::vector<Destination> parts;
-  std::vector<std::size_t> records;
+  std::vector<bool> is_wanted(index_.records().size());
   for (const Destination& destination : destinations) {
     const std::uint64_t nbytes = index_.records()[destination.record].nbytes;
     if (destination.offset > nbytes || destination.nbytes > nbytes - destination.offset) {
@@ -108,10 +108,12 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
     }
     if (destination.nbytes == 0) continue;
     parts.push_back(destination);
-    records.push_back(destination.record);
+    is_wanted[destination.record] = true;
   }
-  std::ranges::sort(records);
-  records.erase(std::ranges::unique(records).begin(), records.end());
+  std::vector<std::size_t> records;
+  for (std::size_t i = 0; i < is_wanted.size(); ++i) {
+    if (is_wanted[i]) records.push_back(i);
+  }
   for (const bool exact_offsets : {false, true}) {
     const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
     auto scatter = std::make_shared<Scatter>(wanted, parts, verify, region_);
