@@ -10,6 +10,12 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ptsave.copying import Copier, tensors_in
+from ptsave.load_errors import (
+    mismatch_message,
+    no_tensor_message,
+    raise_load_errors,
+    require_mapping,
+)
 from ptsave.plain_tensors import copies_plainly, modes_are_active
 
 __all__ = ["check_mapping", "load_mapping"]
@@ -65,11 +71,10 @@ def load_mapping(
 
 def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
     """Return what `load_mapping` would do, or raise what it would raise, changing nothing."""
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(saved)}.")
+    require_mapping(saved)
     filling = _Filling()
     filling.compare(target, saved, "")
-    filling.raise_errors(target, strict)
+    raise_load_errors(target, filling.errors, filling.missing, filling.unexpected, strict=strict)
     return filling
 
 
@@ -95,15 +100,9 @@ class _Filling:
     def _compare_entry(self, target: Any, key: Any, value: Any, saved: Any, path: str) -> None:
         if isinstance(value, Tensor):
             if not isinstance(saved, Tensor):
-                self.errors.append(
-                    f'While copying the parameter named "{path}", expected torch.Tensor or '
-                    f"Tensor-like object from checkpoint but received {type(saved)}"
-                )
+                self.errors.append(no_tensor_message(path, saved))
             elif value.shape != saved.shape:
-                self.errors.append(
-                    f"size mismatch for {path}: copying a param with shape {saved.shape} from "
-                    f"checkpoint, the shape in current model is {value.shape}."
-                )
+                self.errors.append(mismatch_message(path, value, saved))
             else:
                 self.tensors.append((value, saved))
         elif _are_containers(value, saved):
@@ -117,20 +116,6 @@ class _Filling:
             self.replacements.append((target, key, saved))
         else:
             self.errors.append(f"{path} cannot be replaced in a {type(target).__name__}")
-
-    def raise_errors(self, target: Any, strict: bool) -> None:
-        errors = list(self.errors)
-        if strict:
-            for kind, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
-                if keys:
-                    named = ", ".join(f'"{key}"' for key in keys)
-                    errors.insert(0, f"{kind} key(s) in state_dict: {named}. ")
-        if errors:
-            raise RuntimeError(
-                "Error(s) in loading state_dict for {}:\n\t{}".format(
-                    type(target).__name__, "\n\t".join(errors)
-                )
-            )
 
 
 def _are_containers(value: Any, saved: Any) -> bool:

@@ -10,9 +10,10 @@ from torch import Size, Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import is_tensor_like
 
+from ptsave.load_errors import mismatch_message, no_tensor_message
 from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly
 
-__all__ = ["Mismatch", "ModulePlan", "are_plain", "differ", "mismatch_message", "plan_module"]
+__all__ = ["Mismatch", "ModulePlan", "are_plain", "differ", "plan_module"]
 
 # Key, shape in the state dict and shape in the module.
 Mismatch: TypeAlias = "tuple[str, Size, Size]"
@@ -63,10 +64,7 @@ def _plan_exception(
     if type(target) not in PLAIN_TYPES or is_lazy(target):
         return False
     if not is_tensor_like(source):
-        plan.errors.append(
-            f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
-            f"object from checkpoint but received {type(source)}"
-        )
+        plan.errors.append(no_tensor_message(key, source))
         return True
     if type(source) not in PLAIN_TYPES:
         return False
@@ -80,14 +78,6 @@ def _plan_exception(
         plan.copies.append((target, source[0]))  # a scalar, as torch 0.3 saved it
         return True
     return False
-
-
-def mismatch_message(key: str, target: Tensor, source: Tensor) -> str:
-    """Return torch's words for shapes that differ."""
-    return (
-        f"size mismatch for {key}: copying a param with shape {source.shape} from "
-        f"checkpoint, the shape in current model is {target.shape}."
-    )
 
 
 def are_plain(target: Any, source: Any) -> bool:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from ptsave.copying import Copier, CopyNothing, CopyNow, tensors_in
-from ptsave.module_plan import Mismatch, are_plain, differ, mismatch_message, plan_module
+from ptsave.load_errors import mismatch_message, raise_load_errors, require_mapping
+from ptsave.module_plan import Mismatch, are_plain, differ, plan_module
 from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
@@ -153,8 +154,7 @@ def load_module(
         options = {"assign": assign} if assign else {}
         result: _IncompatibleKeys = module.load_state_dict(state_dict, strict, **options)
         return result
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    require_mapping(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     entries: OrderedDict[str, Any] = OrderedDict(state_dict)
     if metadata is not None:
@@ -182,8 +182,7 @@ def check_module(module: nn.Module, state_dict: Any, strict: bool) -> None:
     """Raise what `load_module` is certain to raise, changing nothing."""
     if overrides_load_state_dict(module):
         return
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    require_mapping(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     _Checking(metadata, False, CopyNothing(), False).run(module, state_dict, strict)
 
@@ -229,18 +228,7 @@ class _Loading:
 
     def raise_errors(self, module: nn.Module, strict: bool) -> None:
         """Raise what torch raises for everything that was found, if anything was."""
-        errors = self.errors
-        if strict:
-            kinds = (("Unexpected", self.unexpected), ("Missing", self.missing))
-            for kind, keys in kinds:
-                if len(keys) > 0:
-                    names = ", ".join(f'"{key}"' for key in keys)
-                    errors.insert(0, f"{kind} key(s) in state_dict: {names}. ")
-        if len(errors) > 0:
-            reasons = "\n\t".join(errors)
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {module.__class__.__name__}:\n\t{reasons}"
-            )
+        raise_load_errors(module, self.errors, self.missing, self.unexpected, strict=strict)
 
     # ---------------------------------------------------------------------- one module's own part
 

@@ -153,7 +153,7 @@ def load_optimizer(
         dtype and device are right, so that they stay the same objects.
     """
     _check_options(match, names, named_parameters)
-    if getattr(optimizer.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT:
+    if _overrides_load_state_dict(optimizer):
         if match == "name":
             raise TypeError(
                 f"{type(optimizer).__name__} has a load_state_dict() of its own, which matches "
@@ -191,10 +191,15 @@ def load_optimizer(
 
 def check_optimizer(optimizer: Any, state_dict: Any) -> None:
     """Raise what `load_optimizer` is certain to raise, changing nothing."""
-    is_overridden = getattr(optimizer.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
+    if _overrides_load_state_dict(optimizer):
+        return
     has_hooks = optimizer._optimizer_load_state_dict_pre_hooks
-    if not (is_overridden or has_hooks) and type(state_dict) in (dict, OrderedDict):
+    if not has_hooks and type(state_dict) in (dict, OrderedDict):
         match_by_order(optimizer, state_dict["param_groups"], CopyNothing())
+
+
+def _overrides_load_state_dict(optimizer: Any) -> bool:
+    return getattr(optimizer.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
 
 
 def _check_options(match: str, names: object, named_parameters: object) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from comparison import assert_same_object, saved_bytes, stock_load, stock_save
 
 import ptsave
+from ptsave import _C
 
 __all__ = [
     "DEFLATED",
@@ -28,6 +29,7 @@ __all__ = [
     "archive_of",
     "complaint_about",
     "core_of",
+    "flip_middle",
     "flipped",
     "outcome_of",
     "outcomes_all_ways",
@@ -177,6 +179,16 @@ def patched(data: bytes, offset: int, new: bytes) -> bytes:
 
 def flipped(data: bytes, offset: int, bit: int) -> bytes:
     return patched(data, offset, bytes([data[offset] ^ (1 << bit)]))
+
+
+def flip_middle(path: Path, record: str) -> None:
+    """Damage one bit in the middle of a record of a file."""
+    with path.open("rb") as file:
+        engine = _C.Reader.open_descriptor(file.fileno(), 0, b"flip")
+        found = engine.find(record)
+        assert found is not None
+        where = engine.payload_offset(found) + engine.record(found).nbytes // 2
+    path.write_bytes(flipped(path.read_bytes(), where, 0))
 
 
 @dataclass(frozen=True)

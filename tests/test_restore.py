@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from _corruption import flip_middle
 from comparison import assert_same_failure, assert_same_object, failure_of, stock_load, stock_save
 from torch import Tensor, nn
 
 import ptsave
-from ptsave import _C, restoring
+from ptsave import restoring
 from ptsave.restoring import FileCopier
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
@@ -408,20 +409,8 @@ def test_mismatched_sizes(path: Path) -> None:
     assert torch.equal(net[0].weight, make_net()[0].weight)  # type: ignore[index]
 
 
-def flip(path: Path, record: str) -> None:
-    """Damage one byte in the middle of a record."""
-    with path.open("rb") as file:
-        engine = _C.Reader.open_descriptor(file.fileno(), 0, b"flip")
-        found = engine.find(record)
-        assert found is not None
-        where = engine.payload_offset(found) + engine.record(found).nbytes // 2
-    data = bytearray(path.read_bytes())
-    data[where] ^= 1
-    path.write_bytes(data)
-
-
 def test_damage_is_named_with_what_has_changed(path: Path) -> None:
-    flip(path, "data/7")
+    flip_middle(path, "data/7")
     net = make_net(1)
     with pytest.raises(ptsave.CorruptCheckpointError, match="data/7") as raised:
         ptsave.load_into(path, net)
@@ -435,7 +424,7 @@ def test_damage_is_named_with_what_has_changed(path: Path) -> None:
 
 
 def test_damaged_pickle_changes_nothing(path: Path) -> None:
-    flip(path, "data.pkl")
+    flip_middle(path, "data.pkl")
     net = make_net(1)
     before = values_of(net)
     with pytest.raises(ptsave.CorruptCheckpointError) as raised:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from _corruption import archive_of
+from _corruption import archive_of, flip_middle
 from comparison import assert_same_object, failure_of, stock_load, stock_save
 from torch import Tensor, nn
 
 import ptsave
-from ptsave import _C, checkpoint
+from ptsave import checkpoint
 from ptsave.restoring import FileCopier
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
@@ -43,18 +43,6 @@ def values_of(target: Any) -> Any:
     return copy.deepcopy(target.state_dict())
 
 
-def flip(path: Path, record: str) -> None:
-    """Damage one byte in the middle of a record."""
-    with path.open("rb") as file:
-        engine = _C.Reader.open_descriptor(file.fileno(), 0, b"flip")
-        found = engine.find(record)
-        assert found is not None
-        where = engine.payload_offset(found) + engine.record(found).nbytes // 2
-    data = bytearray(path.read_bytes())
-    data[where] ^= 1
-    path.write_bytes(data)
-
-
 def assert_told(net: nn.Module, before: dict[str, Tensor], error: BaseException) -> None:
     """Every entry that has changed must be named."""
     changed = {name for name, value in net.state_dict().items() if not value.equal(before[name])}
@@ -75,7 +63,7 @@ def test_what_has_changed_is_not_forgotten_when_it_is_read_again(tmp_path: Path)
     saved = make().state_dict()
     saved["b.weight"] = saved["a.weight"]
     stock_save(saved, tmp_path / "f.pt")
-    flip(tmp_path / "f.pt", "data/2")
+    flip_middle(tmp_path / "f.pt", "data/2")
     net = make()
     before = values_of(net)
     failure = failure_of(lambda: ptsave.load_into(tmp_path / "f.pt", net))
@@ -85,7 +73,7 @@ def test_what_has_changed_is_not_forgotten_when_it_is_read_again(tmp_path: Path)
 def test_what_other_code_has_copied_is_told(tmp_path: Path) -> None:
     net = nn.ModuleDict({"h": square(9, Watching), "c": square(99)})
     stock_save({name: value + 1 for name, value in net.state_dict().items()}, tmp_path / "f.pt")
-    flip(tmp_path / "f.pt", "data/1")
+    flip_middle(tmp_path / "f.pt", "data/1")
     before = values_of(net)
     failure = failure_of(lambda: ptsave.load_into(tmp_path / "f.pt", net))
     assert_told(net, before, failure)
@@ -137,7 +125,7 @@ def test_new_optimizer_state_is_told(tmp_path: Path) -> None:
 
 def test_values_of_a_dict_are_replaced_only_when_they_are_there(tmp_path: Path) -> None:
     stock_save({"a": torch.ones(50), "w": torch.ones(500, 500)}, tmp_path / "f.pt")
-    flip(tmp_path / "f.pt", "data/1")
+    flip_middle(tmp_path / "f.pt", "data/1")
     target = {"a": None, "w": torch.zeros(500, 500)}
     with pytest.raises(ptsave.CorruptCheckpointError):
         ptsave.load_into(tmp_path / "f.pt", target)

@@ -1,0 +1,60 @@
+"""What loading a state dict raises, in the words of :meth:`torch.nn.Module.load_state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["mismatch_message", "no_tensor_message", "raise_load_errors", "require_mapping"]
+
+
+def require_mapping(state_dict: Any) -> None:
+    """Raise TypeError for a state dict that is none."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+
+
+def no_tensor_message(key: str, source: Any) -> str:
+    """Return torch's words for an entry that is no tensor, where one belongs."""
+    return (
+        f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
+        f"object from checkpoint but received {type(source)}"
+    )
+
+
+def mismatch_message(key: str, target: Tensor, source: Tensor) -> str:
+    """Return torch's words for shapes that differ."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {source.shape} from "
+        f"checkpoint, the shape in current model is {target.shape}."
+    )
+
+
+def raise_load_errors(
+    target: object, errors: list[str], missing: list[str], unexpected: list[str], *, strict: bool
+) -> None:
+    """Raise one error for everything that was found, if anything was.
+
+    Parameters
+    ----------
+    target : object
+        What was to be loaded; its type is named.
+    errors : list of str
+        Messages.  Those about keys are put before them.
+    missing, unexpected : list of str
+        Keys.
+    strict : bool
+        Whether these are errors.
+    """
+    if strict:
+        for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
+            if len(keys) > 0:
+                names = ", ".join(f'"{key}"' for key in keys)
+                errors.insert(0, f"{kind} key(s) in state_dict: {names}. ")
+    if len(errors) > 0:
+        reasons = "\n\t".join(errors)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {target.__class__.__name__}:\n\t{reasons}"
+        )
