@@ -1,12 +1,17 @@
-"""The hardware's limits, measured by ``cpp/io_limits.cpp``."""
+"""The hardware's limits, most of them measured by ``cpp/io_limits.cpp``."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import subprocess
+import threading
+from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "benchmarks" / "cpp" / "io_limits.cpp"
@@ -34,3 +39,55 @@ def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer = json.loads(result.stdout)
     return answer["nbytes"], answer["seconds"]
+
+
+class PageCacheRead:
+    """Reading a cached file, once, into the memory of tensors and with nothing but read().
+
+    Parameters
+    ----------
+    path : Path
+        A file at least as large as all tensors together.
+    tensors : iterable of torch.Tensor
+        Contiguous ones on the CPU.
+    n_threads : int
+        How many threads read, each a piece of 2 MiB at a time.
+    """
+
+    PIECE_NBYTES = 2 << 20
+
+    def __init__(self, path: Path, tensors: Iterable[torch.Tensor], n_threads: int) -> None:
+        self._path = path
+        self._n_threads = n_threads
+        self._pieces: list[tuple[memoryview, int]] = []
+        offset = 0
+        for tensor in tensors:
+            memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            view = memoryview(memory)
+            for begin in range(0, tensor.nbytes, self.PIECE_NBYTES):
+                piece = view[begin : begin + self.PIECE_NBYTES]
+                self._pieces.append((piece, offset + begin))
+            offset += tensor.nbytes
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        with self._path.open("rb", buffering=0) as file:
+            threads = [
+                threading.Thread(target=self._read, args=(file.fileno(),))
+                for _ in range(self._n_threads)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if self._pieces:
+            raise RuntimeError("a read has failed")
+
+    def _read(self, fd: int) -> None:
+        while self._pieces:
+            with self._lock:
+                if not self._pieces:
+                    return
+                view, offset = self._pieces.pop()
+            if os.preadv(fd, [view], offset) != len(view):
+                raise RuntimeError(f"a short read at {offset}")

@@ -23,6 +23,9 @@ class Config:
         another copies and checksums.
     n_readers : int
         Threads of a read.
+    max_pinned_nbytes : int
+        Page-locked host memory, in bytes, through which one save or load moves what is on
+        accelerators.
     write_chunk_nbytes : int
         Unit of writing, in bytes; times `n_direct_writers` it is the memory a direct save needs.
     direct_io : bool
@@ -34,6 +37,7 @@ class Config:
     n_threads: int
     n_direct_writers: int
     n_readers: int
+    max_pinned_nbytes: int = 64 * MIB
     write_chunk_nbytes: int = 4 * MIB
     direct_io: bool = True
     verify: bool = True
@@ -43,7 +47,8 @@ def current() -> Config:
     """Return the configuration that the environment asks for.
 
     ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
-    most 16); ``PTSAVE_DIRECT_IO=0`` turns direct I/O off; ``PTSAVE_VERIFY=0`` turns verification
+    most 16); ``PTSAVE_MAX_PINNED_BYTES`` the page-locked memory of one save or load (default:
+    64 MiB, at least 4 MiB are taken); ``PTSAVE_DIRECT_IO=0`` turns direct I/O off; ``PTSAVE_VERIFY=0`` turns verification
     off, for storages that are edited in place by code that calls ``torch.load``.
 
     Examples
@@ -58,6 +63,7 @@ def current() -> Config:
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=min(3 * n_threads, 12),
+        max_pinned_nbytes=_positive_int("PTSAVE_MAX_PINNED_BYTES", 64 * MIB),
         direct_io=os.environ.get("PTSAVE_DIRECT_IO", "1") != "0",
         verify=os.environ.get("PTSAVE_VERIFY", "1") != "0",
     )

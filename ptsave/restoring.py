@@ -216,6 +216,7 @@ class FileCopier:
                 list(records),
                 n_threads=config.current().n_readers,
                 verify=self._verify,
+                max_pinned_nbytes=config.current().max_pinned_nbytes,
                 progress=move_on if callback is not None else None,
             )
         except _C.FormatError as error:

@@ -23,6 +23,9 @@ _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
 # Below this a durable save is one write and one sync either way.
 _MIN_DIRECT_NBYTES = 16 << 20
+# A chunk that is staged needs a few bytes more than it has, and page-locked memory comes in powers
+# of two.  A multiple of any disk's block.
+_STAGING_SLACK = 64 << 10
 
 
 def root_for_path(path: str) -> str:
@@ -220,10 +223,12 @@ class ArchiveWriter:
 
     def _options(self, *, direct: bool = False) -> _C.WriteOptions:
         n_threads = self._config.n_direct_writers if direct else self._config.n_threads
+        chunk_nbytes = self._config.write_chunk_nbytes
         return _C.WriteOptions(
             compute_crcs=self._compute_crcs,
             n_threads=0 if self._plan.is_sequential else n_threads,
-            chunk_nbytes=self._config.write_chunk_nbytes,
+            chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_staged else 0),
+            max_pinned_nbytes=self._config.max_pinned_nbytes,
         )
 
 

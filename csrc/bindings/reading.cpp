@@ -141,9 +141,11 @@ class Reader final : public StorageSource {
     restore().add(target, source, record_of(source));
   }
   std::vector<DamagedRecord> fill(const std::vector<std::size_t>& records, std::size_t n_threads,
-                                  bool verify, const py::object& callback) {
+                                  bool verify, std::size_t max_pinned_nbytes,
+                                  const py::object& callback) {
     const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
-    return without_gil([&] { return restore().run(records, {n_threads, verify}, poll); });
+    return without_gil(
+        [&] { return restore().run(records, {n_threads, verify, max_pinned_nbytes}, poll); });
   }
   bool is_filled(std::size_t i) {
     check(i);
@@ -310,7 +312,7 @@ void bind_reading(py::module_& module) {
           },
           py::arg("target"), py::arg("source"))
       .def("fill", &Reader::fill, py::arg("records"), py::kw_only(), py::arg("n_threads"),
-           py::arg("verify"), py::arg("progress"))
+           py::arg("verify"), py::arg("max_pinned_nbytes"), py::arg("progress"))
       .def("is_filled", &Reader::is_filled, py::arg("record"))
       .def("changed", &Reader::changed)
       .def("referenced", &Reader::referenced)

@@ -2,7 +2,10 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -15,13 +18,20 @@
 #include "bindings/gil.h"
 #include "core/archive.h"
 #include "core/file.h"
+#include "core/staged_chunks.h"
 #include "core/writer.h"
+#include "device/accelerator_stager.h"
 #include "storage/storage.h"
 
 namespace py = pybind11;
 
 namespace ptsave {
 namespace {
+
+// How to write, and how much page-locked memory that may take.
+struct PlanOptions : WriteOptions {
+  std::size_t max_pinned_nbytes = 0;
+};
 
 // Records to write, in order, and their layout.  Keeps `bytes` and listed storages alive; what an
 // address points to is the caller's to keep.
@@ -32,7 +42,8 @@ class WritePlan {
   // called.  With functions, options.n_threads must be 0.
   using Payload = std::variant<py::bytes, std::uintptr_t, py::none, py::function>;
   using Record = std::tuple<std::string, Payload, std::uint64_t>;
-  // A list of storages in CPU memory stands for the records data/0, data/1, ...
+  // A list of storages, in CPU memory or on accelerators, stands for the records data/0, data/1,
+  // ...
   using Records = std::vector<std::variant<Record, const StorageList*>>;
 
   WritePlan(const WritePlan&) = delete;
@@ -57,57 +68,74 @@ class WritePlan {
   bool has_holes() const { return has_holes_; }
   // Whether payloads are made one at a time.
   bool is_sequential() const { return !makers_.empty(); }
+  // Whether payloads come from accelerators.
+  bool is_staged() const { return !on_accelerators_.empty() || staged_ahead_ != nullptr; }
+
+  // Brings what is on accelerators into host memory, all of it: the plan does not need it after.
+  // Nothing but the same chunk size will do for writing then.
+  void stage(const PlanOptions& options, const py::object& callback) {
+    if (on_accelerators_.empty()) return;
+    auto ahead = std::make_unique<StagedAhead>(
+        layout_,
+        std::make_unique<AcceleratorStager>(std::exchange(on_accelerators_, {}),
+                                            max_staged_nbytes(options.chunk_nbytes),
+                                            std::numeric_limits<std::size_t>::max()),
+        options.chunk_nbytes);
+    const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
+    without_gil([&] { ahead->run(options.n_threads, poll); });
+    staged_ahead_ = std::move(ahead);
+  }
 
   void write_file(const std::string& path, const std::string& display, bool durable, bool direct,
-                  const WriteOptions& options, const py::object& callback) {
-    run(callback, [&](const Poll& poll) {
+                  const PlanOptions& options, const py::object& callback) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
       AtomicFile target(path, display);
       File& file = target.file();
       if (direct && file.direct_io_alignment().supported()) {
         file.preallocate(nbytes());
-        write_direct(layout_, payloads_, file, options, progress_, poll);
+        write_direct(layout_, payloads_, file, write, progress_, poll);
       } else {
-        write_through_cache(file, options, poll);
+        write_through_cache(file, write, poll);
       }
       target.commit(durable);
     });
   }
 
-  void write_in_place(const std::string& path, bool durable, const WriteOptions& options,
+  void write_in_place(const std::string& path, bool durable, const PlanOptions& options,
                       const py::object& callback) {
-    run(callback, [&](const Poll& poll) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
       File file = File::open_for_writing(path);
       file.truncate(0);
-      write_through_cache(file, options, poll);
+      write_through_cache(file, write, poll);
       durable ? file.sync() : file.flush();
     });
   }
 
   void write_descriptor(int fd, std::uint64_t offset, const std::string& name, bool durable,
-                        const WriteOptions& options, const py::object& callback) {
-    run(callback, [&](const Poll& poll) {
+                        const PlanOptions& options, const py::object& callback) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
       File file = File::duplicate(fd, name);
-      write_buffered(layout_, payloads_, file, offset, options, progress_, poll);
+      write_buffered(layout_, payloads_, file, offset, write, progress_, poll);
       if (durable) file.sync();
     });
   }
 
-  void write_memory(const py::buffer& target, const WriteOptions& options,
+  void write_memory(const py::buffer& target, const PlanOptions& options,
                     const py::object& callback) {
     const py::buffer_info info = target.request(/*writable=*/true);
     if (static_cast<std::uint64_t>(info.size * info.itemsize) != nbytes()) {
       throw py::value_error("the buffer's size is not the archive's");
     }
-    run(callback, [&](const Poll& poll) {
-      write_to_memory(layout_, payloads_, static_cast<std::byte*>(info.ptr), options, progress_,
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
+      write_to_memory(layout_, payloads_, static_cast<std::byte*>(info.ptr), write, progress_,
                       poll);
     });
   }
 
   // Calls sink(memoryview) for data and skip(nbytes) for holes.
-  void write_stream(const py::function& sink, const py::function& skip, const WriteOptions& options,
+  void write_stream(const py::function& sink, const py::function& skip, const PlanOptions& options,
                     const py::object& callback) {
-    run(callback, [&](const Poll& poll) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
       const auto put = [&](const std::byte* data, std::uint64_t nbytes) {
         poll();
         with_gil([&] {
@@ -124,7 +152,7 @@ class WritePlan {
           drop_result(result);
         });
       };
-      write_to_stream(layout_, payloads_, put, options, progress_);
+      write_to_stream(layout_, payloads_, put, write, progress_);
     });
   }
 
@@ -144,11 +172,16 @@ class WritePlan {
     addresses_.reserve(specs.capacity());
     for (std::size_t i = 0; i < list.storages.size(); ++i) {
       const c10::Storage& storage = list.storages[i];
-      has_holes_ |= storage.data() == nullptr && storage.nbytes() > 0;
+      const bool on_host = storage.device().is_cpu();
+      if (on_host) {
+        has_holes_ |= storage.data() == nullptr && storage.nbytes() > 0;
+        storages_.push_back(storage);
+      } else if (storage.nbytes() > 0) {
+        on_accelerators_.emplace(specs.size(), storage);
+      }
       specs.push_back({"data/" + std::to_string(i), storage.nbytes()});
-      addresses_.push_back(static_cast<const std::byte*>(storage.data()));
+      addresses_.push_back(on_host ? static_cast<const std::byte*>(storage.data()) : nullptr);
     }
-    storages_.insert(storages_.end(), list.storages.begin(), list.storages.end());
   }
 
   static const std::byte* address(const Payload& payload) {
@@ -180,16 +213,33 @@ class WritePlan {
   }
 
   template <typename Write>
-  void run(const py::object& callback, const Write& write) {
+  void run(const PlanOptions& options, const py::object& callback, const Write& write) {
     progress_ = 0;
     made_ = ~std::size_t{0};
+    WriteOptions write_options = options;
+    const std::unique_ptr<Stager> stager = make_stager(options, write_options);
     const Poll poll = make_poll([this] { return progress_.load(); }, callback);
-    without_gil([&] { write(poll); });
+    without_gil([&] { write(write_options, poll); });
+  }
+
+  // Nothing if all payloads are in host memory by now.
+  std::unique_ptr<Stager> make_stager(const PlanOptions& options, WriteOptions& write) const {
+    write.stager = staged_ahead_.get();
+    if (on_accelerators_.empty()) return nullptr;
+    const std::size_t nbytes = max_staged_nbytes(options.chunk_nbytes);
+    const std::size_t max_buffers =
+        std::max<std::size_t>(options.max_pinned_nbytes / std::bit_ceil(nbytes), 1);
+    auto stager = std::make_unique<AcceleratorStager>(on_accelerators_, nbytes, max_buffers);
+    write.stager = stager.get();
+    write.n_threads = std::min(options.n_threads, max_buffers);  // each holds one
+    return stager;
   }
 
   ArchiveLayout layout_;
   std::vector<py::bytes> kept_bytes_;
-  std::vector<c10::Storage> storages_;
+  std::vector<c10::Storage> storages_;  // in CPU memory
+  AcceleratorStager::Sources on_accelerators_;
+  std::unique_ptr<StagedAhead> staged_ahead_;
   std::unordered_map<std::size_t, py::function> makers_;
   std::vector<const std::byte*> addresses_;
   bool has_holes_ = false;
@@ -201,20 +251,28 @@ class WritePlan {
 }  // namespace
 
 void bind_writing(py::module_& module) {
-  py::class_<WriteOptions>(module, "WriteOptions")
-      .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes) {
-             return WriteOptions{compute_crcs, n_threads, chunk_nbytes};
+  py::class_<PlanOptions>(module, "WriteOptions")
+      .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes,
+                       std::size_t max_pinned_nbytes) {
+             return PlanOptions{{.compute_crcs = compute_crcs,
+                                 .n_threads = n_threads,
+                                 .chunk_nbytes = chunk_nbytes},
+                                max_pinned_nbytes};
            }),
-           py::kw_only(), py::arg("compute_crcs"), py::arg("n_threads"), py::arg("chunk_nbytes"));
+           py::kw_only(), py::arg("compute_crcs"), py::arg("n_threads"), py::arg("chunk_nbytes"),
+           py::arg("max_pinned_nbytes"));
   py::class_<StorageList>(module, "StorageList")
       .def("__len__", [](const StorageList& self) { return self.storages.size(); })
-      .def_property_readonly("on_cpu", &StorageList::on_cpu);
+      .def_property_readonly("on_cpu", &StorageList::on_cpu)
+      .def_property_readonly("in_reach", &StorageList::in_reach);
   py::class_<WritePlan>(module, "WritePlan")
       .def(py::init<const std::string&, const WritePlan::Records&, std::uint64_t>(),
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
       .def_property_readonly("has_holes", &WritePlan::has_holes)
       .def_property_readonly("is_sequential", &WritePlan::is_sequential)
+      .def_property_readonly("is_staged", &WritePlan::is_staged)
+      .def("stage", &WritePlan::stage, py::kw_only(), py::arg("options"), py::arg("progress"))
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
            py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))
       .def("write_in_place", &WritePlan::write_in_place, py::arg("path"), py::kw_only(),

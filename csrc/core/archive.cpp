@@ -1,5 +1,6 @@
 #include "core/archive.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <functional>
@@ -113,6 +114,11 @@ std::string twenty_digits(std::uint64_t value) {
 std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view full_name,
                                    std::uint64_t nbytes, std::uint64_t alignment) {
   return place({full_name, nbytes, header_offset}, alignment).payload_offset;
+}
+
+std::size_t ArchiveLayout::first_record_after(std::uint64_t offset) const {
+  const auto found = std::ranges::upper_bound(records_, offset, {}, &RecordLayout::end);
+  return static_cast<std::size_t>(found - records_.begin());
 }
 
 void ArchiveLayout::local_header(std::size_t i, std::byte* out) const {

@@ -42,6 +42,8 @@ class ArchiveLayout {
   std::string_view name(std::size_t i) const { return full_name(i).substr(root_.size() + 1); }
   std::uint64_t central_directory_offset() const { return central_directory_offset_; }
   std::uint64_t nbytes() const { return nbytes_; }  // of the whole file
+  // The first record that ends behind a position; size() if there is none.
+  std::size_t first_record_after(std::uint64_t offset) const;
 
   // Local header of record i, extra fields and padding included; it ends at payload_offset.
   // Writes record(i).payload_offset - record(i).header_offset bytes to `out`.

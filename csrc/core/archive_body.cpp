@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "core/crc32.h"
+#include "core/staged_chunks.h"
 
 namespace ptsave {
 namespace {
@@ -75,10 +77,36 @@ void RecordCrcs::wait_for(ChunkPipeline& pipeline, std::size_t chunk, State stat
   if (!ready()) pipeline.wait_in_worker(ready);
 }
 
-ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, bool compute_crcs,
-                         std::size_t chunk_nbytes)
+// The staged payloads of one chunk, each where the one before ends.
+class ArchiveBody::StagedCursor {
+ public:
+  StagedCursor(const ArchiveLayout& layout, Stager* stager, std::size_t chunk, ByteRange range) {
+    if (stager == nullptr) return;
+    pieces_ = staged_pieces(layout, *stager, range.begin, range.end);
+    if (pieces_.empty()) return;
+    staged_ = stager->stage(chunk, pieces_);
+    at_ = staged_->data();
+  }
+
+  // The next piece, if it is of this record; else nothing.
+  std::span<const std::byte> next(std::size_t record) {
+    if (done_ == pieces_.size() || pieces_[done_].record != record) return {};
+    const std::size_t nbytes = pieces_[done_++].nbytes;
+    return {std::exchange(at_, at_ + nbytes), nbytes};
+  }
+
+ private:
+  std::vector<PayloadPiece> pieces_;
+  std::unique_ptr<StagedPieces> staged_;
+  std::size_t done_ = 0;
+  const std::byte* at_ = nullptr;
+};
+
+ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
+                         bool compute_crcs, std::size_t chunk_nbytes)
     : layout_(layout),
       payloads_(payloads),
+      stager_(stager),
       compute_crcs_(compute_crcs),
       chunk_nbytes_(chunk_nbytes),
       nbytes_(layout.record(layout.size() - 1).header_offset),
@@ -91,29 +119,17 @@ ByteRange ArchiveBody::chunk_range(std::size_t chunk) const {
   return {begin, std::min<std::uint64_t>(begin + chunk_nbytes_, nbytes_)};
 }
 
-std::size_t ArchiveBody::first_record_after(std::uint64_t offset) const {
-  std::size_t low = 0;
-  std::size_t high = layout_.size();
-  while (low < high) {
-    const std::size_t middle = low + (high - low) / 2;
-    if (layout_.record(middle).end() <= offset) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 void ArchiveBody::produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) {
   const ByteRange range = chunk_range(chunk);
+  StagedCursor staged(layout_, stager_, chunk, range);
   std::vector<std::byte> scratch;
-  for (std::size_t i = first_record_after(range.begin); i + 1 < layout_.size(); ++i) {
+  for (std::size_t i = layout_.first_record_after(range.begin); i + 1 < layout_.size(); ++i) {
     const RecordLayout& record = layout_.record(i);
     if (record.header_offset >= range.end) break;
     put_header(i, intersect(range, {record.header_offset, record.payload_offset}), scratch, sink);
     const ByteRange payload = intersect(range, {record.payload_offset, record.payload_end()});
-    if (!payload.empty()) crcs_.add_piece(pipeline, chunk, i, put_payload(i, payload, sink));
+    if (!payload.empty())
+      crcs_.add_piece(pipeline, chunk, i, put_payload(i, payload, staged, sink));
     const ByteRange descriptor = intersect(range, {record.payload_end(), record.end()});
     if (!descriptor.empty()) {
       put_descriptor(i, crcs_.record_crc(pipeline, chunk, i), descriptor, sink);
@@ -131,18 +147,20 @@ void ArchiveBody::put_header(std::size_t i, ByteRange part, std::vector<std::byt
   sink.put_seam(scratch.data() + (part.begin - record.header_offset), part.nbytes());
 }
 
-std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, ChunkSink& sink) {
-  const std::byte* data = payloads_(i);
-  if (data == nullptr) {
-    sink.put_hole(part.nbytes());
-    return 0;
-  }
+std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, StagedCursor& staged,
+                                       ChunkSink& sink) {
   const RecordLayout& record = layout_.record(i);
-  if (part.begin == record.payload_offset) {
-    lookalikes_[i] = descriptor_lookalike(std::span(data, record.nbytes));
+  std::span<const std::byte> data = staged.next(i);
+  if (data.empty()) {
+    const std::byte* const payload = payloads_(i);
+    if (payload == nullptr) {
+      sink.put_hole(part.nbytes());
+      return 0;
+    }
+    data = std::span(payload, record.nbytes).subspan(part.begin - record.payload_offset);
   }
-  data += part.begin - record.payload_offset;
-  const std::uint32_t crc = sink.put_payload(data, part.nbytes(), 0);
+  if (part.begin == record.payload_offset) lookalikes_[i] = descriptor_lookalike(data);
+  const std::uint32_t crc = sink.put_payload(data.data(), part.nbytes(), 0);
   return compute_crcs_ ? crc : 0;
 }
 

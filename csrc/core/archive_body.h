@@ -19,14 +19,15 @@
 
 #include "core/archive.h"
 #include "core/pipeline.h"
+#include "core/stager.h"
 
 namespace ptsave {
 
 // Where the payload of record i of a layout is; null for a hole (bytes that are left unwritten, and
-// have CRC 0: torch's skip_data).  Asked for each piece of a payload, never for an empty one nor
-// for the last record, `.data/serialization_id`, which is computed.  Called by the workers; with no
-// workers on the waiting thread and in ascending order, so that it may then make one payload at a
-// time.
+// have CRC 0: torch's skip_data).  Not asked for what a Stager brings.  Asked for each piece of a
+// payload, never for an empty one nor for the last record, `.data/serialization_id`, which is
+// computed.  Called by the workers; with no workers on the waiting thread and in ascending order,
+// so that it may then make one payload at a time.
 using Payloads = std::function<const std::byte*(std::size_t i)>;
 
 // A half-open range of positions in the archive.
@@ -90,8 +91,9 @@ class ChunkSink {
 
 class ArchiveBody {
  public:
-  ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, bool compute_crcs,
-              std::size_t chunk_nbytes);
+  // `stager` may be null: then all payloads are in host memory.
+  ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
+              bool compute_crcs, std::size_t chunk_nbytes);
 
   // The body ends where the last record (the serialization id) begins.
   std::uint64_t nbytes() const { return nbytes_; }
@@ -108,14 +110,16 @@ class ArchiveBody {
   std::string tail();
 
  private:
-  std::size_t first_record_after(std::uint64_t offset) const;
+  class StagedCursor;
+
   void put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
                   ChunkSink& sink) const;
-  std::uint32_t put_payload(std::size_t i, ByteRange part, ChunkSink& sink);
+  std::uint32_t put_payload(std::size_t i, ByteRange part, StagedCursor& staged, ChunkSink& sink);
   void put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part, ChunkSink& sink) const;
 
   const ArchiveLayout& layout_;
   const Payloads& payloads_;
+  Stager* const stager_;
   const bool compute_crcs_;
   const std::size_t chunk_nbytes_;
   const std::uint64_t nbytes_;

@@ -33,6 +33,9 @@ class Placement {
   virtual std::uint32_t put_payload(const Slot& slot, std::size_t at,
                                     std::span<const std::byte> bytes, std::uint32_t crc) = 0;
 
+  // After a chunk's last byte.
+  virtual void finish(const Chunk& chunk) = 0;
+
   // The slot's local header, once all of it has been put.
   virtual std::span<const std::byte> header(const Slot& slot) const = 0;
 };

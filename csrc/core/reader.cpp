@@ -97,8 +97,8 @@ void ArchiveReader::reserve(const std::vector<std::size_t>& records) {
 }
 
 std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& destinations,
-                                               std::size_t n_threads, bool verify,
-                                               const Poll& poll) {
+                                               std::size_t n_threads, bool verify, const Poll& poll,
+                                               Unstager* unstager) {
   std::vector<Destination> parts;
   std::vector<bool> is_wanted(index_.records().size());
   for (const Destination& destination : destinations) {
@@ -116,7 +116,7 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
   }
   for (const bool exact_offsets : {false, true}) {
     const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
-    auto scatter = std::make_shared<Scatter>(wanted, parts, verify, region_);
+    auto scatter = std::make_shared<Scatter>(wanted, parts, verify, region_, unstager);
     transfer_ =
         std::make_unique<Transfer>(source_, index_, wanted, std::move(scatter), n_threads, verify);
     try {
@@ -124,6 +124,8 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
       transfer_->cancel();
       return damaged;
     } catch (const LayoutMismatch&) {
+      // What is under way must not arrive after what is right.
+      if (unstager != nullptr) unstager->drain();
       if (exact_offsets) throw;
     } catch (...) {
       transfer_->cancel();  // nothing is written to anybody's memory after this returns

@@ -50,8 +50,11 @@ class ArchiveReader {
   // those that destinations name; damaged ones are returned in file order.  std::invalid_argument
   // for destinations that overlap in, or reach beyond, a payload.  The payloads that
   // reserve() has placed are not touched, unless they are the destination.
+  // `unstager`, which may be null, is for destinations with targets; what has been sent to it may
+  // still be under way when this returns or throws.
   std::vector<DamagedRecord> fill(const std::vector<Destination>& destinations,
-                                  std::size_t n_threads, bool verify, const Poll& poll);
+                                  std::size_t n_threads, bool verify, const Poll& poll,
+                                  Unstager* unstager = nullptr);
   // The records of the last fill() whose destinations may have changed, in file order; all of them
   // if it has returned.
   std::vector<std::size_t> begun() const;

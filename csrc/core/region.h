@@ -57,6 +57,7 @@ class Region final : public Placement {
   void put_seam(const Slot& slot, std::size_t at, std::span<const std::byte> bytes) override;
   std::uint32_t put_payload(const Slot& slot, std::size_t at, std::span<const std::byte> bytes,
                             std::uint32_t crc) override;
+  void finish(const Chunk& /*chunk*/) override {}
   std::span<const std::byte> header(const Slot& slot) const override;
 
  private:

@@ -18,13 +18,17 @@ constexpr std::size_t kMinWindowNbytes = std::size_t{32} << 10;
 
 Scatter::Scatter(std::shared_ptr<const TransferPlan> plan,
                  const std::vector<Destination>& destinations, bool verify,
-                 std::shared_ptr<Region> fresh)
-    : plan_(std::move(plan)), verify_(verify), fresh_(std::move(fresh)) {
+                 std::shared_ptr<Region> fresh, Unstager* unstager)
+    : plan_(std::move(plan)),
+      verify_(verify),
+      fresh_(std::move(fresh)),
+      unstager_(unstager),
+      leases_(plan_->chunks.size()) {
   extents_.reserve(destinations.size());
   for (const Destination& destination : destinations) {
     const Slot& slot = plan_->slot_of(destination.record);
     const std::size_t begin = slot.payload + destination.offset;
-    extents_.push_back({begin, begin + destination.nbytes, destination.place});
+    extents_.push_back({begin, begin + destination.nbytes, destination.place, destination.target});
   }
   if (!std::ranges::is_sorted(extents_, {}, &Extent::begin)) {
     std::ranges::sort(extents_, {}, &Extent::begin);
@@ -59,14 +63,44 @@ std::span<const Scatter::Extent> Scatter::extents_from(const Slot& slot, std::si
       end};
 }
 
+std::byte* Scatter::place_in(const Extent& extent, std::size_t at) const {
+  if (!extent.target) return extent.place + (at - extent.begin);
+  const std::size_t chunk = plan_->chunk_at(at);
+  return leases_[chunk]->data() + (at - plan_->chunks[chunk].begin);
+}
+
+std::vector<Unstager::Piece> Scatter::pieces_of(const Chunk& chunk) const {
+  std::vector<Unstager::Piece> pieces;
+  auto extent = std::ranges::upper_bound(extents_, chunk.begin, {}, &Extent::end);
+  for (; extent != extents_.end() && extent->begin < chunk.end; ++extent) {
+    if (!extent->target) continue;
+    const std::size_t begin = std::max(extent->begin, chunk.begin);
+    const std::size_t end = std::min(extent->end, chunk.end);
+    pieces.push_back({*extent->target, begin - extent->begin, begin - chunk.begin, end - begin});
+  }
+  return pieces;
+}
+
+void Scatter::prepare(const Chunk& chunk) {
+  if (fresh_ != nullptr) make_present(chunk);
+  if (unstager_ == nullptr || pieces_of(chunk).empty()) return;
+  const auto number = static_cast<std::size_t>(&chunk - plan_->chunks.data());
+  leases_[number] = unstager_->lease(chunk.end - chunk.begin);
+}
+
+void Scatter::finish(const Chunk& chunk) {
+  const auto number = static_cast<std::size_t>(&chunk - plan_->chunks.data());
+  if (leases_[number]) unstager_->send(std::move(leases_[number]), pieces_of(chunk));
+}
+
 // What is read into a page that is not there waits for the kernel to find and clear it, 4 KiB at a
 // time.
-void Scatter::prepare(const Chunk& chunk) {
-  if (fresh_ == nullptr) return;
+void Scatter::make_present(const Chunk& chunk) {
   auto extent = std::ranges::upper_bound(extents_, chunk.begin, {}, &Extent::end);
   for (; extent != extents_.end() && extent->begin < chunk.end; ++extent) {
     const std::size_t begin = std::max(extent->begin, chunk.begin);
     const std::size_t nbytes = std::min(extent->end, chunk.end) - begin;
+    if (extent->target) continue;
     const std::byte* const place = extent->place + (begin - extent->begin);
     if (nbytes >= kMinWindowNbytes && fresh_->holds(place)) fresh_->make_present(place, nbytes);
   }
@@ -78,7 +112,7 @@ std::span<std::byte> Scatter::window(const Slot& slot, std::size_t at, std::size
   const Extent& extent = extents.front();
   const std::size_t available = std::min(nbytes, extent.end - at);
   if (available < kMinWindowNbytes) return {};
-  return {extent.place + (at - extent.begin), available};
+  return {place_in(extent, at), available};
 }
 
 // Up to the next window: a large extent, of this slot or of one behind it.
@@ -122,7 +156,7 @@ std::uint32_t Scatter::put_payload(const Slot& slot, std::size_t at,
   for (const Extent& extent : extents_from(slot, at)) {
     if (extent.begin > at) take(std::min(bytes.size(), extent.begin - at), nullptr);
     if (bytes.empty()) break;
-    take(std::min(bytes.size(), extent.end - at), extent.place + (at - extent.begin));
+    take(std::min(bytes.size(), extent.end - at), place_in(extent, at));
     if (bytes.empty()) break;
   }
   if (!bytes.empty()) take(bytes.size(), nullptr);

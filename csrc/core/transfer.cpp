@@ -136,6 +136,7 @@ void Transfer::read_chunk(std::size_t number) {
     read_buffered(chunk, intake);
   }
   intake.finish();
+  placement_->finish(chunk);
   nbytes_read_.fetch_add(chunk.end - chunk.begin, std::memory_order_relaxed);
   for (std::size_t i = chunk.first_slot; i < chunk.end_slot; ++i) {
     if (progress_[i].n_chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_slot(i);

@@ -3,12 +3,9 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/buffer.h"
-
 namespace ptsave {
 namespace {
 
-constexpr std::size_t kChunkNbytes = kHugePageNbytes;
 // A gap between wanted records that is cheaper to read than to skip.
 constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 
@@ -56,8 +53,9 @@ void cut_chunks(const std::vector<Run>& runs, TransferPlan& plan) {
     const std::size_t run_end = slots[end_slot - 1].end;
     std::size_t slot = run.first_slot;
     for (std::size_t begin = run.mirror_begin; begin < run_end;) {
-      // Boundaries at multiples of the chunk size: no two threads fault in the same huge page.
-      const std::size_t end = std::min(run_end, align_down(begin, kChunkNbytes) + kChunkNbytes);
+      // Boundaries at multiples of the chunk size.
+      const std::size_t end =
+          std::min(run_end, align_down(begin, kMaxChunkNbytes) + kMaxChunkNbytes);
       while (slots[slot].end <= begin) ++slot;
       Chunk chunk{begin, end, run.archive_begin + (begin - run.mirror_begin), slot, slot};
       while (chunk.end_slot < end_slot && slots[chunk.end_slot].header < end) ++chunk.end_slot;

@@ -11,8 +11,12 @@
 #include <vector>
 
 #include "core/archive.h"
+#include "core/buffer.h"
 
 namespace ptsave {
+
+// The largest chunk: no two threads fault in the same huge page.
+inline constexpr std::size_t kMaxChunkNbytes = kHugePageNbytes;
 
 // A record to be read: its number in the index and where its payload begins in the archive.
 struct WantedRecord {

@@ -115,7 +115,7 @@ void write_aligned(File& file, std::uint64_t offset, const std::byte* data, std:
 void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                     std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
                     const Poll& poll) {
-  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     std::uint64_t offset = base_offset + body.chunk_range(i).begin;
     const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
@@ -136,7 +136,7 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
   const std::uint64_t alignment =
       std::max<std::uint64_t>(kPageNbytes, file.direct_io_alignment().offset);
   const std::size_t chunk_nbytes = align_up(options.chunk_nbytes, alignment);
-  ArchiveBody body(layout, payloads, options.compute_crcs, chunk_nbytes);
+  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, chunk_nbytes);
   // Only whole blocks can be written directly; what is left of the body goes with the tail.
   const std::uint64_t aligned_end = align_down(body.nbytes(), alignment);
   std::string rest;
@@ -162,7 +162,7 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
 
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
                      const WriteOptions& options, Progress& progress, const Poll& poll) {
-  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
     body.produce(pipeline, i, chunk);
@@ -174,7 +174,7 @@ void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std:
 
 void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
                      const WriteOptions& options, Progress& progress) {
-  ArchiveBody body(layout, payloads, options.compute_crcs, options.chunk_nbytes);
+  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
   run_chunks(
       body, 0, progress, [] {},
       [&](ChunkPipeline& pipeline, std::size_t i) {

@@ -17,6 +17,7 @@ struct WriteOptions {
   bool compute_crcs = true;   // false writes 0 for every CRC, as torch does
   std::size_t n_threads = 0;  // 0: on the calling thread
   std::size_t chunk_nbytes = std::size_t{4} << 20;
+  Stager* stager = nullptr;  // brings payloads that are not in host memory
 };
 
 // Bytes of the archive written so far; may be read from the poll callback.

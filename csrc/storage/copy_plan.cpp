@@ -4,6 +4,8 @@
 #include <tuple>
 #include <utility>
 
+#include "device/side_streams.h"
+
 namespace ptsave {
 namespace {
 
@@ -13,35 +15,46 @@ struct ByteCopy {
   Destination destination;
 };
 
-// The addresses between which a tensor on the CPU has its elements.
+// The addresses between which a tensor has its elements.
 struct Span {
   std::size_t number = 0;
+  c10::Device device;
   std::uintptr_t begin = 0;
   std::uintptr_t end = 0;
 };
 
+// Whether bytes can be put where a tensor has its elements.
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() || SideStreams::are_supported(tensor.device());
+}
+
 std::optional<Span> span_of(const at::Tensor& tensor, std::size_t number) {
-  if (!tensor.device().is_cpu() || tensor.numel() == 0) return std::nullopt;
+  if (tensor.numel() == 0 || !has_memory(tensor)) return std::nullopt;
   std::int64_t last = 0;
   for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   const auto begin = reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr());
-  return Span{number, begin, begin + (static_cast<std::size_t>(last) + 1) * tensor.itemsize()};
+  return Span{number, tensor.device(), begin,
+              begin + (static_cast<std::size_t>(last) + 1) * tensor.itemsize()};
 }
 
 bool is_bytes(const TensorCopy& copy) {
   const at::Tensor& target = copy.target;
-  return copy.record && target.device().is_cpu() && target.scalar_type() == copy.dtype &&
+  return copy.record && has_memory(target) && target.scalar_type() == copy.dtype &&
          target.is_conj() == copy.conj && target.is_neg() == copy.neg &&
          target.is_non_overlapping_and_dense() && target.strides() == at::IntArrayRef(copy.strides);
 }
 
-Destination destination_of(const TensorCopy& copy) {
+// With the copy's number as that of its target.
+Destination destination_of(const TensorCopy& copy, std::size_t number) {
   const auto itemsize = static_cast<std::uint64_t>(copy.target.itemsize());
-  return {*copy.record, static_cast<std::uint64_t>(copy.offset) * itemsize,
-          static_cast<std::uint64_t>(copy.target.numel()) * itemsize,
-          static_cast<std::byte*>(copy.target.mutable_data_ptr())};
+  Destination destination{*copy.record, static_cast<std::uint64_t>(copy.offset) * itemsize,
+                          static_cast<std::uint64_t>(copy.target.numel()) * itemsize,
+                          static_cast<std::byte*>(copy.target.mutable_data_ptr())};
+  if (!copy.target.device().is_cpu()) destination.target = number;
+  return destination;
 }
 
+// Of the same device.
 bool are_same(const Destination& a, const Destination& b) {
   return std::tie(a.record, a.offset, a.nbytes, a.place) ==
          std::tie(b.record, b.offset, b.nbytes, b.place);
@@ -58,14 +71,17 @@ std::vector<bool> find_ordered(const std::vector<TensorCopy>& copies,
     if (copies[i].record) continue;
     if (const auto span = span_of(copies[i].source, i)) spans.push_back(*span);
   }
-  std::ranges::sort(spans, {}, [](const Span& s) { return std::pair(s.begin, s.number); });
+  std::ranges::sort(spans, {}, [](const Span& s) {
+    return std::tuple(s.device.type(), s.device.index(), s.begin, s.number);
+  });
   std::vector<bool> ordered(copies.size());
   const Span* widest = nullptr;
   for (const Span& span : spans) {
+    if (widest != nullptr && widest->device != span.device) widest = nullptr;
     if (widest != nullptr && span.begin < widest->end) {
-      const bool tied =
-          are_bytes[span.number] && are_bytes[widest->number] &&
-          are_same(destination_of(copies[span.number]), destination_of(copies[widest->number]));
+      const bool tied = are_bytes[span.number] && are_bytes[widest->number] &&
+                        are_same(destination_of(copies[span.number], span.number),
+                                 destination_of(copies[widest->number], widest->number));
       if (!tied) ordered[span.number] = ordered[widest->number] = true;
     }
     if (widest == nullptr || span.end > widest->end) widest = &span;
@@ -96,7 +112,10 @@ std::vector<CopySteps::Repeated> resolve_overlaps(const std::vector<TensorCopy>&
       continue;
     }
     const ByteCopy& first = kept.back();
-    if (are_same(first.destination, to)) continue;
+    if (copies[first.number].target.device() == copies[copy.number].target.device() &&
+        are_same(first.destination, to)) {
+      continue;
+    }
     if (first.destination.offset == to.offset && first.destination.nbytes == to.nbytes &&
         have_same_layout(copies[first.number], copies[copy.number])) {
       repeated.push_back({copy.number, first.number});
@@ -145,7 +164,7 @@ CopySteps plan_copies(const std::vector<TensorCopy>& copies, const std::vector<b
   std::vector<ByteCopy> byte_copies;
   for (std::size_t i = 0; i < copies.size(); ++i) {
     if (are_bytes[i] && !ordered[i] && copies[i].target.numel() > 0) {
-      byte_copies.push_back({i, destination_of(copies[i])});
+      byte_copies.push_back({i, destination_of(copies[i], i)});
     }
   }
   CopySteps steps;

@@ -43,8 +43,8 @@ struct CopySteps {
     std::size_t of;
   };
 
-  std::vector<Destination> destinations;
-  std::vector<std::size_t> direct;  // whose targets the destinations are
+  std::vector<Destination> destinations;  // on accelerators: a copy's number is its target's
+  std::vector<std::size_t> direct;        // whose targets the destinations are
   std::vector<Repeated> repeated;
   std::vector<std::size_t> others;
 };

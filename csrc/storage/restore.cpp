@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "device/accelerator_unstager.h"
+#include "device/bytes.h"
+
 namespace ptsave {
 namespace {
 
@@ -70,10 +73,36 @@ std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
   }
 }
 
-std::vector<DamagedRecord> Restore::fill(const std::vector<Destination>& destinations,
+std::vector<DamagedRecord> Restore::fill(std::vector<Destination> destinations,
                                          const Options& options, const Poll& poll) {
   if (destinations.empty()) return {};
-  return reader_.fill(destinations, options.n_threads, options.verify, poll);
+  const std::size_t max_leases =
+      std::max<std::size_t>(options.max_pinned_nbytes / kMaxChunkNbytes, 1);
+  const std::unique_ptr<Unstager> unstager = unstager_for(destinations, max_leases);
+  if (unstager == nullptr) {
+    return reader_.fill(destinations, options.n_threads, options.verify, poll);
+  }
+  // Each worker holds a lease while it reads.
+  const std::size_t n_threads = std::min(options.n_threads, max_leases);
+  std::vector<DamagedRecord> damaged =
+      reader_.fill(destinations, n_threads, options.verify, poll, unstager.get());
+  unstager->drain();
+  return damaged;
+}
+
+// With the accelerators' memory that destinations mean, numbered anew; none without any.
+std::unique_ptr<Unstager> Restore::unstager_for(std::vector<Destination>& destinations,
+                                                std::size_t max_leases) const {
+  std::vector<at::Tensor> targets;
+  for (Destination& destination : destinations) {
+    if (!destination.target) continue;
+    const at::Tensor& target = copies_[*destination.target].target;
+    const auto offset = static_cast<std::size_t>(target.storage_offset()) * target.itemsize();
+    destination.target = targets.size();
+    targets.push_back(bytes_of(target.storage(), offset, destination.nbytes));
+  }
+  if (targets.empty()) return nullptr;
+  return std::make_unique<AcceleratorUnstager>(std::move(targets), kMaxChunkNbytes, max_leases);
 }
 
 std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& others,

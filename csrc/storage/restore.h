@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -25,6 +26,7 @@ class Restore {
   struct Options {
     std::size_t n_threads;
     bool verify;
+    std::size_t max_pinned_nbytes;  // host memory for what goes on to accelerators
   };
 
   // Both must outlive it.
@@ -41,8 +43,10 @@ class Restore {
   std::vector<std::size_t> changed() const;
 
  private:
-  std::vector<DamagedRecord> fill(const std::vector<Destination>& destinations,
-                                  const Options& options, const Poll& poll);
+  std::vector<DamagedRecord> fill(std::vector<Destination> destinations, const Options& options,
+                                  const Poll& poll);
+  std::unique_ptr<Unstager> unstager_for(std::vector<Destination>& destinations,
+                                         std::size_t max_leases) const;
   std::vector<DamagedRecord> read_direct(const CopySteps& steps, const std::vector<bool>& is_whole,
                                          const Options& options, const Poll& poll);
   std::vector<DamagedRecord> copy_others(const std::vector<std::size_t>& others,

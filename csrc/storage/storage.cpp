@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "device/side_streams.h"
+
 namespace ptsave {
 namespace {
 
@@ -23,6 +25,12 @@ bool must_copy(const LoadedPayload& payload) {
 
 bool StorageList::on_cpu() const {
   return std::ranges::all_of(storages, [](const c10::Storage& s) { return s.device().is_cpu(); });
+}
+
+bool StorageList::in_reach() const {
+  return std::ranges::all_of(storages, [](const c10::Storage& s) {
+    return s.device().is_cpu() || SideStreams::are_supported(s.device());
+  });
 }
 
 c10::Storage make_storage(LoadedPayload payload) {

@@ -24,6 +24,8 @@ struct StorageList {
   std::vector<c10::Storage> storages;
 
   bool on_cpu() const;
+  // Whether each is in CPU memory or on an accelerator from which it can be staged.
+  bool in_reach() const;
 };
 
 }  // namespace ptsave

@@ -1,0 +1,86 @@
+// Payloads that are on their way from the memory of an accelerator into host memory, or back.  What
+// core knows about accelerators; device/ implements it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+namespace ptsave {
+
+// A part of the payload of record `record` of a layout.
+struct PayloadPiece {
+  std::size_t record = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+
+  bool operator==(const PayloadPiece&) const = default;
+};
+
+// Pieces in host memory, one right behind the other.  Owns that memory.
+class StagedPieces {
+ public:
+  StagedPieces() = default;
+  StagedPieces(const StagedPieces&) = delete;
+  StagedPieces& operator=(const StagedPieces&) = delete;
+  virtual ~StagedPieces() = default;
+
+  virtual const std::byte* data() const = 0;
+};
+
+// Brings payloads of an archive that is being written into host memory.  Workers call it
+// concurrently.
+class Stager {
+ public:
+  Stager() = default;
+  Stager(const Stager&) = delete;
+  Stager& operator=(const Stager&) = delete;
+  virtual ~Stager() = default;
+
+  // Whether this is where the payload of a record has to come from.
+  virtual bool stages(std::size_t record) const = 0;
+  // The pieces, which are all that `chunk` has of such payloads, once they are there.  Called once
+  // for each chunk that has any.
+  virtual std::unique_ptr<StagedPieces> stage(std::size_t chunk,
+                                              std::span<const PayloadPiece> pieces) = 0;
+};
+
+// Host memory for a chunk whose bytes go on to accelerators.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  virtual ~Lease() = default;
+
+  virtual std::byte* data() = 0;
+};
+
+// Takes payloads of an archive that is being read to targets in accelerators' memory.  Workers call
+// it concurrently.
+class Unstager {
+ public:
+  // Bytes from `at` on in a lease, which belong `offset` bytes behind the beginning of a target.
+  struct Piece {
+    std::size_t target = 0;
+    std::uint64_t offset = 0;
+    std::size_t at = 0;
+    std::size_t nbytes = 0;
+  };
+
+  Unstager() = default;
+  Unstager(const Unstager&) = delete;
+  Unstager& operator=(const Unstager&) = delete;
+  virtual ~Unstager() = default;
+
+  // Memory for `nbytes` bytes, at most those of a chunk.  Waits while all of the budget is under
+  // way.
+  virtual std::unique_ptr<Lease> lease(std::size_t nbytes) = 0;
+  // Starts copying.
+  virtual void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) = 0;
+  // Waits for everything that was sent, also if it has to throw what went wrong.
+  virtual void drain() = 0;
+};
+
+}  // namespace ptsave

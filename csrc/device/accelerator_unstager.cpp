@@ -1,0 +1,159 @@
+#include "device/accelerator_unstager.h"
+
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+#include <utility>
+
+#include "device/bytes.h"
+#include "device/raw_copies.h"
+
+namespace ptsave {
+namespace {
+
+// A copy takes about as long to launch as the bus takes for this much.
+constexpr std::size_t kDistributeNbytes = std::size_t{256} << 10;
+// Bytes between two small pieces that may cross the bus with them.
+constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
+
+std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& targets) {
+  std::vector<c10::Device> devices;
+  devices.reserve(targets.size());
+  for (const at::Tensor& target : targets) devices.push_back(target.device());
+  return devices;
+}
+
+}  // namespace
+
+class AcceleratorUnstager::PinnedLease final : public Lease {
+ public:
+  explicit PinnedLease(PinnedPool::Buffer buffer) : buffer_(std::move(buffer)) {}
+
+  std::byte* data() override { return buffer_.data(); }
+  const c10::Storage& storage() const { return buffer_.storage(); }
+
+ private:
+  PinnedPool::Buffer buffer_;
+};
+
+AcceleratorUnstager::AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
+                                         std::size_t max_leases)
+    : targets_(std::move(targets)),
+      streams_(devices_of(targets_)),
+      pool_(std::make_shared<PinnedPool>(targets_.front().device().type(),
+                                         std::bit_ceil(lease_nbytes), max_leases)) {}
+
+AcceleratorUnstager::~AcceleratorUnstager() {
+  try {
+    drain();
+  } catch (const std::exception&) {
+    return;  // whoever wanted to know has called drain()
+  }
+}
+
+std::unique_ptr<Lease> AcceleratorUnstager::lease(std::size_t nbytes) {
+  if (nbytes > pool_->buffer_nbytes()) throw std::logic_error("a chunk larger than a lease");
+  do {
+    if (std::unique_ptr<PinnedPool::Buffer> buffer = pool_->try_acquire()) {
+      return std::make_unique<PinnedLease>(std::move(*buffer));
+    }
+  } while (retire_oldest());
+  return std::make_unique<PinnedLease>(pool_->acquire());
+}
+
+// Waits for the copies that have been under way for the longest; false if there are none.
+bool AcceleratorUnstager::retire_oldest() {
+  Sent oldest;
+  {
+    const std::lock_guard lock(mutex_);
+    if (sent_.empty()) return false;
+    oldest = std::move(sent_.front());
+    sent_.pop_front();
+  }
+  for (const c10::Event& event : oldest.events) event.synchronize();
+  return true;
+}
+
+void AcceleratorUnstager::drain() {
+  std::exception_ptr error;
+  for (bool more = true; more;) {
+    try {
+      more = retire_oldest();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void AcceleratorUnstager::send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) {
+  const RawCopies raw_copies;
+  const c10::Storage& from = static_cast<PinnedLease&>(*lease).storage();
+  std::vector<c10::Event> events;
+  for (auto begin = pieces.begin(); begin != pieces.end();) {
+    const c10::Device device = targets_[begin->target].device();
+    const auto end = std::find_if(begin, pieces.end(), [&](const Piece& piece) {
+      return targets_[piece.target].device() != device;
+    });
+    const SideStreams::Use use(streams_, device);
+    try {
+      copy(from, {begin, end});
+      events.push_back(use.record());
+    } catch (...) {
+      use.drain();
+      for (const c10::Event& event : events) event.synchronize();
+      throw;
+    }
+    begin = end;
+  }
+  const std::lock_guard lock(mutex_);
+  sent_.push_back({std::move(lease), std::move(events)});
+}
+
+// To one device; its side stream is the current one.
+void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> pieces) {
+  for (std::size_t i = 0; i < pieces.size();) {
+    std::size_t end = i;
+    while (end < pieces.size() && pieces[end].nbytes < kDistributeNbytes &&
+           (end == i ||
+            pieces[end].at - (pieces[end - 1].at + pieces[end - 1].nbytes) <= kMaxGapNbytes)) {
+      ++end;
+    }
+    if (end - i > 1) {
+      try {
+        distribute(from, pieces.subspan(i, end - i));
+        i = end;
+        continue;
+      } catch (const c10::OutOfMemoryError&) {
+        // There is no room on the device for what arrives together.
+      }
+    }
+    end = std::max(end, i + 1);
+    for (; i < end; ++i) {
+      const Piece& piece = pieces[i];
+      bytes_of(targets_[piece.target], piece.offset, piece.nbytes)
+          .copy_(bytes_of(from, piece.at, piece.nbytes), /*non_blocking=*/true);
+    }
+  }
+}
+
+void AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const Piece> pieces) {
+  const std::size_t begin = pieces.front().at;
+  const std::size_t nbytes = pieces.back().at + pieces.back().nbytes - begin;
+  const at::Tensor arrived =
+      at::empty({static_cast<std::int64_t>(nbytes)}, targets_[pieces.front().target].options());
+  arrived.copy_(bytes_of(from, begin, nbytes), /*non_blocking=*/true);
+  std::vector<at::Tensor> to;
+  std::vector<at::Tensor> parts;
+  for (const Piece& piece : pieces) {
+    to.push_back(bytes_of(targets_[piece.target], piece.offset, piece.nbytes));
+    parts.push_back(bytes_of(arrived, piece.at - begin, piece.nbytes));
+  }
+  at::_foreach_copy_(to, parts, /*non_blocking=*/true);
+}
+
+}  // namespace ptsave

@@ -1,0 +1,55 @@
+// From pinned host memory into the memory of accelerators, with c10's and ATen's interfaces only.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "core/stager.h"
+#include "device/pinned_pool.h"
+#include "device/side_streams.h"
+
+namespace ptsave {
+
+// Copies on side streams while the next chunks are read.  Small neighbours cross the bus together
+// and are distributed on their device.
+class AcceleratorUnstager final : public Unstager {
+ public:
+  // `targets` are contiguous bytes on accelerators, which stay alive as long as this.  Copies come
+  // after what the current streams of this thread have been given by then, so that memory which
+  // they have just let go of is not overwritten too early.  Leases hold `lease_nbytes`.
+  AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
+                      std::size_t max_leases);
+  ~AcceleratorUnstager() override;
+
+  std::unique_ptr<Lease> lease(std::size_t nbytes) override;
+  void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) override;
+  void drain() override;
+
+ private:
+  class PinnedLease;
+  // A lease from which copies are under way until the events happen.
+  struct Sent {
+    std::unique_ptr<Lease> lease;
+    std::vector<c10::Event> events;
+  };
+
+  bool retire_oldest();
+  void copy(const c10::Storage& from, std::span<const Piece> pieces);
+  void distribute(const c10::Storage& from, std::span<const Piece> pieces);
+
+  std::vector<at::Tensor> targets_;
+  SideStreams streams_;
+  std::shared_ptr<PinnedPool> pool_;
+  std::mutex mutex_;
+  std::deque<Sent> sent_;
+};
+
+}  // namespace ptsave

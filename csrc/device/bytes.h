@@ -1,0 +1,17 @@
+// Memory as tensors of bytes, which is what ATen copies.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+
+namespace ptsave {
+
+// A uint8 tensor over a part of a storage.
+at::Tensor bytes_of(const c10::Storage& storage, std::uint64_t offset, std::uint64_t nbytes);
+
+// The same over a part of a tensor of bytes.
+at::Tensor bytes_of(const at::Tensor& bytes, std::uint64_t offset, std::uint64_t nbytes);
+
+}  // namespace ptsave

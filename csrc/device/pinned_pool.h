@@ -1,0 +1,58 @@
+// Page-locked host memory, which accelerators copy from and to by themselves.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace ptsave {
+
+// A bounded number of equal buffers, made when they are first needed.  torch's own host allocator
+// keeps what is freed, so only the first save or load of a process waits for memory to be locked.
+// Safe for concurrent use.
+class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
+ public:
+  // Buffers hold `nbytes`, which should be a power of two: torch's allocators round up to one.
+  PinnedPool(c10::DeviceType device_type, std::size_t nbytes, std::size_t max_count);
+
+  // A buffer, which goes back to its pool.
+  class Buffer {
+   public:
+    explicit Buffer(std::shared_ptr<PinnedPool> pool, c10::Storage storage);
+    Buffer(Buffer&& other) noexcept = default;
+    Buffer& operator=(Buffer&& other) = delete;
+    ~Buffer();
+
+    const c10::Storage& storage() const { return storage_; }
+    std::byte* data() const { return static_cast<std::byte*>(storage_.mutable_data()); }
+
+   private:
+    std::shared_ptr<PinnedPool> pool_;
+    c10::Storage storage_;
+  };
+
+  std::size_t buffer_nbytes() const { return nbytes_; }
+  // Waits until there is one.  c10::Error where memory cannot be locked.
+  Buffer acquire();
+  // Nothing if all are in use.
+  std::unique_ptr<Buffer> try_acquire();
+
+ private:
+  c10::Storage allocate() const;
+  void release(c10::Storage storage);
+
+  const c10::DeviceType device_type_;
+  const std::size_t nbytes_;
+  const std::size_t max_count_;
+  std::mutex mutex_;
+  std::condition_variable released_;
+  std::size_t count_ = 0;
+  std::vector<c10::Storage> free_;
+};
+
+}  // namespace ptsave
