@@ -24,12 +24,16 @@ class WriteOptions:
 
 @final
 class StorageList:
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None: ...
     def __len__(self) -> int: ...
     @property
     def on_cpu(self) -> bool: ...
     # Each is in CPU memory, or on an accelerator that WritePlan can take it from.
     @property
     def in_reach(self) -> bool: ...
+    # Of the bytes that there are: a CPU storage without memory has none.
+    @property
+    def nbytes(self) -> int: ...
 
 @final
 class WritePlan:

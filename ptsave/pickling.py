@@ -73,7 +73,7 @@ def _pickler_class(base: Any) -> Any:
 
 def pickle_object(
     obj: object, pickle_module: Any, pickle_protocol: int
-) -> tuple[bytes, dict[str, Storage] | _C.StorageList]:
+) -> tuple[bytes, _C.StorageList]:
     """Pickle `obj` as :func:`torch.save` does.
 
     Parameters
@@ -89,19 +89,18 @@ def pickle_object(
     -------
     data : bytes
         The contents of the record ``data.pkl``.
-    storages : _C.StorageList or dict of str to torch.UntypedStorage
-        The storages in the order of their records; by their keys, unless all are in CPU memory.
+    storages : _C.StorageList
+        Storage i is the record ``data/i``.
     """
     if _is_standard(pickle_module, pickle_protocol):
         pickled = _C.pickle_object(obj)
         if pickled is not None:
-            data, storages = pickled
-            return data, storages if storages.on_cpu else _by_key(storages)
+            return pickled
     stream = io.BytesIO()
     pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
     pickler.table = _StorageTable()
     pickler.dump(obj)
-    return stream.getvalue(), pickler.table.storages
+    return stream.getvalue(), _C.StorageList(list(pickler.table.storages.values()))
 
 
 def _is_standard(pickle_module: Any, pickle_protocol: int) -> bool:
@@ -112,7 +111,3 @@ def _is_standard(pickle_module: Any, pickle_protocol: int) -> bool:
         and type(pickle_protocol) is int
         and pickle_protocol == 2
     )
-
-
-def _by_key(storages: _C.StorageList) -> dict[str, Storage]:
-    return {str(i): storage for i, storage in enumerate(_C.untyped_storages(storages))}

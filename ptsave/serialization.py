@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import mmap as mmap_module
 import os
 import pickle
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import _weights_only_unpickler
@@ -21,28 +19,22 @@ from torch.serialization import (
     _check_dill_version,
     _check_save_filelike,
     _default_to_weights_only,
-    _get_storage_alignment,
     _is_path,
-    _serialization_tls,
     get_crc32_options,
     get_default_mmap_options,
 )
 
-from ptsave import _C, stock
+from ptsave import stock
 from ptsave.checking import check_compressed_members, check_small_records, check_version
 from ptsave.pickling import pickle_object
+from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.unpickling import unpickle
-from ptsave.writing import ArchiveWriter, check_path, check_stream, root_for_path
+from ptsave.writing import ArchiveWriter, resolve_target
 
 __all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors"]
 
-_Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
-
-_SERIALIZATION_ID_NBYTES = 40
-# The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
-_MAX_ALIGNMENT = 32768
 _TRUE_VALUES = ("1", "y", "yes", "true")
 _TORCH_IGNORES_CASE = "lower" in stock.load.__code__.co_names  # not before 2.12
 _TORCHSCRIPT_WARNING = (
@@ -111,7 +103,7 @@ def save(
     """
     _check_dill_version(pickle_module)
     _check_save_filelike(f)
-    if not _engine_can_save(_use_new_zipfile_serialization):
+    if not engine_can_save(_use_new_zipfile_serialization):
         return stock.save(
             obj,
             f,
@@ -121,18 +113,9 @@ def save(
             _disable_byteorder_record,
         )
     torch._C._log_api_usage_once("torch.save")
-    if isinstance(f, os.PathLike):
-        f = os.fspath(f)
-    if isinstance(f, str):
-        check_path(f)
-    else:
-        check_stream(f)
+    f = resolve_target(f)
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
-    records = _records_before_storages(data, _disable_byteorder_record)
-    records += _storage_records(storages)
-    records += _records_after_storages(_disable_byteorder_record)
-    root = root_for_path(f) if isinstance(f, str) else "archive"
-    plan = _C.WritePlan(root, records, _get_storage_alignment())
+    plan = plan_archive(f, data, storages, _disable_byteorder_record)
     with progress_bar(progress, "saving", plan.nbytes) as callback:
         writer = ArchiveWriter(
             plan,
@@ -141,75 +124,8 @@ def save(
             atomic=atomic,
             progress=callback,
         )
-        if isinstance(f, str):
-            writer.write_path(f)
-        else:
-            writer.write_object(f)
+        writer.write(f)
     return None
-
-
-def _engine_can_save(new_format: bool) -> bool:
-    """Decide who saves: the engine writes the zip format, torch the one before it."""
-    return new_format and _get_storage_alignment() <= _MAX_ALIGNMENT
-
-
-def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]:
-    alignment = str(_get_storage_alignment()).encode()
-    records: list[_Records] = [
-        ("data.pkl", data, len(data)),
-        (".format_version", b"1", 1),
-        (".storage_alignment", alignment, len(alignment)),
-    ]
-    return records if no_byte_order else [*records, _byte_order_record()]
-
-
-def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
-    # torch's C++ writer adds what the Python part has left out.
-    byte_order = [_byte_order_record()] if no_byte_order else []
-    return [
-        ("version", b"3\n", 2),
-        *byte_order,
-        (".data/serialization_id", b"", _SERIALIZATION_ID_NBYTES),
-    ]
-
-
-def _byte_order_record() -> _C.PlannedRecord:
-    return ("byteorder", sys.byteorder.encode(), len(sys.byteorder))
-
-
-def _storage_records(storages: dict[str, torch.UntypedStorage] | _C.StorageList) -> list[_Records]:
-    if isinstance(storages, _C.StorageList):
-        return [storages]
-    records: list[_Records] = []
-    staged: list[torch.UntypedStorage] = []  # at most one: the CPU copy being written
-    for key, storage in storages.items():
-        payload: int | Callable[[], int] | None
-        if _serialization_tls.skip_data:
-            payload = None
-        elif storage.device.type == "cpu":
-            payload = storage.data_ptr() or None
-        else:
-            payload = functools.partial(_stage, storage, staged)
-        records.append((f"data/{key}", payload, storage.nbytes()))
-    return records
-
-
-def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:
-    """Copy a storage to CPU memory, dropping the copy of the one before; returns its address."""
-    from torch.utils.serialization import config
-
-    staged.clear()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    same_device = accelerator is not None and accelerator.type == storage.device.type
-    if config.save.use_pinned_memory_for_d2h and same_device:
-        pinned = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        copy = pinned.untyped_storage()
-        copy.copy_(storage)
-        torch.accelerator.current_stream(storage.device.index).synchronize()
-    else:
-        copy = storage.cpu()
-    staged.append(copy)
-    return copy.data_ptr()
 
 
 def load(

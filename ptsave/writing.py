@@ -16,7 +16,7 @@ from ptsave.errors import SaveError, operation_of
 from ptsave.progress import ProgressCallback
 from ptsave.reading import real_file
 
-__all__ = ["ArchiveWriter", "check_path", "check_stream", "root_for_path"]
+__all__ = ["ArchiveWriter", "resolve_target", "root_for_path"]
 
 # Errors of rename that say "not this file, not here", as opposed to "the disk failed".
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
@@ -50,6 +50,17 @@ def check_path(path: str) -> None:
     if os.path.isdir(path):
         message = f"File {path} cannot be opened: open file failed with strerror: Is a directory"
         raise SaveError(errno.EISDIR, message, path)
+
+
+def resolve_target(f: Any) -> Any:
+    """Return `f` as a str if it is a path, and raise now what writing to it would raise later."""
+    if isinstance(f, os.PathLike):
+        f = os.fspath(f)
+    if isinstance(f, str):
+        check_path(f)
+    else:
+        check_stream(f)
+    return f
 
 
 def check_stream(stream: object) -> None:
@@ -92,6 +103,13 @@ class ArchiveWriter:
         self._atomic = atomic
         self._progress = progress
         self._config = config.current()
+
+    def write(self, target: Any) -> None:
+        """Write to a path or to a file-like object."""
+        if isinstance(target, str):
+            self.write_path(target)
+        else:
+            self.write_object(target)
 
     # ------------------------------------------------------------------------------------- paths
 

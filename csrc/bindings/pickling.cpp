@@ -7,6 +7,7 @@
 #include <string_view>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "pickle/pickler.h"
@@ -26,6 +27,16 @@ py::object pickled(const py::object& object) {
                         StorageList{std::move(result->storages)});
 }
 
+StorageList storage_list(const std::vector<py::object>& objects) {
+  StorageList list;
+  list.storages.reserve(objects.size());
+  for (const py::object& object : objects) {
+    if (!THPStorage_Check(object.ptr())) throw py::type_error("not a torch.UntypedStorage");
+    list.storages.push_back(THPStorage_Unpack(object.ptr()));
+  }
+  return list;
+}
+
 // As torch.UntypedStorage objects.
 py::list untyped_storages(const StorageList& list) {
   py::list storages;
@@ -40,6 +51,12 @@ py::list untyped_storages(const StorageList& list) {
 }  // namespace
 
 void bind_pickling(py::module_& module) {
+  py::class_<StorageList>(module, "StorageList")
+      .def(py::init(&storage_list), py::arg("storages"))
+      .def("__len__", [](const StorageList& self) { return self.storages.size(); })
+      .def_property_readonly("on_cpu", &StorageList::on_cpu)
+      .def_property_readonly("in_reach", &StorageList::in_reach)
+      .def_property_readonly("nbytes", &StorageList::nbytes);
   module.def(
       "rebuilds_blindly",
       [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes) {

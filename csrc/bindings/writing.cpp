@@ -261,10 +261,6 @@ void bind_writing(py::module_& module) {
            }),
            py::kw_only(), py::arg("compute_crcs"), py::arg("n_threads"), py::arg("chunk_nbytes"),
            py::arg("max_pinned_nbytes"));
-  py::class_<StorageList>(module, "StorageList")
-      .def("__len__", [](const StorageList& self) { return self.storages.size(); })
-      .def_property_readonly("on_cpu", &StorageList::on_cpu)
-      .def_property_readonly("in_reach", &StorageList::in_reach);
   py::class_<WritePlan>(module, "WritePlan")
       .def(py::init<const std::string&, const WritePlan::Records&, std::uint64_t>(),
            py::arg("root"), py::arg("records"), py::arg("alignment"))

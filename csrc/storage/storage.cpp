@@ -17,6 +17,11 @@ constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s m
 
 void release_owner(void* context) { static_cast<Owner*>(context)->release(); }
 
+c10::Storage wrap(std::uint64_t nbytes, c10::DataPtr data) {
+  return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data),
+                      c10::GetCPUAllocator(), /*resizable=*/false);
+}
+
 }  // namespace
 
 bool must_copy(const LoadedPayload& payload) {
@@ -33,19 +38,24 @@ bool StorageList::in_reach() const {
   });
 }
 
-c10::Storage make_storage(LoadedPayload payload) {
-  c10::Allocator* const allocator = c10::GetCPUAllocator();
-  const auto wrap = [&](c10::DataPtr data) {
-    return c10::Storage(c10::Storage::use_byte_size_t(), payload.nbytes, std::move(data), allocator,
-                        /*resizable=*/false);
-  };
-  if (payload.nbytes == 0 || must_copy(payload)) {
-    c10::DataPtr copy = allocator->allocate(payload.nbytes);
-    if (payload.nbytes > 0) std::memcpy(copy.get(), payload.data, payload.nbytes);
-    return wrap(std::move(copy));
+std::uint64_t StorageList::nbytes() const {
+  std::uint64_t total = 0;
+  for (const c10::Storage& storage : storages) {
+    if (!storage.device().is_cpu() || storage.data() != nullptr) total += storage.nbytes();
   }
-  return wrap(c10::DataPtr(payload.data, payload.owner.detach(), &release_owner,
-                           c10::Device(c10::DeviceType::CPU)));
+  return total;
+}
+
+c10::Storage storage_over(LoadedPayload payload) {
+  return wrap(payload.nbytes, c10::DataPtr(payload.data, payload.owner.detach(), &release_owner,
+                                           c10::Device(c10::DeviceType::CPU)));
+}
+
+c10::Storage make_storage(LoadedPayload payload) {
+  if (payload.nbytes > 0 && !must_copy(payload)) return storage_over(std::move(payload));
+  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(payload.nbytes);
+  if (payload.nbytes > 0) std::memcpy(copy.get(), payload.data, payload.nbytes);
+  return wrap(payload.nbytes, std::move(copy));
 }
 
 }  // namespace ptsave

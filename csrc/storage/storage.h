@@ -3,6 +3,7 @@
 
 #include <c10/core/Storage.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "core/region.h"
@@ -16,6 +17,9 @@ namespace ptsave {
 // 64) is copied; it must be complete then.
 c10::Storage make_storage(LoadedPayload payload);
 
+// A CPU storage of exactly these bytes, wherever they are; without data it is a hole.
+c10::Storage storage_over(LoadedPayload payload);
+
 // Whether make_storage() looks at the payload's bytes.
 bool must_copy(const LoadedPayload& payload);
 
@@ -26,6 +30,8 @@ struct StorageList {
   bool on_cpu() const;
   // Whether each is in CPU memory or on an accelerator from which it can be staged.
   bool in_reach() const;
+  // Of the bytes that there are: a CPU storage without memory has none.
+  std::uint64_t nbytes() const;
 };
 
 }  // namespace ptsave
