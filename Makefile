@@ -23,7 +23,7 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-python test-all lint format asan tsan fuzz \
+.PHONY: help setup build demo test test-cpp test-python test-accelerator test-all accelerator lint format asan tsan fuzz \
         fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp
 
@@ -69,7 +69,7 @@ wheel: $(SETUP_STAMP)  ## build a wheel into dist/
 
 # ------------------------------------------------------------------------------------------- tests
 
-test: test-cpp test-python  ## C++ unit tests and pytest
+test: test-cpp test-python test-accelerator  ## C++ unit tests and pytest
 
 build/core/build.ninja: $(SETUP_STAMP)
 	tools/system_packages.sh tests
@@ -82,8 +82,19 @@ test-cpp: build/core/build.ninja  ## C++ unit tests of core
 test-python: build  ## pytest without what is slow or large
 	$(RUN) -m pytest --timeout 600 $(PYTEST_ARGS)
 
+# In a process of its own: a backend that is registered stays.
+test-accelerator: build  ## tests on two devices that are made of memory and threads
+	$(RUN) -m pytest tests/accelerator --timeout 600 $(PYTEST_ARGS)
+
+# For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
+accelerator:  ## the same tests, and benchmarks, on this machine's accelerator, with PYTHON
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	PTSAVE_ACCELERATOR=real $(PYTHON) -m pytest tests/accelerator $(PYTEST_ARGS)
+	$(PYTHON) -m benchmarks.accelerator
+
 test-all: test-cpp build  ## every test: also slow ones and ones that need several GiB
 	$(RUN) -m pytest -m "" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "" tests/accelerator $(PYTEST_ARGS)
 
 kill: build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)

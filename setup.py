@@ -20,8 +20,9 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -80,6 +81,40 @@ def run(command: list[str]) -> None:
         raise SystemExit(f"ptsave: the build failed: {shlex.join(command)}")
 
 
+def torch_definitions() -> dict[str, str]:
+    """Return the CMake definitions that say where torch and Python are."""
+    import torch
+    from torch.utils import cpp_extension
+
+    torch_include_dirs = cpp_extension.include_paths()
+    include_dirs = torch_include_dirs + pybind11_include_dirs(torch_include_dirs)
+    return {
+        "PTSAVE_TORCH_INCLUDE_DIRS": ";".join(include_dirs),
+        "PTSAVE_TORCH_LIB_DIR": str(Path(torch.__file__).parent / "lib"),
+        "PTSAVE_TORCH_CXX11_ABI": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
+        "PTSAVE_PYTHON_INCLUDE_DIRS": sysconfig.get_path("include"),
+        "PTSAVE_PYTHON_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+    }
+
+
+def run_cmake(build_dir: Path, option: str, target: str) -> None:
+    """Configure with ``option`` turned on, and build ``target``."""
+    definitions = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_MAKE_PROGRAM": tool("ninja", "BIN_DIR"),
+        option: "ON",
+        **torch_definitions(),
+    }
+    cmake = tool("cmake", "CMAKE_BIN_DIR")
+    run(
+        [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
+        + [f"-D{name}={value}" for name, value in definitions.items()]
+        + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", ""))
+    )
+    jobs = os.environ.get("MAX_JOBS") or str(usable_cores())
+    run([cmake, "--build", str(build_dir), "--target", target, "--parallel", jobs])
+
+
 class CMakeBuildExt(build_ext):
     """Build ``ptsave._C`` with CMake and record the torch that it was built against."""
 
@@ -87,7 +122,7 @@ class CMakeBuildExt(build_ext):
         import torch
 
         build_dir = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
-        self.run_cmake(build_dir)
+        run_cmake(build_dir, "PTSAVE_BUILD_PYTHON", "_C")
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         built = build_dir / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -99,37 +134,26 @@ class CMakeBuildExt(build_ext):
         name = Path("ptsave") / "_torch_build.py"
         self.copy_file(str(Path(self.build_lib) / name), str(ROOT / name))
 
-    def run_cmake(self, build_dir: Path) -> None:
-        import torch
-        from torch.utils import cpp_extension
-
-        torch_include_dirs = cpp_extension.include_paths()
-        include_dirs = torch_include_dirs + pybind11_include_dirs(torch_include_dirs)
-        definitions = {
-            "CMAKE_BUILD_TYPE": "Release",
-            "CMAKE_MAKE_PROGRAM": tool("ninja", "BIN_DIR"),
-            "PTSAVE_BUILD_PYTHON": "ON",
-            "PTSAVE_TORCH_INCLUDE_DIRS": ";".join(include_dirs),
-            "PTSAVE_TORCH_LIB_DIR": str(Path(torch.__file__).parent / "lib"),
-            "PTSAVE_TORCH_CXX11_ABI": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
-            "PTSAVE_PYTHON_INCLUDE_DIRS": sysconfig.get_path("include"),
-            "PTSAVE_PYTHON_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
-        }
-        cmake = tool("cmake", "CMAKE_BIN_DIR")
-        run(
-            [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-            + [f"-D{name}={value}" for name, value in definitions.items()]
-            + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", ""))
-        )
-        jobs = os.environ.get("MAX_JOBS") or str(usable_cores())
-        run([cmake, "--build", str(build_dir), "--parallel", jobs])
-
     def write_torch_build(self, folder: Path, torch_version: str) -> None:
         (folder / "_torch_build.py").write_text(
             '"""The torch that this copy of ptsave was built against; written by setup.py."""\n\n'
             f'VERSION = "{self.distribution.get_version()}"\n'
             f'TORCH_VERSION = "{torch_version}"\n'
         )
+
+
+class BuildFakeAccelerator(Command):
+    """Build the backend that tests/accelerator registers in place of real hardware."""
+
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        build_dir = ROOT / "build" / "fake-accelerator"
+        run_cmake(build_dir, "PTSAVE_BUILD_FAKE_ACCELERATOR", "fake_accelerator")
 
 
 class CleanBuildPy(build_py):
@@ -144,5 +168,9 @@ setup(
     license="MIT",
     install_requires=[torch_requirement(), "tqdm"],
     ext_modules=[Extension("ptsave._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuildExt, "build_py": CleanBuildPy},
+    cmdclass={
+        "build_ext": CMakeBuildExt,
+        "build_fake_accelerator": BuildFakeAccelerator,
+        "build_py": CleanBuildPy,
+    },
 )

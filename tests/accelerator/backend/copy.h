@@ -1,0 +1,44 @@
+// Copies between hosts and devices, what they count, and how tests make them fail.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace fake {
+
+// copy_() between tensors of which at least one is on a device.
+void copy_between(const at::Tensor& destination, const at::Tensor& source, bool non_blocking);
+
+// A copy on the CPU of a device's tensor, by the current stream.  Not one of the counted copies.
+at::Tensor cpu_copy_of(const at::Tensor& tensor);
+
+// Copies of this thread are neither counted nor made to fail: they stand for a kernel.
+class CopiesOfKernel {
+ public:
+  CopiesOfKernel();
+  CopiesOfKernel(const CopiesOfKernel&) = delete;
+  CopiesOfKernel& operator=(const CopiesOfKernel&) = delete;
+  CopiesOfKernel(CopiesOfKernel&&) = delete;
+  CopiesOfKernel& operator=(CopiesOfKernel&&) = delete;
+  ~CopiesOfKernel();
+};
+
+struct Counts {
+  std::map<std::string, std::vector<std::size_t>> copies;  // "h2d", "d2h", "d2d": their sizes
+  std::map<std::string, std::int64_t> kernels;             // "cat", "foreach_copy"
+};
+
+void count_kernel(const std::string& name);
+Counts counts();
+void reset_counts();
+
+// `after` copies succeed, the next one fails: when it is queued, or when its stream runs it.
+void fail_copy(std::int64_t after, bool asynchronous);
+void fail_no_copy();
+
+}  // namespace fake

@@ -1,0 +1,143 @@
+// The devices: their streams, their pending errors, and what is current in a thread.
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <array>
+#include <string>
+#include <utility>
+
+#include "stream.h"
+
+namespace fake {
+namespace {
+
+struct Device {
+  std::mutex mutex;
+  std::array<std::unique_ptr<StreamQueue>, 1 + kPoolSize> queues;  // made when first used
+  c10::StreamId n_taken = 0;
+  std::optional<std::string> pending_error;
+};
+
+// Leaked: threads of streams and storages freed at exit outlive every destructor.
+Device& state_of(c10::DeviceIndex device) {
+  static auto& devices = *new std::array<Device, kDeviceCount>;
+  check_device(device);
+  return devices.at(static_cast<std::size_t>(device));
+}
+
+std::atomic<bool> is_forked_child{false};
+
+[[maybe_unused]] const int fork_is_watched =
+    pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
+
+thread_local c10::DeviceIndex this_threads_device = 0;
+thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
+
+}  // namespace
+
+bool in_forked_child() { return is_forked_child.load(); }
+
+void check_device(c10::DeviceIndex device) {
+  TORCH_CHECK(device >= 0 && device < kDeviceCount, "fake: there is no device ",
+              static_cast<int>(device), ", only ", static_cast<int>(kDeviceCount));
+}
+
+c10::Device device_of(c10::DeviceIndex index) { return {c10::DeviceType::PrivateUse1, index}; }
+
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, device_of(device), id);
+}
+
+StreamQueue& queue_of(const c10::Stream& stream) {
+  // The fork may have happened while another thread held any of the locks.
+  TORCH_CHECK(!in_forked_child(), "fake: cannot use the device in a forked child");
+  TORCH_CHECK(stream.id() >= 0 && stream.id() <= kPoolSize, "fake: there is no ", stream);
+  Device& device = state_of(stream.device_index());
+  const std::lock_guard lock(device.mutex);
+  auto& queue = device.queues.at(static_cast<std::size_t>(stream.id()));
+  if (queue == nullptr) {
+    queue = std::make_unique<StreamQueue>(stream.device_index(), stream.id());
+  }
+  return *queue;
+}
+
+c10::Stream next_pool_stream(c10::DeviceIndex device) {
+  Device& state = state_of(device);
+  const std::lock_guard lock(state.mutex);
+  return stream_of(device, 1 + state.n_taken++ % kPoolSize);
+}
+
+c10::DeviceIndex current_device() { return this_threads_device; }
+
+void set_current_device(c10::DeviceIndex device) {
+  check_device(device);
+  this_threads_device = device;
+}
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+  check_device(device);
+  return stream_of(device, this_threads_streams.at(static_cast<std::size_t>(device)));
+}
+
+void set_current_stream(const c10::Stream& stream) {
+  check_device(stream.device_index());
+  this_threads_streams.at(static_cast<std::size_t>(stream.device_index())) = stream.id();
+}
+
+void drain(c10::DeviceIndex device) {
+  TORCH_CHECK(!in_forked_child(), "fake: cannot use the device in a forked child");
+  Device& state = state_of(device);
+  std::vector<MarkerPtr> markers;
+  {
+    const std::lock_guard lock(state.mutex);
+    for (const auto& queue : state.queues) {
+      if (queue != nullptr) {
+        markers.push_back(queue->mark());
+      }
+    }
+  }
+  for (const MarkerPtr& marker : markers) {
+    marker->wait();
+  }
+}
+
+void clear_stream_delays() {
+  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+    Device& state = state_of(device);
+    const std::lock_guard lock(state.mutex);
+    for (const auto& queue : state.queues) {
+      if (queue != nullptr) {
+        queue->set_delay(std::nullopt);
+      }
+    }
+  }
+}
+
+void set_pending_error(c10::DeviceIndex device, const std::string& message) {
+  Device& state = state_of(device);
+  const std::lock_guard lock(state.mutex);
+  if (!state.pending_error.has_value()) {
+    state.pending_error = message;
+  }
+}
+
+void throw_pending_error(c10::DeviceIndex device) {
+  Device& state = state_of(device);
+  std::optional<std::string> message;
+  {
+    const std::lock_guard lock(state.mutex);
+    message = std::exchange(state.pending_error, std::nullopt);
+  }
+  if (message.has_value()) {
+    throw c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, 1,
+                                *message);
+  }
+}
+
+void clear_pending_error(c10::DeviceIndex device) {
+  Device& state = state_of(device);
+  const std::lock_guard lock(state.mutex);
+  state.pending_error.reset();
+}
+
+}  // namespace fake

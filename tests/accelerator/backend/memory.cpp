@@ -1,0 +1,297 @@
+#include "memory.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "stream.h"
+
+namespace fake {
+namespace {
+
+constexpr std::size_t kAlignment = 512;
+
+std::byte* map_shared(int fd, int protection) {
+  void* address = mmap(nullptr, AddressSpace::kSize, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  TORCH_CHECK(address != MAP_FAILED, "fake: cannot map device memory: ", std::strerror(errno));
+  return static_cast<std::byte*>(address);
+}
+
+AddressSpace& address_space(c10::DeviceIndex device) {
+  static const std::array<AddressSpace*, kDeviceCount> spaces = {new AddressSpace,
+                                                                 new AddressSpace};
+  return *spaces.at(static_cast<std::size_t>(device));
+}
+
+}  // namespace
+
+AddressSpace::AddressSpace() {
+  const int fd = memfd_create("fake-device", MFD_CLOEXEC);
+  TORCH_CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(kSize)) == 0,
+              "fake: cannot create device memory: ", std::strerror(errno));
+  device_ = map_shared(fd, PROT_NONE);
+  accessible_ = map_shared(fd, PROT_READ | PROT_WRITE);
+  close(fd);
+}
+
+bool AddressSpace::contains(const void* address) const {
+  const auto* byte = static_cast<const std::byte*>(address);
+  return byte >= device_ && byte < device_ + kSize;
+}
+
+std::byte* AddressSpace::accessible(const void* address) const {
+  return accessible_ + (static_cast<const std::byte*>(address) - device_);
+}
+
+std::byte* AddressSpace::take(std::size_t size) {
+  TORCH_CHECK_WITH(OutOfMemoryError, size <= size_left(), "fake: out of memory: tried to allocate ",
+                   size, " bytes, ", size_left(), " of ", kSize, " are left");
+  return device_ + std::exchange(taken_, taken_ + size);
+}
+
+std::optional<c10::Device> device_of_address(const void* address) {
+  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+    if (address_space(device).contains(address)) {
+      return device_of(device);
+    }
+  }
+  return std::nullopt;
+}
+
+std::byte* accessible(const void* device_address) {
+  const auto device = device_of_address(device_address);
+  TORCH_CHECK(device.has_value(), "fake: ", device_address, " is not an address of a device");
+  return address_space(device->index()).accessible(device_address);
+}
+
+namespace {
+
+struct Block {
+  c10::Stream stream;  // the one that it belongs to
+  std::byte* address;
+  std::size_t size;
+  std::size_t requested;
+  std::set<c10::StreamId> recorded;
+  std::vector<MarkerPtr> uses;  // of other streams, when it was freed
+
+  bool in_use() const {
+    return std::any_of(uses.begin(), uses.end(),
+                       [](const MarkerPtr& use) { return !use->is_complete(); });
+  }
+};
+
+using Stats = c10::CachingDeviceAllocator::DeviceStats;
+
+c10::CachingAllocator::Stat& aggregate(c10::CachingAllocator::StatArray& stats) {
+  return stats.at(static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE));
+}
+
+void poison(const Block& block) {
+  queue_of(block.stream).enqueue_undelayed([data = accessible(block.address), size = block.size] {
+    std::memset(data, kPoison, size);
+  });
+}
+
+class Allocator final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(std::size_t size) override;
+  void free(Block* block);
+
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t /*pool*/) override;
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
+  Stats getDeviceStats(c10::DeviceIndex device) override;
+  void resetAccumulatedStats(c10::DeviceIndex device) override;
+  void resetPeakStats(c10::DeviceIndex device) override;
+  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override;
+  void copy_data(void* dest, const void* src, std::size_t count) const override;
+
+ private:
+  struct Pool {
+    std::map<c10::StreamId, std::multimap<std::size_t, Block*>> free;
+    std::vector<Block*> held_back;
+    Stats stats;
+  };
+
+  Pool& pool(c10::DeviceIndex device) {
+    check_device(device);
+    return pools_.at(static_cast<std::size_t>(device));
+  }
+  Block* take_cached(Pool& pool, c10::StreamId stream, std::size_t size);
+  static Block* take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size);
+  static void release(Pool& pool, Block* block);
+  static void release_unused(Pool& pool);
+
+  std::mutex mutex_;
+  std::array<Pool, kDeviceCount> pools_;
+};
+
+Allocator& allocator() {
+  static auto& instance = *new Allocator;
+  return instance;
+}
+
+void free_block(void* block) { allocator().free(static_cast<Block*>(block)); }
+
+c10::DataPtr Allocator::allocate(std::size_t size) {
+  const c10::DeviceIndex device = current_device();
+  if (size == 0) {
+    return {nullptr, nullptr, &free_block, device_of(device)};
+  }
+  const c10::Stream stream = current_stream(device);
+  const std::size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
+  const std::lock_guard lock(mutex_);
+  Pool& own = pool(device);
+  release_unused(own);
+  Block* block = take_cached(own, stream.id(), rounded);
+  if (block == nullptr) {
+    block = take_fresh(own, stream, rounded);
+  }
+  block->requested = size;
+  aggregate(own.stats.allocation).increase(1);
+  aggregate(own.stats.allocated_bytes).increase(block->size);
+  aggregate(own.stats.requested_bytes).increase(size);
+  return {block->address, block, &free_block, device_of(device)};
+}
+
+Block* Allocator::take_cached(Pool& pool, c10::StreamId stream, std::size_t size) {
+  auto& blocks = pool.free[stream];
+  const auto found = blocks.lower_bound(size);
+  if (found == blocks.end() || found->first > 2 * size) {
+    return nullptr;
+  }
+  Block* block = found->second;
+  blocks.erase(found);
+  return block;
+}
+
+Block* Allocator::take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size) {
+  std::byte* address = address_space(stream.device_index()).take(size);
+  auto* block = new Block{stream, address, size, 0, {}, {}};
+  aggregate(pool.stats.segment).increase(1);
+  aggregate(pool.stats.reserved_bytes).increase(size);
+  poison(*block);
+  return block;
+}
+
+void Allocator::free(Block* block) {
+  if (block == nullptr || in_forked_child()) {
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  Pool& own = pool(block->stream.device_index());
+  aggregate(own.stats.allocation).decrease(1);
+  aggregate(own.stats.allocated_bytes).decrease(block->size);
+  aggregate(own.stats.requested_bytes).decrease(block->requested);
+  for (const c10::StreamId id : std::exchange(block->recorded, {})) {
+    block->uses.push_back(queue_of(stream_of(block->stream.device_index(), id)).mark());
+  }
+  if (block->uses.empty()) {
+    release(own, block);
+  } else {
+    own.held_back.push_back(block);
+  }
+}
+
+void Allocator::release(Pool& pool, Block* block) {
+  block->uses.clear();
+  poison(*block);
+  // What was freed last is handed out first: that is where a mistake shows.
+  auto& blocks = pool.free[block->stream.id()];
+  blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);
+}
+
+void Allocator::release_unused(Pool& pool) {
+  const auto unused = std::stable_partition(pool.held_back.begin(), pool.held_back.end(),
+                                            [](const Block* block) { return block->in_use(); });
+  std::for_each(unused, pool.held_back.end(), [&](Block* block) { release(pool, block); });
+  pool.held_back.erase(unused, pool.held_back.end());
+}
+
+// The addresses are kept, the pages behind them are given back.
+void Allocator::emptyCache(c10::MempoolId_t /*pool*/) {
+  const std::lock_guard lock(mutex_);
+  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+    drain(device);
+    Pool& own = pool(device);
+    release_unused(own);
+    for (auto& [stream, blocks] : own.free) {
+      for (auto& [size, block] : blocks) {
+        queue_of(block->stream)
+            .enqueue_undelayed([data = accessible(block->address), n = block->size] {
+              const auto begin = (reinterpret_cast<std::uintptr_t>(data) + 4095) & ~4095UL;
+              const auto end = (reinterpret_cast<std::uintptr_t>(data) + n) & ~4095UL;
+              if (begin < end) {
+                madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE);
+              }
+            });
+      }
+    }
+  }
+}
+
+void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
+  // As CUDA: empty storages and memory of others have no block to hold back.
+  if (data.get_context() == nullptr || data.get_deleter() != &free_block) {
+    return;
+  }
+  auto* block = static_cast<Block*>(data.get_context());
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(block->stream.device() == stream.device(), "fake: memory of ", block->stream.device(),
+              " cannot be recorded on ", stream);
+  if (stream != block->stream) {
+    block->recorded.insert(stream.id());
+  }
+}
+
+Stats Allocator::getDeviceStats(c10::DeviceIndex device) {
+  const std::lock_guard lock(mutex_);
+  return pool(device).stats;
+}
+
+void Allocator::resetAccumulatedStats(c10::DeviceIndex device) {
+  const std::lock_guard lock(mutex_);
+  Stats& stats = pool(device).stats;
+  for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes}) {
+    aggregate(*stat).reset_accumulated();
+  }
+}
+
+void Allocator::resetPeakStats(c10::DeviceIndex device) {
+  const std::lock_guard lock(mutex_);
+  Stats& stats = pool(device).stats;
+  for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes}) {
+    aggregate(*stat).reset_peak();
+  }
+}
+
+std::pair<std::size_t, std::size_t> Allocator::getMemoryInfo(c10::DeviceIndex device) {
+  const std::lock_guard lock(mutex_);
+  check_device(device);
+  return {address_space(device).size_left(), AddressSpace::kSize};
+}
+
+void Allocator::copy_data(void* dest, const void* src, std::size_t count) const {
+  const auto device = device_of_address(dest);
+  TORCH_CHECK(device.has_value(), "fake: ", dest, " is not an address of a device");
+  queue_of(current_stream(device->index()))
+      .enqueue(
+          [to = accessible(dest), from = accessible(src), count] { std::memcpy(to, from, count); });
+}
+
+}  // namespace
+
+c10::DeviceAllocator& device_allocator() { return allocator(); }
+
+}  // namespace fake

@@ -1,0 +1,50 @@
+// Memory of the devices.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <optional>
+
+namespace fake {
+
+// What freed and fresh memory is filled with.
+constexpr int kPoison = 0xDB;
+
+// The addresses of one device.  They fault when touched; the same memory can be read and written at
+// addresses that only operations on streams are given.
+class AddressSpace {
+ public:
+  AddressSpace();
+  AddressSpace(const AddressSpace&) = delete;
+  AddressSpace& operator=(const AddressSpace&) = delete;
+  AddressSpace(AddressSpace&&) = delete;
+  AddressSpace& operator=(AddressSpace&&) = delete;
+  ~AddressSpace() = delete;  // as long as the process
+
+  bool contains(const void* address) const;
+  std::byte* accessible(const void* address) const;
+  // Addresses that were not used before; throws c10::OutOfMemoryError when there are no more.
+  std::byte* take(std::size_t size);
+  std::size_t size_left() const { return kSize - taken_; }
+
+  static constexpr std::size_t kSize = std::size_t{1} << 36;
+
+ private:
+  std::byte* device_ = nullptr;
+  std::byte* accessible_ = nullptr;
+  std::size_t taken_ = 0;
+};
+
+// The address where an operation on a stream may touch what is at a device's address.
+std::byte* accessible(const void* device_address);
+std::optional<c10::Device> device_of_address(const void* address);
+
+// Ordered by streams, as CUDA's: a block belongs to the stream that was current when it was
+// allocated.  Freed, it is poisoned by an operation on that stream and handed out again to the next
+// allocation on that stream, at once, unless it was recorded on other streams: then when those have
+// passed the point of the free.
+c10::DeviceAllocator& device_allocator();
+
+}  // namespace fake

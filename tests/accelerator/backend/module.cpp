@@ -1,0 +1,128 @@
+// The Python module _fake_accelerator: registers the backend, and gives tests a hold on it.
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "copy.h"
+#include "host_allocator.h"
+#include "memory.h"
+#include "shape.h"
+#include "stream.h"
+
+namespace py = pybind11;
+
+namespace fake {
+namespace {
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDeviceCount; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const c10::DeviceIndex previous = current_device();
+    set_current_device(device);
+    return previous;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? current_device() : exchangeDevice(device);
+  }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator(); }
+  at::Device getDeviceFromPtr(void* data) const override {
+    const auto device = device_of_address(data);
+    TORCH_CHECK(device.has_value(), "fake: ", data, " is not an address of a device");
+    return *device;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t size) const override {
+    resize_storage(*storage.unsafeGetStorageImpl(), size);
+  }
+};
+
+void register_backend() {
+  c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator());
+  at::setHostAllocator(c10::DeviceType::PrivateUse1, &host_allocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+}
+
+using StreamIds = std::pair<int, c10::StreamId>;  // device, stream
+
+void set_delay(std::int64_t min_us, std::int64_t max_us, std::optional<StreamIds> stream) {
+  TORCH_CHECK_VALUE(min_us >= 0 && min_us <= max_us, "fake: a delay of ", min_us, " to ", max_us,
+                    " us");
+  const Delay delay{std::chrono::microseconds(min_us), std::chrono::microseconds(max_us)};
+  if (stream.has_value()) {
+    const auto device = static_cast<c10::DeviceIndex>(stream->first);
+    queue_of(stream_of(device, stream->second)).set_delay(delay);
+  } else {
+    set_default_delay(delay);
+  }
+}
+
+py::dict stats() {
+  const Counts counted = counts();
+  const at::HostStats pinned = host_allocator().get_stats();
+  py::dict result;
+  for (const char* kind : {"h2d", "d2h", "d2d"}) {
+    const auto found = counted.copies.find(kind);
+    result[kind] = found == counted.copies.end() ? std::vector<std::size_t>{} : found->second;
+  }
+  for (const char* name : {"cat", "foreach_copy"}) {
+    const auto found = counted.kernels.find(name);
+    result[name] = found == counted.kernels.end() ? 0 : found->second;
+  }
+  result["pinned_bytes"] = pinned.active_bytes.current;
+  result["pinned_peak"] = pinned.active_bytes.peak;
+  result["pinned_reserved"] = pinned.allocated_bytes.current;
+  return result;
+}
+
+void synchronize() {
+  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+    drain(device);
+  }
+}
+
+void reset() {
+  clear_stream_delays();
+  set_default_delay({std::chrono::microseconds(0), std::chrono::microseconds(300)});
+  synchronize();
+  fail_no_copy();
+  reset_counts();
+  host_allocator().reset_peak_stats();
+  host_allocator().reset_accumulated_stats();
+  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+    clear_pending_error(device);
+    device_allocator().resetPeakStats(device);
+    device_allocator().resetAccumulatedStats(device);
+  }
+}
+
+}  // namespace
+}  // namespace fake
+
+PYBIND11_MODULE(_fake_accelerator, module) {
+  using namespace fake;
+  using without_gil = py::call_guard<py::gil_scoped_release>;
+  register_backend();
+  module.def("device_count", [] { return static_cast<int>(kDeviceCount); });
+  module.def("current_device", [] { return static_cast<int>(current_device()); });
+  module.def("set_device",
+             [](int device) { set_current_device(static_cast<c10::DeviceIndex>(device)); });
+  module.def("is_in_bad_fork", &in_forked_child);
+  module.def("set_delay", &set_delay, py::arg("min_us"), py::arg("max_us"),
+             py::arg("stream") = py::none());
+  module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
+  module.def("stats", &stats);
+  module.def("operations_in_flight", &operations_in_flight);
+  module.def("drain", &synchronize, without_gil());
+  module.def("reset", &reset, without_gil());
+}

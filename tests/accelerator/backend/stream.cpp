@@ -1,0 +1,130 @@
+#include "stream.h"
+
+#include <c10/util/Exception.h>
+
+#include <thread>
+#include <utility>
+
+namespace fake {
+namespace {
+
+std::atomic<std::int64_t> work_in_flight{0};
+std::atomic<std::int64_t> default_min_us{0};
+std::atomic<std::int64_t> default_max_us{300};
+
+}  // namespace
+
+void Marker::complete() {
+  const std::lock_guard lock(mutex_);
+  completed_at_ = Clock::now();
+  completed_.notify_all();
+}
+
+bool Marker::is_complete() const {
+  const std::lock_guard lock(mutex_);
+  return completed_at_.has_value();
+}
+
+void Marker::wait() const {
+  std::unique_lock lock(mutex_);
+  completed_.wait(lock, [this] { return completed_at_.has_value(); });
+}
+
+Marker::Clock::time_point Marker::completed_at() const {
+  const std::lock_guard lock(mutex_);
+  return completed_at_.value();
+}
+
+StreamQueue::StreamQueue(c10::DeviceIndex device, c10::StreamId id)
+    : device_(device), random_(static_cast<std::uint32_t>(1000 * device + id)) {}
+
+void StreamQueue::enqueue(Operation operation) {
+  work_in_flight.fetch_add(1);
+  push({std::move(operation), true});
+}
+
+void StreamQueue::enqueue_undelayed(Operation operation) { push({std::move(operation), false}); }
+
+void StreamQueue::push(Entry entry) {
+  const std::lock_guard lock(mutex_);
+  entries_.push_back(std::move(entry));
+  if (!has_thread_) {
+    // Never joined: it waits on members of an object that is never destroyed.
+    std::thread([this] { run(); }).detach();
+    has_thread_ = true;
+  }
+  filled_.notify_one();
+}
+
+MarkerPtr StreamQueue::mark() {
+  auto marker = std::make_shared<Marker>();
+  enqueue_undelayed([marker] { marker->complete(); });
+  return marker;
+}
+
+void StreamQueue::wait_for(MarkerPtr marker) {
+  enqueue_undelayed([marker = std::move(marker)] { marker->wait(); });
+}
+
+bool StreamQueue::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return entries_.empty() && !running_;
+}
+
+void StreamQueue::set_delay(std::optional<Delay> delay) {
+  const std::lock_guard lock(mutex_);
+  delay_ = delay;
+}
+
+std::chrono::microseconds StreamQueue::next_delay() {
+  std::int64_t min = default_min_us.load();
+  std::int64_t max = default_max_us.load();
+  const std::lock_guard lock(mutex_);
+  if (delay_.has_value()) {
+    min = delay_->min.count();
+    max = delay_->max.count();
+  }
+  return std::chrono::microseconds(std::uniform_int_distribution<std::int64_t>(min, max)(random_));
+}
+
+void StreamQueue::run() {
+  for (;;) {
+    Entry entry;
+    {
+      std::unique_lock lock(mutex_);
+      running_ = false;
+      filled_.wait(lock, [this] { return !entries_.empty(); });
+      entry = std::move(entries_.front());
+      entries_.pop_front();
+      running_ = true;
+    }
+    run_one(entry);
+  }
+}
+
+void StreamQueue::run_one(Entry& entry) {
+  if (entry.is_work) {
+    if (const auto delay = next_delay(); delay.count() > 0) {
+      std::this_thread::sleep_for(delay);
+    }
+  }
+  try {
+    entry.operation();
+  } catch (const c10::Error& error) {
+    set_pending_error(device_, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    set_pending_error(device_, error.what());
+  }
+  if (entry.is_work) {
+    work_in_flight.fetch_sub(1);
+  }
+}
+
+void set_default_delay(Delay delay) {
+  default_min_us = delay.min.count();
+  default_max_us = delay.max.count();
+}
+
+std::int64_t operations_in_flight() { return work_in_flight.load(); }
+
+}  // namespace fake

@@ -1,0 +1,112 @@
+// Streams: threads that run what is queued on them in order, and late.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+
+namespace fake {
+
+constexpr c10::DeviceIndex kDeviceCount = 2;
+constexpr c10::StreamId kDefaultStream = 0;
+// As many as CUDA has: streams are handed out again only after that many.
+constexpr c10::StreamId kPoolSize = 32;
+
+using Operation = std::function<void()>;
+
+// A point in a stream's queue, and whether the stream has passed it.
+class Marker {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  void complete();
+  bool is_complete() const;
+  void wait() const;
+  Clock::time_point completed_at() const;
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable completed_;
+  std::optional<Clock::time_point> completed_at_;
+};
+
+using MarkerPtr = std::shared_ptr<Marker>;
+
+// How long a stream waits before an operation: a random time between the two.
+struct Delay {
+  std::chrono::microseconds min;
+  std::chrono::microseconds max;
+};
+
+class StreamQueue {
+ public:
+  StreamQueue(c10::DeviceIndex device, c10::StreamId id);
+
+  // Work: it is delayed, and what it throws is the device's pending error.
+  void enqueue(Operation operation);
+  // Bookkeeping of events and allocators: it is neither delayed nor in flight.
+  void enqueue_undelayed(Operation operation);
+
+  MarkerPtr mark();
+  void wait_for(MarkerPtr marker);  // the stream does, not the caller
+  bool is_idle() const;
+
+  void set_delay(std::optional<Delay> delay);  // nullopt: that of all streams
+
+ private:
+  struct Entry {
+    Operation operation;
+    bool is_work = false;
+  };
+
+  void push(Entry entry);
+  [[noreturn]] void run();
+  void run_one(Entry& entry);
+  std::chrono::microseconds next_delay();
+
+  const c10::DeviceIndex device_;
+  std::mt19937 random_;
+  mutable std::mutex mutex_;
+  std::condition_variable filled_;
+  std::deque<Entry> entries_;
+  std::optional<Delay> delay_;
+  bool running_ = false;
+  bool has_thread_ = false;
+};
+
+c10::Device device_of(c10::DeviceIndex index);
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id);
+// Throws for a device or stream that does not exist, and in a forked child, which has no threads.
+StreamQueue& queue_of(const c10::Stream& stream);
+c10::Stream next_pool_stream(c10::DeviceIndex device);
+void check_device(c10::DeviceIndex device);
+
+// The calling thread's.
+c10::DeviceIndex current_device();
+void set_current_device(c10::DeviceIndex device);
+c10::Stream current_stream(c10::DeviceIndex device);
+void set_current_stream(const c10::Stream& stream);
+
+void set_default_delay(Delay delay);
+void clear_stream_delays();
+std::int64_t operations_in_flight();
+void drain(c10::DeviceIndex device);  // leaves the pending error alone
+
+// Errors of operations are the device's, as with CUDA: whoever synchronizes next gets the first.
+void set_pending_error(c10::DeviceIndex device, const std::string& message);
+void throw_pending_error(c10::DeviceIndex device);
+void clear_pending_error(c10::DeviceIndex device);
+
+bool in_forked_child();
+
+}  // namespace fake

@@ -1,0 +1,190 @@
+"""``torch.fake``: an accelerator for tests, of two devices, whose every omission shows.
+
+Device memory faults when the CPU touches it. Streams are threads that run operations late. Memory
+that somebody still uses after it was freed holds other bytes. So the calls that drive real hardware
+run on any machine, and a wait that is missing ends in wrong values.
+
+``load()`` registers the backend, for the rest of the process. The other functions are the device
+module that torch asks for, and what tests control.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = Path(__file__).resolve().parent / "backend"
+BUILD = ROOT / "build" / "fake-accelerator"
+
+_backend: Any = None
+
+
+def load() -> ModuleType:
+    """Build the backend if it is missing or stale, register it, and return this module."""
+    global _backend
+    if _backend is None:
+        library = BUILD / f"_fake_accelerator{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if _is_stale(library):
+            command = [sys.executable, "setup.py", "--quiet", "build_fake_accelerator"]
+            subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": ""})
+        spec = importlib.util.spec_from_file_location("_fake_accelerator", library)
+        assert spec is not None
+        assert spec.loader is not None
+        _backend = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_backend)
+        _register()
+    return sys.modules[__name__]
+
+
+def _is_stale(library: Path) -> bool:
+    cache = BUILD / "CMakeCache.txt"
+    if not library.exists() or not cache.exists():
+        return True
+    torch_folder = Path(torch.__file__).parent
+    if f"={torch_folder / 'lib'}\n" not in cache.read_text():
+        return True
+    sources = [*SOURCES.iterdir(), ROOT / "CMakeLists.txt", torch_folder / "version.py"]
+    built = library.stat().st_mtime
+    return any(source.stat().st_mtime > built for source in sources)
+
+
+def _register() -> None:
+    torch.utils.rename_privateuse1_backend("fake")
+    torch._register_device_module("fake", sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # Operations that are queued run while there still is everything that they use.
+    atexit.register(_drain_at_exit)
+
+
+def _drain_at_exit() -> None:
+    if not _is_in_bad_fork():
+        _backend.drain()
+
+
+# ------------------------------------------------------------------------ what torch asks for
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def _lazy_init() -> None: ...
+
+
+def _is_in_bad_fork() -> bool:
+    in_fork: bool = _backend.is_in_bad_fork()
+    return in_fork
+
+
+def device_count() -> int:
+    count: int = _backend.device_count()
+    return count
+
+
+def current_device() -> int:
+    index: int = _backend.current_device()
+    return index
+
+
+def set_device(device: int | str | torch.device) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    _backend.set_device(current_device() if index is None else index)
+
+
+class device:
+    """A context in which another device is the current one."""
+
+    def __init__(self, device: int | str | torch.device) -> None:
+        self.chosen = device
+
+    def __enter__(self) -> None:
+        self.previous = current_device()
+        set_device(self.chosen)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self.previous)
+
+
+def current_stream(device: int | str | torch.device | None = None) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def synchronize(device: int | str | torch.device | None = None) -> None:
+    torch.accelerator.synchronize(device)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16]
+
+
+def manual_seed_all(seed: int) -> None:
+    """Do nothing: random numbers come from the CPU's generator."""
+
+
+def get_rng_state(device: int | str | torch.device = "fake") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: int | str | torch.device = "fake") -> None:
+    torch.set_rng_state(new_state)
+
+
+# -------------------------------------------------------------------------- what tests control
+
+
+def set_delay(min_us: int, max_us: int, stream: torch.Stream | None = None) -> None:
+    """Let streams wait a random time of ``min_us`` to ``max_us`` before each operation.
+
+    With ``stream`` that one alone, from then on whatever the others do. The default is 0 to 300.
+    """
+    ids = None if stream is None else (stream.device_index, stream.stream_id)
+    _backend.set_delay(min_us, max_us, ids)
+
+
+def fail_copy(after: int, *, asynchronous: bool = False) -> None:
+    """Let ``after`` copies succeed and the next one fail, once.
+
+    It raises where it is queued or, with ``asynchronous``, leaves its destination as it is and
+    raises where something of its device is synchronized next.
+    """
+    _backend.fail_copy(after, asynchronous)
+
+
+def stats() -> dict[str, Any]:
+    """Return what has happened since the last ``reset``.
+
+    Returns
+    -------
+    dict
+        ``h2d``, ``d2h``, ``d2d``: lists of the sizes in bytes of copies, in order; ``cat``,
+        ``foreach_copy``: numbers of kernels; ``pinned_bytes``, ``pinned_peak``,
+        ``pinned_reserved``: bytes of pinned memory in use, at most in use, and in use or cached.
+        ``torch.accelerator.memory_stats`` has those of device memory.
+    """
+    result: dict[str, Any] = _backend.stats()
+    return result
+
+
+def operations_in_flight() -> int:
+    """Return how many copies and kernels are queued or running."""
+    count: int = _backend.operations_in_flight()
+    return count
+
+
+def reset() -> None:
+    """Wait for all operations; forget delays, planned failures, errors, counts and peaks."""
+    _backend.reset()
