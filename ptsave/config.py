@@ -47,9 +47,10 @@ def current() -> Config:
     """Return the configuration that the environment asks for.
 
     ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
-    most 16); ``PTSAVE_MAX_PINNED_BYTES`` the page-locked memory of one save or load (default:
-    64 MiB, at least 4 MiB are taken); ``PTSAVE_DIRECT_IO=0`` turns direct I/O off; ``PTSAVE_VERIFY=0`` turns verification
-    off, for storages that are edited in place by code that calls ``torch.load``.
+    most 16); ``PTSAVE_MAX_PINNED_BYTES`` the page-locked memory that one save or load of what is on
+    accelerators may take (default: 64 MiB; one buffer of 4 MiB is taken in any case);
+    ``PTSAVE_DIRECT_IO=0`` turns direct I/O off; ``PTSAVE_VERIFY=0`` turns verification off, for
+    storages that are edited in place by code that calls ``torch.load``.
 
     Examples
     --------

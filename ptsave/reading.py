@@ -7,7 +7,7 @@ import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -220,7 +220,7 @@ class RecordReader:
 
     # ------------------------------------------------------------------------- filling of storages
 
-    def verifies_storages(self) -> bool:
+    def verifies_storages(self, stacklevel: int = 7) -> bool:
         """Whether storages are compared with checksums; warns if they should be and have none."""
         if not self.verify or self.engine.storages_have_crcs:
             return self.verify
@@ -228,7 +228,7 @@ class RecordReader:
             f"{self.path} was written without checksums of its storages "
             "(set_crc32_options(False) or skip_data()): they are loaded unverified",
             CheckpointWarning,
-            stacklevel=7,
+            stacklevel=stacklevel,
         )
         return False
 
@@ -247,6 +247,31 @@ class RecordReader:
             raise_corrupt(error, self.path)
         finally:
             self.engine.cancel()
+
+    def reserve_storages(self) -> None:
+        """Give storages their places without reading them; `fill` does that."""
+        try:
+            self.engine.reserve()
+        except _C.FormatError as error:
+            raise_corrupt(error, self.path)
+        self.wait_for_bytes = False
+
+    def fill(
+        self, records: Iterable[int], *, verify: bool, progress: ProgressCallback | None
+    ) -> None:
+        """Make the copies that were planned, and read these records into their storages."""
+        try:
+            damaged = self.engine.fill(
+                list(records),
+                n_threads=config.current().n_readers,
+                verify=verify,
+                max_pinned_nbytes=config.current().max_pinned_nbytes,
+                progress=progress,
+            )
+        except _C.FormatError as error:
+            raise_corrupt(error, self.path)
+        if damaged:
+            raise self.damage(damaged)
 
     def wait_for_storages(self) -> None:
         """Wait until every storage is filled, and refuse the archive if any is damaged."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, _weights_only_unpickler
 
-from ptsave import _C, config
+from ptsave import _C
 from ptsave.checking import check_small_records, check_version
 from ptsave.copying import Copier, CopyLater, tensors_in
 from ptsave.entries import entries_in, entries_using, storage_id
 from ptsave.errors import CheckpointWarning
 from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.reading import RecordReader, describe, raise_corrupt
+from ptsave.reading import RecordReader, describe
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
 from ptsave.unpickling import can_defer_reading, unpickle_unread
 
@@ -211,18 +211,8 @@ class FileCopier:
             if callback is not None:
                 callback(self._nbytes_done)
 
-        try:
-            damaged = self._reader.engine.fill(
-                list(records),
-                n_threads=config.current().n_readers,
-                verify=self._verify,
-                max_pinned_nbytes=config.current().max_pinned_nbytes,
-                progress=move_on if callback is not None else None,
-            )
-        except _C.FormatError as error:
-            raise_corrupt(error, self._reader.path)
-        if damaged:
-            raise self._reader.damage(damaged)
+        progress = move_on if callback is not None else None
+        self._reader.fill(records, verify=self._verify, progress=progress)
 
 
 def _tell_what_changed(

@@ -26,8 +26,9 @@ from torch import _weights_only_unpickler
 
 from ptsave import _C
 from ptsave.errors import MalformedPickleError
+from ptsave.placing import Placement, may_reach_accelerator
 from ptsave.plain_tensors import modes_are_active
-from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.reading import RecordReader
 
 __all__ = ["can_defer_reading", "unpickle", "unpickle_unread"]
 
@@ -35,6 +36,7 @@ __all__ = ["can_defer_reading", "unpickle", "unpickle_unread"]
 # pickle is looked through in no time.
 _MIN_BYTES_PER_PICKLE_BYTE = 8
 _SMALL_PICKLE_NBYTES = 1 << 20
+_CPU = torch.device("cpu")
 # Pickles name dtypes by these.
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -72,12 +74,16 @@ def unpickle(
 
     if overall_storage is not None or not _fills_storages(map_location):
         return load(_faster(pickle_module, reader, storages_are_plain=False))
+    if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
+        return _unpickle_to_places(reader, map_location, pickle_module)
     for exact_offsets in (False, True):
         try:
             with reader.reading_storages(exact_offsets=exact_offsets):
-                are_plain = _storages_are_plain(reader, map_location)
+                are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
+                if are_plain:
+                    reader.engine.place("cpu", _CPU)
                 module = _faster(pickle_module, reader, storages_are_plain=are_plain)
-                if _gains_by_overlap(reader) and _may_overlap(reader, map_location, pickle_module):
+                if are_plain and _gains_by_overlap(reader) and _may_defer(reader, pickle_module):
                     result = load(_overlapping(reader, module))
                     reader.wait_for_storages()
                 else:
@@ -95,7 +101,7 @@ def unpickle(
 
 def can_defer_reading(reader: RecordReader, pickle_module: Any) -> bool:
     """Whether the object can be made in CPU memory before any storage's bytes are read."""
-    return _fills_storages("cpu") and _may_overlap(reader, "cpu", pickle_module)
+    return _fills_storages("cpu") and _may_defer(reader, pickle_module)
 
 
 def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str]) -> Any:
@@ -119,15 +125,24 @@ def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str
     def stay(storage: Any, location: str) -> Any:
         if location != "cpu":
             locations.add(location)
+        reader.engine.place(location, _CPU)
         return storage
 
-    try:
-        reader.engine.reserve()
-    except _C.FormatError as error:
-        raise_corrupt(error, reader.path)
-    reader.wait_for_bytes = False
+    reader.reserve_storages()
+    reader.engine.place("cpu", _CPU)
     module = _faster(pickle_module, reader, storages_are_plain=True)
     return _load(reader, stay, module, None, {"encoding": "utf-8"})
+
+
+def _unpickle_to_places(reader: RecordReader, map_location: Any, pickle_module: Any) -> Any:
+    """Make the object with storages on their devices, and then read their bytes into them."""
+    reader.reserve_storages()
+    module = _faster(pickle_module, reader, storages_are_plain=True)
+    placement = Placement(reader, map_location, verify=reader.verifies_storages(stacklevel=6))
+    result = _load(reader, placement, module, None, {"encoding": "utf-8"})
+    placement.finish()
+    reader.release_storages()
+    return result
 
 
 def _load(
@@ -156,10 +171,13 @@ def _fills_storages(map_location: Any) -> bool:
     )
 
 
-def _storages_are_plain(reader: RecordReader, map_location: Any) -> bool:
-    """Whether a storage that was saved on the CPU is its record's bytes and nothing more."""
-    if map_location is not None and not _is_cpu(map_location):
-        return False
+def _stay_on_cpu(map_location: Any) -> bool:
+    """Whether what was saved on the CPU certainly stays there."""
+    return map_location is None or _is_cpu(map_location)
+
+
+def _storages_are_plain(reader: RecordReader) -> bool:
+    """Whether a storage is its record's bytes and nothing more."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
     return _is_native_byte_order(reader) and _restores_cpu_blindly() and not modes_are_active()
@@ -174,11 +192,11 @@ def _gains_by_overlap(reader: RecordReader) -> bool:
     )
 
 
-def _may_overlap(reader: RecordReader, map_location: Any, pickle_module: Any) -> bool:
+def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
     """Whether unpickling may start before the bytes have arrived."""
     if pickle_module not in (pickle, _weights_only_unpickler):
         return False
-    if not _storages_are_plain(reader, map_location):
+    if not _storages_are_plain(reader):
         return False
     return _C.rebuilds_blindly(reader.get_record("data.pkl"), _DTYPES)
 

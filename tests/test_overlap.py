@@ -572,7 +572,8 @@ class _CallableCpu:
 def test_map_location(map_location: Any, may: bool) -> None:
     records = _Records({"data.pkl": _pickle_of(_TENSOR), "byteorder": b"little"})
     reader: Any = records
-    assert unpickling._may_overlap(reader, map_location, pickle) is may
+    stays = unpickling._stay_on_cpu(map_location)
+    assert (stays and unpickling._may_defer(reader, pickle)) is may
 
 
 @pytest.mark.parametrize("module", [pickle, _weights_only_unpickler])

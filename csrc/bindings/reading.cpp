@@ -2,6 +2,8 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -43,6 +45,17 @@ const at::Tensor& unpack(const py::handle& tensor) {
   if (!THPVariable_Check(tensor.ptr())) throw py::type_error("expected a tensor");
   return THPVariable_Unpack(tensor.ptr());
 }
+
+c10::Device unpack_device(const py::handle& device) {
+  if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
+  return reinterpret_cast<THPDevice*>(device.ptr())->device;
+}
+
+// Where what was saved at a location goes.
+struct Place {
+  std::string location;
+  c10::Device device;
+};
 
 class Reader final : public StorageSource {
  public:
@@ -123,19 +136,28 @@ class Reader final : public StorageSource {
              bool verify, bool exact_offsets) {
     const std::vector<std::size_t>& wanted = records ? *records : data_records_;
     for (const std::size_t i : wanted) check(i);
-    storages_.clear();
-    empty_storages_.clear();
+    forget_storages();
     without_gil([&] { reader_->start(wanted, n_threads, verify, exact_offsets); });
     is_reading_ = true;
   }
   // Places all storages without reading them; copies from them can be planned then.
   void reserve() {
     restore_.reset();
-    storages_.clear();
-    empty_storages_.clear();
+    forget_storages();
     reader_->reserve(data_records_);
     is_reading_ = false;
     restore_.emplace(*reader_, [this](std::size_t i) { return shared_storage(i); });
+  }
+  // What was saved at `location` goes to the CPU, or, after reserve(), to an accelerator.  Only for
+  // such locations storages are handed to the unpickler.
+  void place(const std::string& location, c10::Device device) {
+    std::erase_if(places_, [&](const Place& place) { return place.location == location; });
+    places_.push_back({location, device});
+  }
+  // The storage on a device that gets the bytes of record i, which is not empty.
+  py::object placed_storage(std::size_t i, c10::Device device) {
+    check(i);
+    return py::reinterpret_steal<py::object>(THPStorage_Wrap(placed(i, device)));
   }
   void plan_copy(const at::Tensor& target, const at::Tensor& source) {
     restore().add(target, source, record_of(source));
@@ -143,6 +165,10 @@ class Reader final : public StorageSource {
   std::vector<DamagedRecord> fill(const std::vector<std::size_t>& records, std::size_t n_threads,
                                   bool verify, std::size_t max_pinned_nbytes,
                                   const py::object& callback) {
+    for (; n_planned_ < placed_records_.size(); ++n_planned_) {
+      const std::size_t i = placed_records_[n_planned_];
+      restore().add(placed_[i], i);
+    }
     const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
     return without_gil(
         [&] { return restore().run(records, {n_threads, verify, max_pinned_nbytes}, poll); });
@@ -188,14 +214,17 @@ class Reader final : public StorageSource {
     check(i);
     return wrap_storage(shared_storage(i));
   }
-  const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes) override {
+  const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes,
+                                 std::string_view location) override {
+    const auto place = std::ranges::find(places_, location, &Place::location);
+    if (place == places_.end()) return nullptr;
     const std::size_t i = find_data_record(key);
     if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return nullptr;
-    return &shared_storage(i);
+    return place->device.is_cpu() ? &shared_storage(i) : &placed(i, place->device);
   }
   // The load is over: storages given out become resizable, as any other.
   void release_storages() {
-    for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_}) {
+    for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_, &placed_}) {
       for (c10::Storage& storage : *storages) {
         // Let go at once, while it is in the cache.
         if (const c10::Storage last = std::move(storage)) {
@@ -204,6 +233,8 @@ class Reader final : public StorageSource {
       }
       storages->clear();
     }
+    placed_records_.clear();
+    n_planned_ = 0;
   }
   py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
     if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
@@ -248,6 +279,25 @@ class Reader final : public StorageSource {
     return storages_[i] = std::move(storage);
   }
 
+  // Not resizable until it is released: a shape larger than the storage is an error then.
+  const c10::Storage& placed(std::size_t i, c10::Device device) {
+    placed_.resize(index().records().size());
+    if (!placed_[i]) {
+      placed_[i] = empty_storage(index().records()[i].nbytes, device);
+      placed_records_.push_back(i);
+    }
+    return placed_[i];
+  }
+
+  void forget_storages() {
+    for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_, &placed_}) {
+      storages->clear();
+    }
+    placed_records_.clear();
+    n_planned_ = 0;
+    places_.clear();
+  }
+
   const ArchiveIndex& index() const { return reader_->index(); }
 
   Restore& restore() {
@@ -261,6 +311,10 @@ class Reader final : public StorageSource {
   std::vector<std::size_t> other_records_;
   std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
   std::vector<c10::Storage> empty_storages_;
+  std::vector<Place> places_;
+  std::vector<c10::Storage> placed_;         // by record: on accelerators
+  std::vector<std::size_t> placed_records_;  // in the order in which they were
+  std::size_t n_planned_ = 0;                // of these, whose bytes are to be copied there
   std::size_t last_found_ = ArchiveIndex::kNotFound;
   bool is_reading_ = false;
   std::optional<Restore> restore_;
@@ -305,6 +359,18 @@ void bind_reading(py::module_& module) {
       .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
            py::arg("verify"), py::arg("exact_offsets"))
       .def("reserve", &Reader::reserve)
+      .def(
+          "place",
+          [](Reader& self, const std::string& location, const py::handle& device) {
+            self.place(location, unpack_device(device));
+          },
+          py::arg("location"), py::arg("device"))
+      .def(
+          "placed_storage",
+          [](Reader& self, std::size_t i, const py::handle& device) {
+            return self.placed_storage(i, unpack_device(device));
+          },
+          py::arg("record"), py::arg("device"))
       .def(
           "plan_copy",
           [](Reader& self, const py::handle& target, const py::handle& source) {

@@ -1,6 +1,7 @@
 // ptsave._C.WritePlan.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
 
 #include <algorithm>
 #include <bit>
@@ -21,6 +22,7 @@
 #include "core/staged_chunks.h"
 #include "core/writer.h"
 #include "device/accelerator_stager.h"
+#include "device/side_streams.h"
 #include "storage/storage.h"
 
 namespace py = pybind11;
@@ -251,6 +253,13 @@ class WritePlan {
 }  // namespace
 
 void bind_writing(py::module_& module) {
+  module.def(
+      "can_stage",
+      [](const py::handle& device) {
+        if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
+        return SideStreams::are_supported(reinterpret_cast<THPDevice*>(device.ptr())->device);
+      },
+      py::arg("device"));
   py::class_<PlanOptions>(module, "WriteOptions")
       .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes,
                        std::size_t max_pinned_nbytes) {

@@ -53,27 +53,27 @@ StorageReferences::StorageReferences(StorageSource* source, const TorchMachine& 
 std::optional<std::size_t> StorageReferences::find(std::span<PyObject* const> id) {
   if (source_ == nullptr || id.size() != kIdSize) return std::nullopt;
   const std::optional<std::string_view> key = text_of(id[2]);
-  return key ? find(id[0], id[1], *key, id[3], count_of(id[4])) : std::nullopt;
+  const std::optional<std::string_view> location = text_of(id[3]);
+  if (!key || !location) return std::nullopt;
+  return find(id[0], id[1], *key, *location, count_of(id[4]));
 }
 
 std::optional<std::size_t> StorageReferences::find(PyObject* word, PyObject* storage_type,
-                                                   std::string_view key, PyObject* location,
+                                                   std::string_view key, std::string_view location,
                                                    std::optional<std::int64_t> numel) {
-  if (source_ == nullptr || !says(word, "storage", storage_word_) ||
-      !says(location, "cpu", cpu_word_)) {
-    return std::nullopt;
-  }
+  if (source_ == nullptr || !says_storage(word)) return std::nullopt;
   const StorageType* const type = known_type(storage_type);
   if (type == nullptr) return std::nullopt;
   std::uint32_t& state = state_of(key);
   if (state >= kFirst) return state - kFirst;
   if (state == kLeftToTorch || !numel) return std::nullopt;
-  return add(state, *type, key, *numel);
+  return add(state, *type, key, location, *numel);
 }
 
 // A storage that is referred to for the first time.
 std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const StorageType& type,
-                                                  std::string_view key, std::int64_t numel) {
+                                                  std::string_view key, std::string_view location,
+                                                  std::int64_t numel) {
   // An empty storage is another one at each reference: torch does not count it as loaded.
   if (numel <= 0) return std::nullopt;
   std::uint64_t nbytes = 0;
@@ -81,14 +81,25 @@ std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const St
                              &nbytes)) {
     return std::nullopt;
   }
-  const c10::Storage* const storage = source_->storage_of(key, nbytes);
+  const c10::Storage* const storage = source_->storage_of(key, nbytes, location);
   if (storage == nullptr || storages_.size() > std::numeric_limits<std::uint32_t>::max() - kFirst) {
     return std::nullopt;
   }
   state = kFirst + static_cast<std::uint32_t>(storages_.size());
-  storages_.push_back(
-      {.storage = storage, .type = &type, .key = std::string(key), .typed = Object()});
+  storages_.push_back({.storage = storage,
+                       .type = &type,
+                       .key = std::string(key),
+                       .location = &kept_location(location),
+                       .typed = Object()});
   return storages_.size() - 1;
+}
+
+// There are few, and mostly it is the last one again.
+const std::string& StorageReferences::kept_location(std::string_view location) {
+  for (auto known = locations_.rbegin(); known != locations_.rend(); ++known) {
+    if (*known == location) return *known;
+  }
+  return locations_.emplace_back(location);
 }
 
 Object StorageReferences::as_object(std::size_t index) {
@@ -98,9 +109,11 @@ Object StorageReferences::as_object(std::size_t index) {
         storage.key.data(), static_cast<Py_ssize_t>(storage.key.size())));
     const Object numel = Object::checked(
         PyLong_FromSize_t(storage.storage->nbytes() / c10::elementSize(storage.type->dtype)));
+    const Object location = Object::checked(PyUnicode_FromStringAndSize(
+        storage.location->data(), static_cast<Py_ssize_t>(storage.location->size())));
     const Object id =
         Object::checked(PyTuple_Pack(kIdSize, storage_word_.get(), storage.type->object.get(),
-                                     key.get(), cpu_word_.get(), numel.get()));
+                                     key.get(), location.get(), numel.get()));
     storage.typed = torch_.load_persistent(id.get());
   }
   return storage.typed;
@@ -159,10 +172,10 @@ bool StorageReferences::is_storage_type(PyObject* object) const {
          Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(storage_type_.get());
 }
 
-bool StorageReferences::says(PyObject* object, const char* text, Object& known) {
-  if (object == known.get()) return true;
-  if (text_of(object) != text) return false;
-  known = Object::borrow(object);
+bool StorageReferences::says_storage(PyObject* object) {
+  if (object == storage_word_.get()) return true;
+  if (text_of(object) != "storage") return false;
+  storage_word_ = Object::borrow(object);
   return true;
 }
 

@@ -25,12 +25,13 @@ struct StorageType {
   c10::ScalarType dtype;
 };
 
-// A storage on the CPU that nothing in Python knows yet.
+// A storage that nothing in Python knows yet.
 struct PlainStorage {
   const c10::Storage* storage;  // the source's
   const StorageType* type;      // of the first reference
   std::string key;
-  Object typed;  // what torch's persistent_load has returned, if it was necessary
+  const std::string* location;  // as well
+  Object typed;                 // what torch's persistent_load has returned, if it was necessary
 };
 
 // torch keeps one storage for each key: the first reference decides about its type.  So for each
@@ -41,11 +42,12 @@ class StorageReferences {
   StorageReferences(StorageSource* source, const TorchMachine& torch);
 
   // The number of the storage that an id means, if it is an ordinary one: ("storage", a storage
-  // type, key, "cpu", numel).  Nothing if torch's persistent_load must decide.
+  // type, key, a location that the source knows, numel).  Nothing if torch's persistent_load must
+  // decide.
   std::optional<std::size_t> find(std::span<PyObject* const> id);
   // The same for the parts of an id that is no object.  Only the first reference's `numel` matters.
   std::optional<std::size_t> find(PyObject* word, PyObject* storage_type, std::string_view key,
-                                  PyObject* location, std::optional<std::int64_t> numel);
+                                  std::string_view location, std::optional<std::int64_t> numel);
 
   const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
 
@@ -69,17 +71,19 @@ class StorageReferences {
   // Nothing if it is no storage type.
   const StorageType* known_type(PyObject* object);
   std::optional<std::size_t> add(std::uint32_t& state, const StorageType& type,
-                                 std::string_view key, std::int64_t numel);
+                                 std::string_view key, std::string_view location,
+                                 std::int64_t numel);
+  const std::string& kept_location(std::string_view location);
   bool is_storage_type(PyObject* object) const;
-  bool says(PyObject* object, const char* text, Object& known);
+  bool says_storage(PyObject* object);
 
   StorageSource* source_;
   const TorchMachine& torch_;
   Object storage_type_;     // torch.serialization.StorageType
   Object untyped_storage_;  // torch.UntypedStorage
   std::deque<StorageType> types_;
-  Object storage_word_;  // the last object that said "storage", and so on: mostly it comes again
-  Object cpu_word_;
+  Object storage_word_;  // the last object that said "storage": mostly it comes again
+  std::deque<std::string> locations_;
   std::deque<PlainStorage> storages_;
   std::vector<std::uint32_t> states_;  // of keys "0", "1", ... as torch numbers storages
   std::unordered_map<std::string, std::uint32_t> other_states_;

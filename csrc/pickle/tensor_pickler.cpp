@@ -23,19 +23,26 @@ namespace {
 constexpr c10::DispatchKeySet kOrdinaryKeys({
     c10::DispatchKey::CPU,
     c10::DispatchKey::CUDA,
+    c10::DispatchKey::XPU,
+    c10::DispatchKey::PrivateUse1,
     c10::DispatchKey::Meta,
     c10::DispatchKey::ADInplaceOrView,
     c10::DispatchKey::AutogradCPU,
     c10::DispatchKey::AutogradCUDA,
+    c10::DispatchKey::AutogradXPU,
+    c10::DispatchKey::AutogradPrivateUse1,
     c10::DispatchKey::AutogradMeta,
     c10::DispatchKey::AutocastCPU,
     c10::DispatchKey::AutocastCUDA,
+    c10::DispatchKey::AutocastXPU,
+    c10::DispatchKey::AutocastPrivateUse1,
     c10::DispatchKey::Conjugate,
     c10::DispatchKey::Negative,
 });
 
 bool is_plain_device(c10::Device device) {
-  return device.is_cpu() || device.is_cuda() || device.is_meta();
+  return device.is_cpu() || device.is_cuda() || device.is_xpu() || device.is_privateuseone() ||
+         device.is_meta();
 }
 
 bool has_hooks(PyObject* tensor) {
@@ -148,7 +155,8 @@ void TensorPickler::reduced_tensor(PyObject* object, const at::Tensor& tensor, b
   out_.boolean(requires_grad);
   hooks();
   if (!stored.storage_class) stream_.reduced_to_name(stored.dtype);
-  if (tensor.is_conj() || tensor.is_neg()) metadata(object);
+  const bool may_have_metadata = tensor.is_conj() || tensor.is_neg() || tensor.is_privateuseone();
+  if (may_have_metadata) metadata(object);
   out_.opcode(opcode::kTuple);
   stream_.put_unreachable();
   out_.opcode(opcode::kReduce);
@@ -183,10 +191,11 @@ void TensorPickler::hooks() {
 // The dict and its keys are made anew for each tensor.
 void TensorPickler::metadata(PyObject* object) {
   const Object dict = environment_.tensor_metadata(object);
+  const Py_ssize_t size = PyDict_Size(dict.get());
+  if (size == 0) return;
+  if (size < 0 || size > 2) throw HandOver{};
   out_.opcode(opcode::kEmptyDict);
   stream_.put_unreachable();
-  const Py_ssize_t size = PyDict_Size(dict.get());
-  if (size < 1 || size > 2) throw HandOver{};
   if (size > 1) out_.opcode(opcode::kMark);
   Py_ssize_t position = 0;
   PyObject* key = nullptr;

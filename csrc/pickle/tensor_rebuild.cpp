@@ -2,6 +2,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Dtype.h>
@@ -104,7 +105,16 @@ bool nothing_intervenes() {
          at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
+// Backends have kinds of tensors of their own.
+at::Tensor make_tensor_on_device(const PlainTensor& plain) {
+  const auto options = at::TensorOptions(plain.dtype).device(plain.storage.device());
+  at::Tensor tensor = at::empty({0}, options);
+  return tensor.set_(plain.storage, plain.geometry.offset, plain.geometry.sizes,
+                     plain.geometry.strides);
+}
+
 at::Tensor make_tensor(const PlainTensor& plain) {
+  if (!plain.storage.device().is_cpu()) return make_tensor_on_device(plain);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(plain.storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
       c10::scalarTypeToTypeMeta(plain.dtype));

@@ -67,14 +67,19 @@ class Recognizer {
 
   // A storage's number, without leading zeros.
   bool key(std::string_view& text) {
-    constexpr std::uint64_t kMaxDigits = 9;
-    std::uint64_t nbytes = 0;
-    if (!opcode(opcode::kBinUnicode) || !number<std::uint32_t>(nbytes)) return false;
-    if (nbytes == 0 || nbytes > kMaxDigits) return false;
-    text = cursor_.take(nbytes);
-    if (text.size() != nbytes || (text.front() == '0' && nbytes > 1)) return false;
+    if (!short_text(text) || (text.front() == '0' && text.size() > 1)) return false;
     for (const char c : text) {
       if (c < '0' || c > '9') return false;
+    }
+    return not_kept();
+  }
+
+  // One str that all have, as "cpu", or one for each, as "cuda:0".
+  bool location(std::string_view& text) {
+    if (cursor_.at_end() || cursor_.peek() != opcode::kBinUnicode) return memoized_text(text);
+    if (!short_text(text)) return false;
+    for (const char c : text) {
+      if (c < ' ' || c > '~') return false;
     }
     return not_kept();
   }
@@ -85,6 +90,28 @@ class Recognizer {
   }
 
  private:
+  bool short_text(std::string_view& text) {
+    constexpr std::uint64_t kMaxNbytes = 9;
+    std::uint64_t nbytes = 0;
+    if (!opcode(opcode::kBinUnicode) || !number<std::uint32_t>(nbytes)) return false;
+    if (nbytes == 0 || nbytes > kMaxNbytes) return false;
+    text = cursor_.take(nbytes);
+    return text.size() == nbytes;
+  }
+
+  bool memoized_text(std::string_view& text) {
+    PyObject* object = nullptr;
+    if (!memoized(object) || !PyUnicode_CheckExact(object)) return false;
+    Py_ssize_t nbytes = 0;
+    const char* const data = PyUnicode_AsUTF8AndSize(object, &nbytes);
+    if (data == nullptr) {  // lone surrogates
+      PyErr_Clear();
+      return false;
+    }
+    text = {data, static_cast<std::size_t>(nbytes)};
+    return true;
+  }
+
   template <class Unsigned>
   bool number(std::uint64_t& value) {
     const std::string_view bytes = cursor_.take(sizeof(Unsigned));
@@ -100,7 +127,7 @@ class Recognizer {
 bool take_persistent_id(Recognizer& next, TensorSteps& steps) {
   return next.opcode(opcode::kMark) && next.memoized(steps.word) &&
          next.memoized(steps.storage_type) && next.key(steps.key) &&
-         next.memoized(steps.location) && next.count(steps.numel) && next.opcode(opcode::kTuple) &&
+         next.location(steps.location) && next.count(steps.numel) && next.opcode(opcode::kTuple) &&
          next.not_kept() && next.opcode(opcode::kBinPersId);
 }
 

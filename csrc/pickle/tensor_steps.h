@@ -20,8 +20,8 @@ struct TensorSteps {
   // Of the persistent id ("storage", type, key, location, numel).
   PyObject* word = nullptr;
   PyObject* storage_type = nullptr;
-  std::string_view key;  // a number as torch writes it
-  PyObject* location = nullptr;
+  std::string_view key;       // a number as torch writes it
+  std::string_view location;  // borrowed as well
   std::int64_t numel = 0;
   // The other arguments of _rebuild_tensor_v2.
   Geometry geometry;

@@ -140,6 +140,16 @@ TensorCopy::TensorCopy(at::Tensor to, const at::Tensor& from, std::optional<std:
       conj(from.is_conj()),
       neg(from.is_neg()) {}
 
+TensorCopy::TensorCopy(at::Tensor to, std::size_t of_record)
+    : target(std::move(to)),
+      record(of_record),
+      dtype(c10::kByte),
+      offset(0),
+      sizes(target.sizes()),
+      strides(target.strides()),
+      conj(false),
+      neg(false) {}
+
 at::Tensor TensorCopy::source_in(const c10::Storage& storage) const {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),

@@ -21,6 +21,9 @@ namespace ptsave {
 struct TensorCopy {
   TensorCopy(at::Tensor to, const at::Tensor& from, std::optional<std::size_t> of_record);
 
+  // From all bytes of a record.
+  TensorCopy(at::Tensor to, std::size_t of_record);
+
   // The source, as a view of its record's storage.
   at::Tensor source_in(const c10::Storage& storage) const;
 

@@ -26,6 +26,10 @@ void Restore::add(at::Tensor target, const at::Tensor& source, std::optional<std
   copies_.emplace_back(std::move(target), source, record);
 }
 
+void Restore::add(const c10::Storage& target, std::size_t record) {
+  copies_.emplace_back(bytes_of(target, 0, target.nbytes()), record);
+}
+
 std::vector<DamagedRecord> Restore::run(std::span<const std::size_t> records,
                                         const Options& options, const Poll& poll) {
   std::vector<bool> is_whole = is_filled_;
@@ -76,8 +80,10 @@ std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
 std::vector<DamagedRecord> Restore::fill(std::vector<Destination> destinations,
                                          const Options& options, const Poll& poll) {
   if (destinations.empty()) return {};
+  // One that a worker fills, and one from which copies are under way.
+  const std::size_t useful_leases = 2 * std::max<std::size_t>(options.n_threads, 1);
   const std::size_t max_leases =
-      std::max<std::size_t>(options.max_pinned_nbytes / kMaxChunkNbytes, 1);
+      std::clamp<std::size_t>(options.max_pinned_nbytes / kMaxChunkNbytes, 1, useful_leases);
   const std::unique_ptr<Unstager> unstager = unstager_for(destinations, max_leases);
   if (unstager == nullptr) {
     return reader_.fill(destinations, options.n_threads, options.verify, poll);

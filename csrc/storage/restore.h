@@ -34,6 +34,8 @@ class Restore {
 
   // Plans target.copy_(source).  `record` is the source's, if its storage is a reserved one.
   void add(at::Tensor target, const at::Tensor& source, std::optional<std::size_t> record);
+  // The same for all bytes of a record, into a storage of as many.
+  void add(const c10::Storage& target, std::size_t record);
   // Makes the planned copies, and fills the storages of `records`, which stay filled.  Stops when
   // records turn out to be damaged, and returns them.  IoError; at::Error from a copy.
   std::vector<DamagedRecord> run(std::span<const std::size_t> records, const Options& options,

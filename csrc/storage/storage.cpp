@@ -1,5 +1,6 @@
 #include "storage/storage.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -26,6 +27,13 @@ c10::Storage wrap(std::uint64_t nbytes, c10::DataPtr data) {
 
 bool must_copy(const LoadedPayload& payload) {
   return reinterpret_cast<std::uintptr_t>(payload.data) % kTorchAlignment != 0;
+}
+
+c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device) {
+  const auto options = at::TensorOptions(at::kByte).device(device);
+  c10::Storage storage = at::empty({static_cast<std::int64_t>(nbytes)}, options).storage();
+  storage.unsafeGetStorageImpl()->set_resizable(false);
+  return storage;
 }
 
 bool StorageList::on_cpu() const {

@@ -20,6 +20,10 @@ c10::Storage make_storage(LoadedPayload payload);
 // A CPU storage of exactly these bytes, wherever they are; without data it is a hole.
 c10::Storage storage_over(LoadedPayload payload);
 
+// A storage of a device that can be filled, not resizable until set_resizable(true) is called on
+// it.
+c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device);
+
 // Whether make_storage() looks at the payload's bytes.
 bool must_copy(const LoadedPayload& payload);
 

@@ -1,0 +1,141 @@
+"""Loading to accelerators: the same objects as torch's, straight into their final memory."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ptsave
+
+
+def saved(obj: object, path: Path) -> Path:
+    torch.save(obj, path)
+    return path
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (
+            a.device == b.device
+            and a.dtype == b.dtype
+            and a.requires_grad == b.requires_grad
+            and a.stride() == b.stride()
+            and torch.equal(a.detach().cpu(), b.detach().cpu())
+        )
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def make_object(devices: list[str]) -> dict[str, Any]:
+    base = torch.randn(70, 50).to(devices[-1])
+    return {
+        "host": torch.randn(1000),
+        "large": [torch.randn(1_500_000).to(d) for d in devices],
+        "small": [torch.full((i % 90,), i).to(devices[i % len(devices)]) for i in range(2000)],
+        "parameter": torch.nn.Parameter(torch.randn(30, 40).to(devices[0])),
+        "transposed": base.t(),
+        "shared": [base, base[3:5], base],
+        "bfloat16": torch.randn(100).bfloat16().to(devices[0]),
+        "number": 3,
+    }
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("where", ["saved", "first", "last", "cpu", "swap", "index", "device"])
+def test_same_objects(devices: list[str], tmp_path: Path, where: str, weights_only: bool) -> None:
+    path = saved(make_object(devices), tmp_path / "object.pt")
+    locations: dict[str, Any] = {
+        "saved": None,
+        "first": devices[0],
+        "last": devices[-1],
+        "cpu": "cpu",
+        "swap": {"cpu": devices[0], devices[0]: devices[-1], devices[-1]: "cpu"},
+        "index": devices[0].partition(":")[0],
+        "device": torch.device(devices[-1]),
+    }
+    for f in (path, io.BytesIO(path.read_bytes())):
+        ours = ptsave.load(f, locations[where], weights_only=weights_only)
+        stock = torch.load(path, locations[where], weights_only=weights_only)
+        assert equal(ours, stock)
+
+
+def test_shared_storages_stay_shared(devices: list[str], tmp_path: Path) -> None:
+    path = saved(make_object(devices), tmp_path / "object.pt")
+    shared = ptsave.load(path)["shared"]
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    assert len(pointers) == 1
+
+
+def test_storages_are_ordinary(devices: list[str], tmp_path: Path) -> None:
+    path = saved(torch.randn(100).to(devices[0]), tmp_path / "tensor.pt")
+    storage = ptsave.load(path).untyped_storage()
+    assert storage.resizable()
+    storage.resize_(0)
+    storage.resize_(800)
+
+
+def test_callables_get_cpu_storages(devices: list[str], tmp_path: Path) -> None:
+    path = saved(torch.arange(100).to(devices[0]), tmp_path / "tensor.pt")
+    seen = []
+
+    def look(storage: torch.UntypedStorage, location: str) -> None:
+        seen.append((storage.device.type, location, bytes(storage)[:8]))
+
+    loaded = ptsave.load(path, look)
+    assert equal(loaded, torch.load(path))
+    assert seen == [("cpu", devices[0], bytes(8))]
+
+
+@pytest.mark.parametrize("location", ["{}:77", "nonsense", "{}:x"])
+def test_unknown_locations(
+    devices: list[str], device_type: str, tmp_path: Path, location: str
+) -> None:
+    path = saved([torch.randn(10), torch.randn(10).to(devices[0])], tmp_path / "tensor.pt")
+    for map_location in (location.format(device_type), {"cpu": location.format(device_type)}):
+        with pytest.raises(Exception) as stock:
+            torch.load(path, map_location)
+        with pytest.raises(type(stock.value)) as ours:
+            ptsave.load(path, map_location)
+        assert str(ours.value) == str(stock.value)
+
+
+def test_damage_is_found(devices: list[str], tmp_path: Path) -> None:
+    tensor = torch.arange(1_000_000).to(devices[0])
+    path = saved({"weight": tensor}, tmp_path / "tensor.pt")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ptsave.CorruptCheckpointError, match="weight"):
+        ptsave.load(path)
+    ptsave.load(path, verify=False)
+
+
+def test_side_streams_of_the_caller(devices: list[str], tmp_path: Path) -> None:
+    """What the caller does next, on its own stream, finds the values."""
+    path = saved(torch.arange(3_000_000).to(devices[-1]), tmp_path / "tensor.pt")
+    stream = torch.Stream(devices[-1])
+    with stream:
+        loaded = ptsave.load(path)
+        doubled = loaded + loaded
+    stream.synchronize()
+    assert torch.equal(doubled.cpu(), 2 * torch.arange(3_000_000))
+
+
+def test_load_into_modules_there(devices: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(9)))
+    path = saved(source.state_dict(), tmp_path / "model.pt")
+    target = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(9))).to(devices[-1])
+    pointers = [parameter.data_ptr() for parameter in target.parameters()]
+    ptsave.load_into(path, target)
+    assert [parameter.data_ptr() for parameter in target.parameters()] == pointers
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        assert ours.device == torch.device(devices[-1])
+        assert torch.equal(ours.detach().cpu(), theirs.detach())
