@@ -53,6 +53,13 @@ class WritePlan {
   }
 
   std::uint64_t nbytes() const { return layout_.nbytes(); }
+  // Lets go of what is to be written; nothing can be written after.
+  void release() {
+    is_released_ = true;
+    storages_.clear();
+    kept_bytes_.clear();
+    makers_.clear();
+  }
   // Whether payloads are left out.
   bool has_holes() const { return has_holes_; }
   // Whether payloads are made one at a time.
@@ -181,6 +188,7 @@ class WritePlan {
 
   template <typename Write>
   void run(const py::object& callback, const Write& write) {
+    if (is_released_) throw py::value_error("the plan was released");
     progress_ = 0;
     made_ = ~std::size_t{0};
     const Poll poll = make_poll([this] { return progress_.load(); }, callback);
@@ -193,6 +201,7 @@ class WritePlan {
   std::unordered_map<std::size_t, py::function> makers_;
   std::vector<const std::byte*> addresses_;
   bool has_holes_ = false;
+  bool is_released_ = false;
   std::size_t made_ = ~std::size_t{0};
   Payloads payloads_;
   Progress progress_{0};
@@ -210,6 +219,7 @@ void bind_writing(py::module_& module) {
       .def(py::init<const std::string&, const WritePlan::Records&, std::uint64_t>(),
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
+      .def("release", &WritePlan::release)
       .def_property_readonly("has_holes", &WritePlan::has_holes)
       .def_property_readonly("is_sequential", &WritePlan::is_sequential)
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
