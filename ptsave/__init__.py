@@ -1,14 +1,16 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
 
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
+from ptsave.asynchronous import async_save, release_staging_memory
 from ptsave.checkpoint import load_checkpoint, load_into, save_checkpoint
-from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError, StagingFullError
 from ptsave.installation import install, installed, uninstall
 from ptsave.lazy_buffers import register_lazy_buffer
 from ptsave.module_state import IncompatibleKeys, load_state_dict
 from ptsave.optimizer_groups import UnmatchedParameters
 from ptsave.optimizer_state import load_optimizer_state_dict
 from ptsave.prefixes import add_prefix, strip_prefix
+from ptsave.save_future import SaveFuture
 from ptsave.serialization import load, save
 
 __version__: str = _torch_version.VERSION
@@ -18,9 +20,12 @@ __all__ = [
     "CorruptCheckpointError",
     "IncompatibleKeys",
     "SaveError",
+    "SaveFuture",
+    "StagingFullError",
     "UnmatchedParameters",
     "__version__",
     "add_prefix",
+    "async_save",
     "install",
     "installed",
     "load",
@@ -29,6 +34,7 @@ __all__ = [
     "load_optimizer_state_dict",
     "load_state_dict",
     "register_lazy_buffer",
+    "release_staging_memory",
     "save",
     "save_checkpoint",
     "strip_prefix",

@@ -7,7 +7,7 @@ import os
 import pickle
 import struct
 
-__all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError"]
+__all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError", "StagingFullError"]
 
 
 class CorruptCheckpointError(RuntimeError):
@@ -134,6 +134,57 @@ class SaveError(OSError, RuntimeError):
             return cls(number, f"open file failed with strerror: {reason}", path)
         message = f"PytorchStreamWriter failed writing file: file write failed ({reason})"
         return cls(number, message, path)
+
+
+class StagingFullError(RuntimeError):
+    """:func:`ptsave.async_save` has no room for a copy of the tensors; nothing was copied.
+
+    Attributes
+    ----------
+    nbytes : int
+        What this save needs, in bytes.
+    staged_nbytes : int
+        What unfinished saves hold.
+    max_staged_bytes : int
+        The limit for all of them together.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> try:
+    ...     ptsave.async_save(torch.ones(100), io.BytesIO(), max_staged_bytes=100)
+    ... except ptsave.StagingFullError as error:
+    ...     print(error.nbytes, error.staged_nbytes, error.max_staged_bytes)
+    400 0 100
+    """
+
+    def __init__(
+        self, message: str, *, nbytes: int = 0, staged_nbytes: int = 0, max_staged_bytes: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+        self.staged_nbytes = staged_nbytes
+        self.max_staged_bytes = max_staged_bytes
+
+    @classmethod
+    def too_large(cls, nbytes: int, limit: int) -> StagingFullError:
+        """Return the error for a save that can never be staged."""
+        message = (
+            f"a copy of the tensors takes {nbytes} bytes, and at most {limit} may be staged: "
+            "raise max_staged_bytes (or PTSAVE_MAX_STAGED_BYTES), or use ptsave.save, which needs "
+            "no copy"
+        )
+        return cls(message, nbytes=nbytes, max_staged_bytes=limit)
+
+    @classmethod
+    def no_room(cls, nbytes: int, staged_nbytes: int, limit: int) -> StagingFullError:
+        """Return the error for a save that has to wait for others and may not."""
+        message = (
+            f"a copy of the tensors takes {nbytes} bytes, unfinished saves hold {staged_nbytes}, "
+            f"and at most {limit} may be staged: wait for one of them, use when_full='wait', or "
+            "raise max_staged_bytes (or PTSAVE_MAX_STAGED_BYTES)"
+        )
+        return cls(message, nbytes=nbytes, staged_nbytes=staged_nbytes, max_staged_bytes=limit)
 
 
 class CheckpointWarning(UserWarning):

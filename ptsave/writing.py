@@ -104,6 +104,10 @@ class ArchiveWriter:
         self._progress = progress
         self._config = config.current()
 
+    def begin_staging(self) -> None:
+        """Fix the values of what is on accelerators: those the caller's streams leave there now."""
+        self._plan.begin_staging(options=self._options())
+
     def write(self, target: Any) -> None:
         """Write to a path or to a file-like object."""
         if isinstance(target, str):

@@ -16,5 +16,6 @@ void register_errors(pybind11::module_& module);
 void bind_writing(pybind11::module_& module);
 void bind_reading(pybind11::module_& module);
 void bind_pickling(pybind11::module_& module);
+void bind_staging(pybind11::module_& module);
 
 }  // namespace ptsave

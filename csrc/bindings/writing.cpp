@@ -66,6 +66,15 @@ class WritePlan {
   }
 
   std::uint64_t nbytes() const { return layout_.nbytes(); }
+  // Lets go of what is to be written; nothing can be written after.
+  void release() {
+    is_released_ = true;
+    storages_.clear();
+    on_accelerators_.clear();
+    staged_ahead_.reset();
+    kept_bytes_.clear();
+    makers_.clear();
+  }
   // Whether payloads are left out.
   bool has_holes() const { return has_holes_; }
   // Whether payloads are made one at a time.
@@ -73,19 +82,22 @@ class WritePlan {
   // Whether payloads come from accelerators.
   bool is_staged() const { return !on_accelerators_.empty() || staged_ahead_ != nullptr; }
 
-  // Brings what is on accelerators into host memory, all of it: the plan does not need it after.
-  // Nothing but the same chunk size will do for writing then.
-  void stage(const PlanOptions& options, const py::object& callback) {
+  // What is on accelerators will be written as the current streams of this thread leave it now,
+  // and with this chunk size.
+  void begin_staging(const PlanOptions& options) {
     if (on_accelerators_.empty()) return;
-    auto ahead = std::make_unique<StagedAhead>(
+    staged_ahead_ = std::make_unique<StagedAhead>(
         layout_,
         std::make_unique<AcceleratorStager>(std::exchange(on_accelerators_, {}),
                                             max_staged_nbytes(options.chunk_nbytes),
                                             std::numeric_limits<std::size_t>::max()),
         options.chunk_nbytes);
+  }
+  // Copies it to the host, all of it: the plan does not need the accelerators' memory after.
+  void stage(std::size_t n_threads, const py::object& callback) {
+    if (staged_ahead_ == nullptr) return;
     const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
-    without_gil([&] { ahead->run(options.n_threads, poll); });
-    staged_ahead_ = std::move(ahead);
+    without_gil([&] { staged_ahead_->run(n_threads, poll); });
   }
 
   void write_file(const std::string& path, const std::string& display, bool durable, bool direct,
@@ -216,6 +228,7 @@ class WritePlan {
 
   template <typename Write>
   void run(const PlanOptions& options, const py::object& callback, const Write& write) {
+    if (is_released_) throw py::value_error("the plan was released");
     progress_ = 0;
     made_ = ~std::size_t{0};
     WriteOptions write_options = options;
@@ -245,6 +258,7 @@ class WritePlan {
   std::unordered_map<std::size_t, py::function> makers_;
   std::vector<const std::byte*> addresses_;
   bool has_holes_ = false;
+  bool is_released_ = false;
   std::size_t made_ = ~std::size_t{0};
   Payloads payloads_;
   Progress progress_{0};
@@ -274,10 +288,12 @@ void bind_writing(py::module_& module) {
       .def(py::init<const std::string&, const WritePlan::Records&, std::uint64_t>(),
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
+      .def("release", &WritePlan::release)
       .def_property_readonly("has_holes", &WritePlan::has_holes)
       .def_property_readonly("is_sequential", &WritePlan::is_sequential)
       .def_property_readonly("is_staged", &WritePlan::is_staged)
-      .def("stage", &WritePlan::stage, py::kw_only(), py::arg("options"), py::arg("progress"))
+      .def("begin_staging", &WritePlan::begin_staging, py::kw_only(), py::arg("options"))
+      .def("stage", &WritePlan::stage, py::kw_only(), py::arg("n_threads"), py::arg("progress"))
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
            py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))
       .def("write_in_place", &WritePlan::write_in_place, py::arg("path"), py::kw_only(),

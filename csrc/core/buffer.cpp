@@ -74,6 +74,15 @@ void Mapping::discard(std::size_t begin, std::size_t end) const noexcept {
   if (begin < end) static_cast<void>(::madvise(data_ + begin, end - begin, MADV_DONTNEED));
 }
 
+void Mapping::exclude_from_children() const noexcept {
+  static_cast<void>(::madvise(data_, nbytes_, MADV_DONTFORK));
+}
+
+void Mapping::abandon() noexcept {
+  data_ = nullptr;
+  nbytes_ = 0;
+}
+
 BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes)
     : memory_(count * align_up(buffer_nbytes, kPageNbytes)) {
   free_.reserve(count);

@@ -45,6 +45,10 @@ class Mapping {
   // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero
   // after.
   void discard(std::size_t begin, std::size_t end) const noexcept;
+  // Forked children will not have this memory, and so this process never has to copy it.
+  void exclude_from_children() const noexcept;
+  // Leaves the memory to itself, as in a child that does not have it.
+  void abandon() noexcept;
 
  private:
   std::byte* data_ = nullptr;

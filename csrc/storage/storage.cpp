@@ -5,6 +5,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -46,12 +47,20 @@ bool StorageList::in_reach() const {
   });
 }
 
-std::uint64_t StorageList::nbytes() const {
-  std::uint64_t total = 0;
+std::uint64_t StorageList::staging_nbytes() const {
+  std::uint64_t on_accelerators = 0;
+  std::uint64_t others = 0;
   for (const c10::Storage& storage : storages) {
-    if (!storage.device().is_cpu() || storage.data() != nullptr) total += storage.nbytes();
+    if (SideStreams::are_supported(storage.device())) {
+      on_accelerators += storage.nbytes();
+    } else if (!storage.device().is_cpu() || storage.data() != nullptr) {
+      others += storage.nbytes();
+    }
   }
-  return total;
+  if (on_accelerators == 0) return others;
+  // In buffers for a chunk each, of 4 MiB or of what there is, not all of which are full.
+  return others + std::min(2 * std::bit_ceil(on_accelerators),
+                           on_accelerators + on_accelerators / 63 + (std::uint64_t{8} << 20));
 }
 
 c10::Storage storage_over(LoadedPayload payload) {

@@ -34,8 +34,8 @@ struct StorageList {
   bool on_cpu() const;
   // Whether each is in CPU memory or on an accelerator from which it can be staged.
   bool in_reach() const;
-  // Of the bytes that there are: a CPU storage without memory has none.
-  std::uint64_t nbytes() const;
+  // An upper bound of the host memory that copies take; a CPU storage without memory has no bytes.
+  std::uint64_t staging_nbytes() const;
 };
 
 }  // namespace ptsave

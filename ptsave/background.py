@@ -1,0 +1,215 @@
+"""Saves that are not finished: their memory, their order, and what forks and exits mean to them."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+from contextlib import suppress
+from typing import Any
+
+from ptsave import _C, config
+from ptsave.progress import ProgressCallback, progress_bar
+from ptsave.save_future import SaveFuture, forget_failures, report_failures
+from ptsave.staging_budget import Reservation, StagingBudget
+from ptsave.worker_lane import WorkerLane
+from ptsave.writing import ArchiveWriter
+
+__all__ = ["BackgroundSave", "reserve", "start"]
+
+_FORKED = (
+    "this process was forked while the save was unfinished: the parent process writes the file, "
+    "and only its future tells the outcome"
+)
+
+_log = logging.getLogger(__name__)
+
+_budget = StagingBudget()
+_staging = WorkerLane("ptsave-staging")
+_writing = WorkerLane("ptsave-writing")
+_unfinished: dict[SaveFuture, BackgroundSave] = {}
+
+
+class BackgroundSave:
+    """One save, from its staging to its end.
+
+    Parameters
+    ----------
+    plan : _C.WritePlan
+        The archive, with the storages of `snapshot`.
+    snapshot : _C.Snapshot
+        Copies of the storages, without their bytes yet.
+    reservation : Reservation
+        The room for them.
+    target : str or file-like
+        An absolute path, or an object with ``write``.
+    show_progress : bool
+        Whether to show a progress bar.
+    **options : Any
+        For :class:`ptsave.writing.ArchiveWriter`.
+    """
+
+    def __init__(
+        self,
+        plan: _C.WritePlan,
+        snapshot: _C.Snapshot,
+        reservation: Reservation,
+        target: Any,
+        *,
+        show_progress: bool,
+        **options: Any,
+    ) -> None:
+        name = target if isinstance(target, str) else f"<{type(target).__name__}>"
+        self.future = SaveFuture(name, plan.nbytes, self._withdraw)
+        self._plan = plan
+        self._snapshot = snapshot
+        self._reservation = reservation
+        self._target = target
+        self._show_progress = show_progress
+        self._withdrawn = False
+        self._bar: ProgressCallback | None = None
+        self._writer = ArchiveWriter(plan, progress=self._note_progress, **options)
+        self._writer.begin_staging()
+        self._n_threads = config.current().n_threads
+
+    # ------------------------------------------------------------------------------------- staging
+
+    def stage(self) -> None:
+        """Copy what the plan refers to."""
+        try:
+            self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+            self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+        except BaseException:
+            self._release()
+            raise
+        self._snapshot.release()  # the plan has the copies, and nothing has the tensors
+        self.future.set_staged()
+
+    def stage_in_background(self) -> None:
+        """Copy, and tell who waits for it."""
+        try:
+            self.stage()
+        except BaseException as error:
+            self.future.set_staged(error)
+
+    def _stop_if_cancelled(self, _nbytes: int) -> None:
+        if self._withdrawn:
+            raise concurrent.futures.CancelledError
+
+    # ------------------------------------------------------------------------------------- writing
+
+    def write(self) -> None:
+        """Write the file, or find out why not, and tell who waits for it."""
+        error: BaseException | None = None
+        try:
+            self.future.set_running_or_notify_cancel()
+            self.future.wait_staged()
+            with progress_bar(self._show_progress, "saving", self.future.nbytes) as self._bar:
+                self._writer.write(self._target)
+        except BaseException as caught:
+            error = caught
+        self._release()
+        _unfinished.pop(self.future, None)
+        try:
+            if error is None:
+                self.future.set_result(None)
+            else:
+                self.future.set_exception(error)
+        except BaseException:  # a callback wants to end the thread, which has more to do
+            _log.exception("calling the callbacks of %r", self.future)
+        finally:
+            del error  # it refers to this frame
+
+    def _note_progress(self, nbytes: int) -> None:
+        self.future.set_nbytes_written(nbytes)
+        if self._bar is not None:
+            self._bar(nbytes)
+
+    # ------------------------------------------------------------------------------------- the end
+
+    def _withdraw(self) -> bool:
+        """Take the save back, with its memory, unless it is being written."""
+        if not _writing.withdraw(self.write):
+            return False
+        _unfinished.pop(self.future, None)
+        self._withdrawn = True
+        if _staging.withdraw(self.stage_in_background):
+            self.future.set_staged(concurrent.futures.CancelledError())
+        with suppress(BaseException):
+            self.future.wait_staged()  # not for long: see _stop_if_cancelled
+        self._release()
+        return True
+
+    def abandon(self) -> None:
+        """Undo a start that was interrupted, unless the file is being written already."""
+        future = self.future
+        if not (future.cancel() or future.running() or future.done()):
+            self._release()
+            _unfinished.pop(future, None)
+
+    def forget(self) -> None:
+        """Leave the save to the parent process."""
+        self.future.fail_in_child(RuntimeError(_FORKED))
+        self._release()
+
+    def _release(self) -> None:
+        # Not left to the reference counts: a traceback that somebody keeps refers to all of this.
+        self._snapshot.release()
+        self._plan.release()
+        self._reservation.release()
+
+
+def reserve(nbytes: int, limit: int, *, wait: bool) -> Reservation:
+    """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`."""
+    # A callback runs on the thread that makes room.
+    help_out = _writing.run_next if _writing.runs_here() else None
+    return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out)
+
+
+def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
+    """Stage a save, or let that be done, and have it written after those before it."""
+    try:
+        if not stage_in_background:
+            save.stage()
+        _unfinished[save.future] = save
+        if stage_in_background:
+            _staging.put(save.stage_in_background)
+        _writing.put(save.write)
+    except BaseException:
+        save.abandon()
+        raise
+    if _writing.closed:
+        report_failures()  # there is no later moment
+
+
+@atexit.register
+def _finish() -> None:
+    _staging.finish()
+    _writing.finish()
+    report_failures()
+
+
+def _lock_for_fork() -> None:
+    for part in (_budget, _staging, _writing):
+        part.changed.acquire()
+
+
+def _unlock_in_parent() -> None:
+    for part in (_budget, _staging, _writing):
+        part.changed.release()
+
+
+def _begin_child() -> None:
+    saves = list(_unfinished.values())
+    _unfinished.clear()
+    for part in (_budget, _staging, _writing):
+        part.forget()
+    forget_failures()
+    for save in saves:
+        save.forget()
+
+
+os.register_at_fork(
+    before=_lock_for_fork, after_in_parent=_unlock_in_parent, after_in_child=_begin_child
+)

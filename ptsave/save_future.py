@@ -1,0 +1,173 @@
+"""What a save in the background tells about itself."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ptsave.errors import CheckpointWarning
+
+__all__ = ["SaveFuture", "forget_failures", "report_failures"]
+
+_numbers = itertools.count()
+_unseen_failures: dict[int, str] = {}  # of futures that nobody has asked, which may be gone
+
+
+class SaveFuture(concurrent.futures.Future[None]):
+    """The outcome of :func:`ptsave.async_save`: a future whose result is None.
+
+    ``result()`` and ``exception()`` wait for the file; ``cancel()`` takes back a save that waits
+    for earlier ones, and frees its staging memory.  Callbacks run on the thread that writes, so
+    they must not wait for another save.  A failure that nobody learns of, by ``result()``,
+    ``exception()``, ``wait_staged()`` or a callback, is a :class:`CheckpointWarning` when the
+    interpreter exits.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> future = ptsave.async_save(torch.ones(3), io.BytesIO())
+    >>> future.staged()
+    True
+    >>> future.result()
+    >>> future.nbytes_written == future.nbytes
+    True
+    """
+
+    def __init__(self, target: str, nbytes: int, withdraw: Callable[[], bool]) -> None:
+        super().__init__()
+        self._target = target
+        self._nbytes = nbytes
+        self._nbytes_written = 0
+        self._withdraw: Callable[[], bool] | None = withdraw
+        self._staged = threading.Event()
+        self._staging_error: BaseException | None = None
+        self._number = next(_numbers)
+        self._observed = False
+
+    # ----------------------------------------------------------------------------------- progress
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file, in bytes."""
+        return self._nbytes
+
+    @property
+    def nbytes_written(self) -> int:
+        """Bytes of the file that have been written so far; brought up to date every 0.1 s."""
+        return self._nbytes_written
+
+    def staged(self) -> bool:
+        """Return whether the tensors may be overwritten: all have been copied."""
+        return self._staged.is_set() and self._staging_error is None
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the tensors may be overwritten.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds; None waits as long as it takes.
+
+        Raises
+        ------
+        concurrent.futures.TimeoutError
+            If they have not been copied in that time.
+        concurrent.futures.CancelledError
+            If the save was cancelled before they were.
+        Exception
+            Whatever copying them has raised.
+        """
+        if not self._staged.wait(timeout):
+            raise concurrent.futures.TimeoutError
+        if self._staging_error is not None:
+            self._observe()
+            raise self._staging_error
+
+    # ------------------------------------------------------------------------------------- outcome
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the file; raises what writing it has raised."""
+        error = self.exception(timeout)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, self  # they refer to each other
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the file; returns what writing it has raised, or None."""
+        error = super().exception(timeout)
+        self._observe()
+        return error
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[None]], Any]) -> None:
+        """Call `fn` with this future once the save has ended, in whatever way."""
+        self._observe()
+        super().add_done_callback(fn)
+
+    def cancel(self) -> bool:
+        """Take the save back if it has not begun to be written; returns whether it is cancelled."""
+        withdraw = self._withdraw
+        if withdraw is None or not withdraw():
+            return self.cancelled()
+        self._withdraw = None
+        super().cancel()
+        self.set_running_or_notify_cancel()
+        return True
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """For the thread that writes."""
+        self._withdraw = None
+        if not self._observed:
+            _unseen_failures[self._number] = f"{self._target}: {exception}"
+        super().set_exception(exception)
+        if self._observed:  # meanwhile
+            self._observe()
+
+    def set_result(self, result: None) -> None:
+        """For the thread that writes."""
+        self._withdraw = None
+        self._nbytes_written = self._nbytes
+        super().set_result(result)
+
+    def set_staged(self, error: BaseException | None = None) -> None:
+        """For the thread that stages: no tensor is looked at any more."""
+        self._staging_error = error
+        self._staged.set()
+
+    def set_nbytes_written(self, nbytes: int) -> None:
+        """For the thread that writes."""
+        self._nbytes_written = nbytes
+
+    def fail_in_child(self, error: BaseException) -> None:
+        """For a forked process, whose threads do not do this save, and may have held its locks."""
+        self._observed = True  # the parent will see
+        self._condition = threading.Condition()
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
+        if not self._staged.is_set():
+            self._staged = threading.Event()
+            self.set_staged(error)
+        if not self.done():
+            self.set_exception(error)
+
+    def _observe(self) -> None:
+        self._observed = True
+        _unseen_failures.pop(self._number, None)
+
+
+def report_failures() -> None:
+    """Warn of the failures that nobody has asked for."""
+    failures = [_unseen_failures.pop(number) for number in list(_unseen_failures)]
+    if failures:
+        message = "saves failed, and nobody has asked for their results: " + "; ".join(failures)
+        warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+
+def forget_failures() -> None:
+    """Leave the failures of the parent process to it."""
+    _unseen_failures.clear()

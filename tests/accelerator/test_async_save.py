@@ -1,0 +1,117 @@
+"""Saves in the background: the values of the call, whatever the accelerator is told to do next."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import ptsave
+
+MIB = 1 << 20
+
+
+def stock_bytes(obj: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("staging", ["blocking", "background"])
+def test_the_file_holds_the_old_values(devices: list[str], tmp_path: Path, staging: str) -> None:
+    tensors = [torch.zeros(1000 + 400_000 * (i % 3)).to(devices[i % len(devices)]) for i in range(9)]
+    tensors.append(torch.zeros(300_000))
+    for step in range(20):
+        for tensor in tensors:
+            tensor.fill_(step)
+        expected = stock_bytes(tensors)
+        stream = io.BytesIO()
+        future = ptsave.async_save(tensors, stream, staging=staging)
+        future.wait_staged()
+        for tensor in tensors:
+            tensor.fill_(-1)
+        future.result()
+        assert stream.getvalue() == expected
+
+
+def test_work_that_is_under_way_counts(devices: list[str], fake: ModuleType) -> None:
+    """What the caller's stream was given before the call is in the file."""
+    fake.set_delay(20_000, 30_000)
+    stream = torch.Stream(devices[0])
+    with stream:
+        tensor = torch.zeros(500_000, device=devices[0])
+        tensor.fill_(3)
+        target = io.BytesIO()
+        future = ptsave.async_save(tensor, target, staging="background")
+    fake.set_delay(0, 100)
+    future.result()
+    assert target.getvalue() == stock_bytes(torch.full((500_000,), 3.0).to(devices[0]))
+
+
+def test_memory_may_go_at_once(devices: list[str]) -> None:
+    for _ in range(20):
+        tensor = torch.randn(700_000).to(devices[0])
+        expected = stock_bytes([tensor])
+        target = io.BytesIO()
+        future = ptsave.async_save([tensor], target, staging="background")
+        del tensor
+        spoilt = [torch.full((700_000,), float(i)).to(devices[0]) for i in range(3)]
+        future.result()
+        del spoilt
+        assert target.getvalue() == expected
+
+
+def test_staging_does_not_keep_tensors(devices: list[str]) -> None:
+    tensor = torch.randn(100_000).to(devices[0])
+    storage = tensor.untyped_storage()
+    before = torch._C._storage_Use_Count(storage._cdata)
+    future = ptsave.async_save(tensor, io.BytesIO())
+    assert torch._C._storage_Use_Count(storage._cdata) == before
+    future.result()
+
+
+def test_errors_of_copies_come_out(devices: list[str], tmp_path: Path, fake: ModuleType) -> None:
+    tensor = torch.randn(5_000_000).to(devices[0])
+    path = tmp_path / "tensor.pt"
+    for asynchronous in (False, True):
+        fake.fail_copy(after=3, asynchronous=asynchronous)
+        with pytest.raises(RuntimeError, match="fail"):
+            ptsave.async_save(tensor, path)
+        fake.fail_copy(after=3, asynchronous=asynchronous)
+        future = ptsave.async_save(tensor, path, staging="background")
+        with pytest.raises(RuntimeError, match="fail"):
+            future.result()
+        assert not list(tmp_path.iterdir())
+    ptsave.async_save(tensor, path).result()
+    assert torch.equal(torch.load(path, "cpu"), tensor.cpu())
+
+
+def test_pinned_memory_stays_within_the_budget(devices: list[str], fake: ModuleType) -> None:
+    budget = 40 * MIB
+    tensors = [torch.randn(2 * MIB).to(devices[i % len(devices)]) for i in range(3)]  # 24 MiB
+    fake.reset()
+    futures = [
+        ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=budget) for _ in range(6)
+    ]
+    for future in futures:
+        future.result()
+    del futures, future
+    assert fake.stats()["pinned_peak"] <= budget
+    reserved = fake.stats()["pinned_reserved"]
+    ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=budget).result()
+    assert fake.stats()["pinned_reserved"] == reserved
+    with pytest.raises(ptsave.StagingFullError):
+        ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=20 * MIB)
+
+
+def test_cancelled_saves_let_go(devices: list[str]) -> None:
+    tensor = torch.randn(1_000_000).to(devices[0])
+    futures = [ptsave.async_save(tensor, io.BytesIO(), staging="background") for _ in range(20)]
+    cancelled = [future.cancel() for future in reversed(futures)]
+    assert any(cancelled)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
