@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def make_object(devices: list[str]) -> dict[str, Any]:
     return {
         "host": torch.randn(1000),
         "large": [torch.randn(1_500_000).to(d) for d in devices],
-        "small": [torch.full((i % 90,), i).to(devices[i % len(devices)]) for i in range(2000)],
+        "small": [torch.full((i % 90,), i).to(devices[i % len(devices)]) for i in range(300)],
         "parameter": torch.nn.Parameter(torch.randn(30, 40).to(devices[0])),
         "transposed": base.t(),
         "shared": [base, base[3:5], base],
@@ -126,6 +127,53 @@ def test_side_streams_of_the_caller(devices: list[str], tmp_path: Path) -> None:
         doubled = loaded + loaded
     stream.synchronize()
     assert torch.equal(doubled.cpu(), 2 * torch.arange(3_000_000))
+
+
+def test_nothing_is_early(
+    devices: list[str], tmp_path: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is a buffer used again before it was copied from, nor is anything read too soon."""
+    tensors = [torch.arange(2_000_000) + i for i in range(3)]
+    small = [torch.full((1000,), i) for i in range(300)]
+    path = saved([tensors, small], tmp_path / "tensors.pt")
+    monkeypatch.setenv("PTSAVE_MAX_PINNED_BYTES", str(4 << 20))
+    fake.set_delay(3000, 5000)
+    loaded = ptsave.load(path, devices[-1])
+    fake.set_delay(0, 0)
+    assert fake.stats()["pinned_peak"] <= 4 << 20
+    for ours, theirs in zip(loaded[0] + loaded[1], tensors + small, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_memory_that_was_let_go_of_is_not_overwritten_early(
+    devices: list[str], tmp_path: Path, fake: ModuleType
+) -> None:
+    """The new storage may be where work of the caller still reads an old one."""
+    path = saved(torch.ones(500_000), tmp_path / "tensor.pt")
+    old = torch.zeros(500_000).to(devices[0])
+    copy = torch.full((500_000,), 5.0).to(devices[0])
+    fake.set_delay(20_000, 30_000, torch.accelerator.current_stream(devices[0]))
+    copy.copy_(old, non_blocking=True)
+    del old
+    loaded = ptsave.load(path, devices[0])
+    fake.set_delay(0, 0)
+    assert torch.equal(copy.cpu(), torch.zeros(500_000))
+    assert torch.equal(loaded.cpu(), torch.ones(500_000))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("after", [0, 2])
+def test_errors_of_copies_come_out(
+    devices: list[str], tmp_path: Path, fake: ModuleType, after: int, asynchronous: bool
+) -> None:
+    tensors = [torch.randn(900_000) for _ in range(5)]
+    path = saved(tensors, tmp_path / "tensors.pt")
+    fake.fail_copy(after=after, asynchronous=asynchronous)
+    with pytest.raises(RuntimeError, match="fail"):
+        ptsave.load(path, devices[0])
+    assert fake.operations_in_flight() == 0
+    loaded = ptsave.load(path, devices[0])
+    assert all(map(torch.equal, (tensor.cpu() for tensor in loaded), tensors))
 
 
 def test_load_into_modules_there(devices: list[str], tmp_path: Path) -> None:
