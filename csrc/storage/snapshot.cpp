@@ -1,11 +1,11 @@
 #include "storage/snapshot.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <stdexcept>
 
 #include "core/buffer.h"
+#include "core/stream_copy.h"
 
 namespace ptsave {
 namespace {
@@ -17,7 +17,7 @@ constexpr std::size_t kBlockNbytes = std::size_t{32} << 20;
 constexpr std::uint64_t kCopyNbytes = std::uint64_t{4} << 20;
 
 bool needs_copy(const c10::Storage& storage) {
-  return storage.nbytes() > 0 && !(storage.device().is_cpu() && storage.data() == nullptr);
+  return storage.nbytes() > 0 && (!storage.device().is_cpu() || storage.data() != nullptr);
 }
 
 // Small storages are packed more tightly than torch's allocator would.
@@ -48,6 +48,7 @@ Snapshot::Snapshot(const StorageList& sources, bool without_bytes, StagingPool& 
   std::vector<Group> groups;
   if (!without_bytes) groups = group_neighbours(sources.storages);
   std::vector<std::size_t> sizes;
+  sizes.reserve(groups.size());
   for (const Group& group : groups) sizes.push_back(group.nbytes);
   const std::vector<StagingBlock> blocks = pool.acquire(sizes);
   copies_.storages.resize(sources.storages.size());
@@ -97,7 +98,7 @@ void Snapshot::copy_range(std::uint64_t begin, std::uint64_t end) const {
     const std::uint64_t done = begin - piece->begin;
     const std::uint64_t nbytes = std::min(end, piece_end) - begin;
     const auto* const source = static_cast<const std::byte*>(piece->source.data());
-    std::memcpy(piece->target + done, source + done, nbytes);
+    stream_copy(piece->target + done, source + done, nbytes);
     begin += nbytes;
     piece = next;
   }
