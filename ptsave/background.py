@@ -134,7 +134,7 @@ class BackgroundSave:
         self._withdrawn = True
         if _staging.withdraw(self.stage_in_background):
             self.future.set_staged(concurrent.futures.CancelledError())
-        with suppress(BaseException):
+        with suppress(Exception):
             self.future.wait_staged()  # not for long: see _stop_if_cancelled
         self._release()
         return True

@@ -484,7 +484,7 @@ def test_failure_of_a_file_object() -> None:
 
 def test_failure_of_staging() -> None:
     """Out of memory, as an example: in the call, or in the future."""
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError, match=r"35184372088832 bytes.*ptsave\.save"):
         ptsave.async_save(_claims_to_be_huge(), io.BytesIO(), max_staged_bytes=1 << 62)
     free = hold_up_staging()
     storage = torch.UntypedStorage(5000)
