@@ -48,7 +48,7 @@ def _everything_ends() -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert _C.staging_statistics()["used_nbytes"] == 0
     assert background._budget._held == {}
-    assert not background._unfinished
+    eventually(lambda: not background._unfinished)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -520,6 +520,14 @@ def test_unseen_failures(tmp_path: Path) -> None:
     with pytest.warns(ptsave.CheckpointWarning, match="File too large") as caught:
         save_future.report_failures()
     assert str(path) in str(caught[0].message)
+    free = hold_up_staging()
+    storage = torch.UntypedStorage(5000)
+    future = ptsave.async_save(storage, path, staging="background")
+    storage.resize_(10)
+    free.set()
+    eventually(future.done)
+    with pytest.warns(ptsave.CheckpointWarning, match="resized"):
+        save_future.report_failures()
     failed().exception()
     failed().add_done_callback(lambda _: None)
     future = ptsave.async_save(obj, path)
