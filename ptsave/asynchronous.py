@@ -6,7 +6,7 @@ import operator
 import os
 import pickle
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.serialization import (
@@ -37,9 +37,9 @@ def async_save(
     fsync: bool = False,
     atomic: bool = True,
     progress: bool = False,
-    staging: str = "blocking",
+    staging: Literal["blocking", "background"] = "blocking",
     max_staged_bytes: int | None = None,
-    when_full: str = "wait",
+    when_full: Literal["wait", "raise"] = "wait",
 ) -> SaveFuture:
     """Save an object as it is now, while the program goes on and changes it.
 
