@@ -6,7 +6,7 @@ import operator
 import os
 import pickle
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.serialization import (
@@ -37,9 +37,9 @@ def async_save(
     fsync: bool = False,
     atomic: bool = True,
     progress: bool = False,
-    staging: str = "blocking",
+    staging: Literal["blocking", "background"] = "blocking",
     max_staged_bytes: int | None = None,
-    when_full: str = "wait",
+    when_full: Literal["wait", "raise"] = "wait",
 ) -> SaveFuture:
     """Save an object as it is now, while the program goes on and changes it.
 
@@ -55,7 +55,8 @@ def async_save(
         file-like object must be left alone until the save has ended.
     staging : {"blocking", "background"}
         Who copies the tensors.  With "blocking" they may be overwritten when the call returns; with
-        "background" when ``future.wait_staged()`` does, which the call does not wait for.
+        "background" when ``future.wait_staged()`` does, which the call does not wait for.  (Those
+        that are not in CPU memory are copied in the call in any case.)
     max_staged_bytes : int or None
         How many bytes all unfinished saves together may hold.  None is half of the machine's
         memory, or ``PTSAVE_MAX_STAGED_BYTES`` in the environment.
@@ -84,7 +85,8 @@ def async_save(
     Notes
     -----
     Memory for the copies is kept for the next save; :func:`ptsave.release_staging_memory` frees it.
-    After a fork, the parent process goes on with its saves; their futures fail in the child.
+    :func:`ptsave.save` and :func:`ptsave.load` do not wait for unfinished saves.  After a fork, the
+    parent process goes on with its saves; their futures fail in the child.
 
     Examples
     --------
@@ -109,7 +111,7 @@ def async_save(
         )
     torch._C._log_api_usage_once("torch.save")
     target = resolve_target(f)
-    if isinstance(target, str):
+    if isinstance(target, str) and not os.path.isabs(target):
         target = os.path.join(os.getcwd(), target)  # not normalized: links decide what ".." is
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     skip_data = _serialization_tls.skip_data
@@ -117,7 +119,7 @@ def async_save(
         nbytes = 0 if skip_data else storages.staging_nbytes
         reservation = background.reserve(nbytes, limit, wait=when_full == "wait")
         undo.callback(reservation.release)
-        snapshot = _C.Snapshot(storages, without_bytes=skip_data)
+        snapshot = _reserve_memory(storages, nbytes, skip_data)
         undo.callback(snapshot.release)
         if not storages.in_reach and not skip_data:
             _copy_from_devices(storages, snapshot.storages)
@@ -163,6 +165,16 @@ def _staging_limit(max_staged_bytes: int | None) -> int:
     if limit < 0:
         raise ValueError(f"max_staged_bytes must not be negative: {limit}")
     return limit
+
+
+def _reserve_memory(storages: _C.StorageList, nbytes: int, skip_data: bool) -> _C.Snapshot:
+    try:
+        return _C.Snapshot(storages, without_bytes=skip_data)
+    except MemoryError:
+        raise MemoryError(
+            f"the system has no memory for a copy of {nbytes} bytes of tensors: free some, or use "
+            "ptsave.save, which needs no copy"
+        ) from None
 
 
 def _copy_from_devices(sources: _C.StorageList, copies: _C.StorageList) -> None:

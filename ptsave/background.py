@@ -6,7 +6,6 @@ import atexit
 import concurrent.futures
 import logging
 import os
-from contextlib import suppress
 from typing import Any
 
 from ptsave import _C, config
@@ -104,13 +103,14 @@ class BackgroundSave:
         error: BaseException | None = None
         try:
             self.future.set_running_or_notify_cancel()
-            self.future.wait_staged()
+            staging_error = self.future.join_staging()
+            if staging_error is not None:
+                raise staging_error
             with progress_bar(self._show_progress, "saving", self.future.nbytes) as self._bar:
                 self._writer.write(self._target)
         except BaseException as caught:
             error = caught
         self._release()
-        _unfinished.pop(self.future, None)
         try:
             if error is None:
                 self.future.set_result(None)
@@ -119,7 +119,8 @@ class BackgroundSave:
         except BaseException:  # a callback wants to end the thread, which has more to do
             _log.exception("calling the callbacks of %r", self.future)
         finally:
-            del error  # it refers to this frame
+            _unfinished.pop(self.future, None)  # not before: a forked process must find it
+            staging_error = error = None  # they refer to this frame
 
     def _note_progress(self, nbytes: int) -> None:
         self.future.set_nbytes_written(nbytes)
@@ -136,8 +137,7 @@ class BackgroundSave:
         self._withdrawn = True
         if _staging.withdraw(self.stage_in_background):
             self.future.set_staged(concurrent.futures.CancelledError())
-        with suppress(BaseException):
-            self.future.wait_staged()  # not for long: see _stop_if_cancelled
+        self.future.join_staging()  # not for long: see _stop_if_cancelled
         self._release()
         return True
 

@@ -87,6 +87,11 @@ class SaveFuture(concurrent.futures.Future[None]):
             self._observe()
             raise self._staging_error
 
+    def join_staging(self) -> BaseException | None:
+        """For the thread that writes: wait, and return what copying has raised."""
+        self._staged.wait()
+        return self._staging_error
+
     # ------------------------------------------------------------------------------------- outcome
 
     def result(self, timeout: float | None = None) -> None:

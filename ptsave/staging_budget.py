@@ -71,14 +71,15 @@ class StagingBudget:
                 return reservation
             if not wait:
                 raise StagingFullError.no_room(nbytes, self._held_nbytes(), limit)
-            self._waiting.append(number)
         try:
+            self._waiting.append(number)
             while not self._take_turn(number, nbytes, limit, block=help_out is None):
                 if help_out is not None and not help_out():
                     time.sleep(0.02)  # another thread is staging what it will hand over then
         finally:
             with self.changed:
-                self._waiting.remove(number)
+                if number in self._waiting:
+                    self._waiting.remove(number)
                 self.changed.notify_all()
         return reservation
 

@@ -36,7 +36,8 @@ from ptsave import _C, background, save_future
 pytestmark = [*QUIET, pytest.mark.usefixtures("_everything_ends")]
 
 MIB = 1 << 20
-STAGINGS = ["blocking", "background"]
+STAGINGS: list[Any] = ["blocking", "background"]
+ANSWERS_TO_FULL: list[Any] = ["wait", "raise"]
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def _everything_ends() -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert _C.staging_statistics()["used_nbytes"] == 0
     assert background._budget._held == {}
-    assert not background._unfinished
+    eventually(lambda: not background._unfinished)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -90,7 +91,7 @@ def hold_up_staging() -> threading.Event:
     return free
 
 
-def staged_copy(obj: object, staging: str = "blocking", **options: Any) -> bytes:
+def staged_copy(obj: object, staging: Any = "blocking", **options: Any) -> bytes:
     """Save to memory in the background."""
     stream = io.BytesIO()
     ptsave.async_save(obj, stream, staging=staging, **options).result(30)
@@ -102,7 +103,7 @@ def staged_copy(obj: object, staging: str = "blocking", **options: Any) -> bytes
 
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("name", PICKLED)
-def test_same_bytes(name: str, staging: str, tmp_path: Path) -> None:
+def test_same_bytes(name: str, staging: Any, tmp_path: Path) -> None:
     obj = PICKLED[name]()
     path, stock_path = tmp_path / "a" / "file.pt", tmp_path / "b" / "file.pt"
     for each in (path, stock_path):
@@ -173,7 +174,7 @@ def test_storages_that_cannot_be_saved() -> None:
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_small_tensors_are_overwritten_at_once(staging: str) -> None:
+def test_small_tensors_are_overwritten_at_once(staging: Any) -> None:
     saves = []
     for i in range(2000 if staging == "blocking" else 300):
         tensor, values = torch.full((1 + i % 100,), i), [i]
@@ -190,7 +191,7 @@ def test_small_tensors_are_overwritten_at_once(staging: str) -> None:
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_large_tensors_are_overwritten_at_once(staging: str, tmp_path: Path) -> None:
+def test_large_tensors_are_overwritten_at_once(staging: Any, tmp_path: Path) -> None:
     tensors = [torch.empty(size, dtype=torch.uint8) for size in (40 * MIB, 3, 5 * MIB, 12345)]
     futures = []
     for i in range(4):
@@ -208,7 +209,7 @@ def test_large_tensors_are_overwritten_at_once(staging: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_nothing_of_the_caller_is_kept(staging: str, gate: Gate) -> None:
+def test_nothing_of_the_caller_is_kept(staging: Any, gate: Gate) -> None:
     first = ptsave.async_save([1], gate)
     memory = np.arange(100_000)
     tensor = torch.from_numpy(memory)
@@ -454,7 +455,7 @@ def _small_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_small_files")
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_failure(staging: str, tmp_path: Path) -> None:
+def test_failure(staging: Any, tmp_path: Path) -> None:
     """It is in the future, the old file is as it was, and the memory is free though it is kept."""
     path = tmp_path / "file.pt"
     ptsave.save("old", path)
@@ -484,7 +485,7 @@ def test_failure_of_a_file_object() -> None:
 
 def test_failure_of_staging() -> None:
     """Out of memory, as an example: in the call, or in the future."""
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError, match=r"35184372088832 bytes.*ptsave\.save"):
         ptsave.async_save(_claims_to_be_huge(), io.BytesIO(), max_staged_bytes=1 << 62)
     free = hold_up_staging()
     storage = torch.UntypedStorage(5000)
@@ -520,6 +521,14 @@ def test_unseen_failures(tmp_path: Path) -> None:
     with pytest.warns(ptsave.CheckpointWarning, match="File too large") as caught:
         save_future.report_failures()
     assert str(path) in str(caught[0].message)
+    free = hold_up_staging()
+    storage = torch.UntypedStorage(5000)
+    future = ptsave.async_save(storage, path, staging="background")
+    storage.resize_(10)
+    free.set()
+    eventually(future.done)
+    with pytest.warns(ptsave.CheckpointWarning, match="resized"):
+        save_future.report_failures()
     failed().exception()
     failed().add_done_callback(lambda _: None)
     future = ptsave.async_save(obj, path)
@@ -532,7 +541,7 @@ def test_unseen_failures(tmp_path: Path) -> None:
 
 
 def test_too_large() -> None:
-    for when_full in ("wait", "raise"):
+    for when_full in ANSWERS_TO_FULL:
         with pytest.raises(ptsave.StagingFullError, match=r"4000 bytes.*3999") as caught:
             ptsave.async_save(
                 torch.ones(1000), io.BytesIO(), max_staged_bytes=3999, when_full=when_full

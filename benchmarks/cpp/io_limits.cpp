@@ -11,6 +11,8 @@
 //   resident-read   reads of the cached file at PATH into memory that is faulted in already, in the
 //                   pages that an allocator's memory has
 //   mapped-read     one byte of every page of the cached file at PATH, through a fresh mapping
+//   copy            memcpy between memory as an allocator has it and huge pages, both faulted in;
+//                   PATH is not looked at
 //
 // Writes move NBYTES of memory that was faulted in before; reads move the whole file.  Each mode
 // runs once per thread count and prints {"nbytes": N, "seconds": {"1": S, ...}}.  What is timed
@@ -303,6 +305,19 @@ Measure mapped_read_measure(const std::string& path, std::size_t nbytes) {
   };
 }
 
+Measure copy_measure(std::size_t nbytes) {
+  const auto source = std::make_shared<Memory>(faulted(Memory::ordinary(nbytes), nbytes));
+  const auto target = std::make_shared<Memory>(faulted_memory(nbytes));
+  return [=](std::size_t threads) {
+    return seconds_of([&] {
+      for_each_chunk(nbytes, threads, [&](const Chunk& chunk) {
+        std::ranges::copy(source->at(chunk.offset, chunk.nbytes),
+                          target->at(chunk.offset, chunk.nbytes).begin());
+      });
+    });
+  };
+}
+
 Measure measure_of(std::string_view mode, const std::string& path, std::size_t nbytes) {
   if (mode == "direct-write")
     return write_measure(path, round_up(nbytes, kPage), WriteKind::kDirect);
@@ -312,6 +327,7 @@ Measure measure_of(std::string_view mode, const std::string& path, std::size_t n
   if (mode == "cached-read") return cached_read_measure(path, nbytes);
   if (mode == "resident-read") return resident_read_measure(path, nbytes);
   if (mode == "mapped-read") return mapped_read_measure(path, nbytes);
+  if (mode == "copy") return copy_measure(nbytes);
   throw std::invalid_argument("unknown mode: " + std::string(mode));
 }
 

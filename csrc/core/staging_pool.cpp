@@ -27,12 +27,12 @@ class StagingPool::Block final : public Owner {
 };
 
 StagingPool& StagingPool::instance() {
-  static StagingPool* const pool = [] {
+  static StagingPool& pool = *[] {
     auto* const made = new StagingPool;
     made->survive_forks();
     return made;
   }();
-  return *pool;
+  return pool;
 }
 
 std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& sizes) {

@@ -1,12 +1,12 @@
 #include "storage/snapshot.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <stdexcept>
 
 #include "core/buffer.h"
 #include "device/side_streams.h"
+#include "core/stream_copy.h"
 
 namespace ptsave {
 namespace {
@@ -20,6 +20,7 @@ constexpr std::uint64_t kCopyNbytes = std::uint64_t{4} << 20;
 bool needs_copy(const c10::Storage& storage) {
   return storage.nbytes() > 0 && !(storage.device().is_cpu() && storage.data() == nullptr) &&
          !SideStreams::are_supported(storage.device());
+  return storage.nbytes() > 0 && (!storage.device().is_cpu() || storage.data() != nullptr);
 }
 
 // Small storages are packed more tightly than torch's allocator would.
@@ -50,6 +51,7 @@ Snapshot::Snapshot(const StorageList& sources, bool without_bytes, StagingPool& 
   std::vector<Group> groups;
   if (!without_bytes) groups = group_neighbours(sources.storages);
   std::vector<std::size_t> sizes;
+  sizes.reserve(groups.size());
   for (const Group& group : groups) sizes.push_back(group.nbytes);
   const std::vector<StagingBlock> blocks = pool.acquire(sizes);
   copies_.storages.resize(sources.storages.size());
@@ -102,7 +104,7 @@ void Snapshot::copy_range(std::uint64_t begin, std::uint64_t end) const {
     const std::uint64_t done = begin - piece->begin;
     const std::uint64_t nbytes = std::min(end, piece_end) - begin;
     const auto* const source = static_cast<const std::byte*>(piece->source.data());
-    std::memcpy(piece->target + done, source + done, nbytes);
+    stream_copy(piece->target + done, source + done, nbytes);
     begin += nbytes;
     piece = next;
   }

@@ -1,0 +1,267 @@
+"""Saving while the program goes on: how long it is blocked, how much it is slowed down.
+
+    python -m benchmarks.async_save                    all workloads, 5 rounds
+    python -m benchmarks.async_save blocked --rounds 9
+    python -m benchmarks.async_save --output benchmarks/results/async_save.md
+
+In each round every workload runs once with every contender, in a shuffled order, each in a fresh
+process that has saved something small before.  Files go to a disk, without fsync.
+
+blocked: the call for 1 GiB of tensors, which are overwritten between calls.  Stock is torch.save.
+The limit is a memcpy of as much by two threads, into huge pages that are faulted in; it is what the
+second and third call of a process are compared with, whose staging memory is there.  Memory is the
+peak of resident memory during the first save, above the tensors.
+
+loop: products of two 512 x 512 matrices with torch's threads, while 1 GiB is written: by a thread
+that calls torch.save, by ptsave.async_save (without the time of its call), or not at all.  Three
+writes one after another; their time is that of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import _limits
+from benchmarks._system import MIB, PeakMemory, describe_machine, fetch_free_memory
+
+ROOT = Path(__file__).resolve().parent.parent
+STOCK, PTSAVE, LIMIT, NOTHING = "stock", "ptsave", "limit", "nothing"
+CONTENDERS = {"blocked": (STOCK, PTSAVE, LIMIT), "loop": (NOTHING, STOCK, PTSAVE)}
+GIB = 1 << 30
+BLOCKED_GOAL_LIMIT = 1.3  # times the memcpy, at most
+BLOCKED_GOAL_STOCK = 5.0  # times as fast as torch.save, at least
+PEAK_GOAL = 1.05  # times the tensors, at most
+
+
+# ------------------------------------------------------------------------- one figure, one process
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    workload: str
+    contender: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured."""
+
+    seconds: list[float]  # of each call, or of one step of the loop
+    peak_nbytes: int = 0
+    write_seconds: float = 0.0  # from the call to the end of the file
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    """Return 1 GiB of tensors of different sizes."""
+    large = {f"large {i}": torch.randn(24 << 20) for i in range(10)}
+    version = {"version": torch.zeros(())}
+    return {**version, **large, **{f"small {i}": torch.randn(MIB) for i in range(16)}}
+
+
+def save(contender: str, obj: object, path: Path) -> Callable[[], None]:
+    """Save; returns what waits for the file."""
+    if contender == STOCK:
+        torch.save(obj, path)
+        return lambda: None
+    import ptsave
+
+    return ptsave.async_save(obj, path).result
+
+
+def measure_blocked(task: Task) -> Figure:
+    folder = Path(task.folder)
+    save(task.contender, torch.ones(3), folder / "warm-up.pt")()
+    tensors = make_tensors()
+    fetch_free_memory(2 * GIB)
+    seconds, peak_nbytes = [], 0
+    for i in range(3):
+        path = folder / "file.pt"
+        path.unlink(missing_ok=True)
+        memory = PeakMemory()
+        start = time.perf_counter()
+        wait = save(task.contender, tensors, path)
+        seconds.append(time.perf_counter() - start)
+        for tensor in tensors.values():
+            tensor.add_(1)
+        wait()
+        write_seconds = time.perf_counter() - start
+        if i == 0:
+            peak_nbytes = memory.above_baseline()
+        if int(torch.load(path, mmap=True)["version"]) != i:
+            raise RuntimeError("the file has other values than there were at the call")
+    path.unlink()
+    return Figure(seconds, peak_nbytes, write_seconds)
+
+
+def start_write(contender: str, obj: object, path: Path) -> Callable[[], bool]:
+    """Begin a write, or 2 s of nothing; returns what tells whether it is going on."""
+    if contender == NOTHING:
+        end = time.perf_counter() + 2
+        return lambda: time.perf_counter() < end
+    if contender == STOCK:
+        thread = threading.Thread(target=torch.save, args=(obj, path))
+        thread.start()
+        return thread.is_alive
+    import ptsave
+
+    future = ptsave.async_save(obj, path)
+    return lambda: not future.done()
+
+
+def measure_loop(task: Task) -> Figure:
+    path = Path(task.folder) / "file.pt"
+    a, b = torch.randn(2, 512, 512).unbind()
+    tensors = make_tensors()
+    if task.contender != NOTHING:
+        save(task.contender, tensors, path)()  # ptsave's staging memory is there then
+    for _ in range(50):
+        torch.mm(a, b)
+    seconds, steps = 0.0, 0
+    for _ in range(3):
+        path.unlink(missing_ok=True)
+        going = start_write(task.contender, tensors, path)
+        start = time.perf_counter()
+        while going():
+            torch.mm(a, b)
+            steps += 1
+        seconds += time.perf_counter() - start
+    path.unlink(missing_ok=True)
+    return Figure([seconds / max(steps, 1)], 0, seconds / 3)
+
+
+def run_task(task: Task) -> Figure:
+    if task.contender == LIMIT:
+        _, by_threads = _limits.measure("copy", Path(task.folder), GIB)
+        return Figure([by_threads["2"]])
+    command = [sys.executable, "-m", "benchmarks.async_save", "--task", json.dumps(asdict(task))]
+    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return Figure(**json.loads(result.stdout.splitlines()[-1]))
+
+
+# --------------------------------------------------------------------------------------- the rounds
+
+Figures = dict[tuple[str, str], list[Figure]]  # by workload and contender
+
+
+def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
+    figures: Figures = {}
+    each = list(itertools.product(range(rounds), names))
+    for _, name in tqdm(each, leave=False, disable=None):
+        for contender in random.sample(CONTENDERS[name], len(CONTENDERS[name])):
+            figure = run_task(Task(name, contender, str(folder)))
+            figures.setdefault((name, contender), []).append(figure)
+    return figures
+
+
+# ---------------------------------------------------------------------------------------- reporting
+
+
+def later_call(figure: Figure) -> float:
+    """Return the seconds of the second and third call of a process, or of the only one."""
+    return median(figure.seconds[1:] or figure.seconds)
+
+
+def blocked_rows(figures: Figures) -> Iterator[list[str]]:
+    for contender in CONTENDERS["blocked"]:
+        ours = figures["blocked", contender]
+        first = "" if contender == LIMIT else f"{median(f.seconds[0] for f in ours):.3f}"
+        later = [later_call(figure) for figure in ours]
+        total = "" if contender == LIMIT else f"{median(f.write_seconds for f in ours):.2f}"
+        peak = "" if contender == LIMIT else f"{max(f.peak_nbytes for f in ours) / MIB:.0f}"
+        spread = f"{min(later):.3f} - {max(later):.3f}"
+        yield [contender, first, f"{median(later):.3f}", spread, total, peak]
+
+
+def goal_rows(figures: Figures) -> Iterator[list[str]]:
+    stock, ours, limit = (figures["blocked", contender] for contender in CONTENDERS["blocked"])
+    pairs = zip(ours, limit, strict=True)
+    of_limit = median(later_call(mine) / later_call(other) for mine, other in pairs)
+    pairs = zip(ours, stock, strict=True)
+    of_stock = median(later_call(other) / later_call(mine) for mine, other in pairs)
+    peak = max(figure.peak_nbytes for figure in ours) / GIB
+    for goal, value, met in (
+        (f"blocked ≤ {BLOCKED_GOAL_LIMIT} memcpy", of_limit, of_limit <= BLOCKED_GOAL_LIMIT),
+        (f"≥ {BLOCKED_GOAL_STOCK:g} times stock", of_stock, of_stock >= BLOCKED_GOAL_STOCK),
+        (f"memory ≤ {PEAK_GOAL} of the tensors", peak, peak <= PEAK_GOAL),
+    ):
+        yield [goal, f"{value:.2f}", "yes" if met else "**no**"]
+
+
+def loop_rows(figures: Figures) -> Iterator[list[str]]:
+    alone = median(figure.seconds[0] for figure in figures["loop", NOTHING])
+    for contender in CONTENDERS["loop"]:
+        ours = figures["loop", contender]
+        step = median(figure.seconds[0] for figure in ours)
+        write = median(figure.write_seconds for figure in ours)
+        lost = write * (1 - alone / step)
+        row = [contender, f"{1e3 * step:.2f}", f"{step / alone:.2f}", f"{write:.2f}", f"{lost:.2f}"]
+        yield row if contender != NOTHING else [*row[:3], "", ""]
+
+
+def table(header: list[str], rows: Iterator[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def report(names: list[str], figures: Figures) -> str:
+    parts = []
+    if "blocked" in names:
+        header = ["blocked", "first call, s", "later, s", "min - max", "file, s", "MiB above"]
+        parts.append(table(header, blocked_rows(figures)))
+        parts.append(table(["goal", "ptsave", "met"], goal_rows(figures)))
+    if "loop" in names:
+        header = ["loop beside", "ms a step", "slower by", "the write, s", "time lost, s"]
+        parts.append(table(header, loop_rows(figures)))
+    return "\n\n".join([*parts, (__doc__ or "").partition("In each round")[2].strip()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.async_save",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workloads", nargs="*", choices=[*CONTENDERS, []], metavar="workload")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
+    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        task = Task(**json.loads(options.task))
+        measure = measure_blocked if task.workload == "blocked" else measure_loop
+        print(json.dumps(asdict(measure(task))))
+        return
+    names = options.workloads or list(CONTENDERS)
+    with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.dir) as scratch:
+        folder = Path(scratch).resolve()
+        command = ["python", "-m", "benchmarks.async_save", *options.workloads]
+        machine = describe_machine(folder, [*command, "--rounds", str(options.rounds)])
+        tables = report(names, run_rounds(names, options.rounds, folder))
+    print(tables)
+    if options.output is not None:
+        options.output.write_text(
+            f"# Benchmark of saves in the background\n\n{machine}\n\n{tables}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
