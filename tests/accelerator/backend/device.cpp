@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -61,6 +62,18 @@ StreamQueue& queue_of(const c10::Stream& stream) {
   return *queue;
 }
 
+void Uses::free() {
+  markers_.clear();
+  for (const c10::Stream& stream : std::exchange(streams_, {})) {
+    markers_.push_back(queue_of(stream).mark());
+  }
+}
+
+bool Uses::have_ended() const {
+  return std::all_of(markers_.begin(), markers_.end(),
+                     [](const MarkerPtr& marker) { return marker->is_complete(); });
+}
+
 c10::Stream next_pool_stream(c10::DeviceIndex device) {
   Device& state = state_of(device);
   const std::lock_guard lock(state.mutex);
@@ -101,13 +114,14 @@ void drain(c10::DeviceIndex device) {
   }
 }
 
-void clear_stream_delays() {
+void release_streams() {
   for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
     Device& state = state_of(device);
     const std::lock_guard lock(state.mutex);
     for (const auto& queue : state.queues) {
       if (queue != nullptr) {
         queue->set_delay(std::nullopt);
+        queue->set_held(false);
       }
     }
   }

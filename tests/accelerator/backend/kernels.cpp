@@ -1,11 +1,12 @@
 // Values: copies, the asynchronous kernels that gather and scatter, and the CPU for everything
 // else.
-#include <ATen/ATen.h>
-#include <ATen/NativeFunctions.h>
-#include <ATen/WrapDimUtilsMulti.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
+#include <ATen/ops/_foreach_copy_native.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/WrapDimMinimal.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -89,7 +90,7 @@ void cat_into(const at::Tensor& out, std::vector<at::Tensor> parts, std::int64_t
     at::native::resize_output(out, {0});
     return;
   }
-  dim = at::maybe_wrap_dim(dim, parts.front().dim());
+  dim = c10::maybe_wrap_dim(dim, parts.front().dim());
   at::native::resize_output(out, size_of_cat(parts, dim));
   std::vector<ViewPair> pairs;
   std::int64_t offset = 0;

@@ -55,13 +55,17 @@ void register_backend() {
 
 using StreamIds = std::pair<int, c10::StreamId>;  // device, stream
 
+StreamQueue& queue_of_ids(const StreamIds& ids) {
+  return queue_of(stream_of(static_cast<c10::DeviceIndex>(ids.first), ids.second));
+}
+
 void set_delay(std::int64_t min_us, std::int64_t max_us, std::optional<StreamIds> stream) {
-  TORCH_CHECK_VALUE(min_us >= 0 && min_us <= max_us, "fake: a delay of ", min_us, " to ", max_us,
-                    " us");
+  if (min_us < 0 || min_us > max_us) {
+    throw py::value_error("a delay is from 0 or more to as much or more microseconds");
+  }
   const Delay delay{std::chrono::microseconds(min_us), std::chrono::microseconds(max_us)};
   if (stream.has_value()) {
-    const auto device = static_cast<c10::DeviceIndex>(stream->first);
-    queue_of(stream_of(device, stream->second)).set_delay(delay);
+    queue_of_ids(*stream).set_delay(delay);
   } else {
     set_default_delay(delay);
   }
@@ -92,7 +96,7 @@ void synchronize() {
 }
 
 void reset() {
-  clear_stream_delays();
+  release_streams();
   set_default_delay({std::chrono::microseconds(0), std::chrono::microseconds(300)});
   synchronize();
   fail_no_copy();
@@ -120,6 +124,8 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   module.def("is_in_bad_fork", &in_forked_child);
   module.def("set_delay", &set_delay, py::arg("min_us"), py::arg("max_us"),
              py::arg("stream") = py::none());
+  module.def("set_held",
+             [](const StreamIds& stream, bool held) { queue_of_ids(stream).set_held(held); });
   module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
   module.def("stats", &stats);
   module.def("operations_in_flight", &operations_in_flight);
