@@ -71,7 +71,7 @@ def _register() -> None:
 
 def _drain_at_exit() -> None:
     if not _is_in_bad_fork():
-        _backend.drain()
+        reset()
 
 
 # ------------------------------------------------------------------------ what torch asks for

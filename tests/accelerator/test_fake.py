@@ -57,6 +57,7 @@ def test_exit_with_work_in_flight(fake: Any) -> None:
         host = torch.empty(1000, pin_memory=True)
         host.copy_(x, non_blocking=True)
         stream = torch.Stream(device="fake")
+        fake._backend.set_held((0, stream.stream_id), True)
         with stream:
             y = x.clone()
         """
@@ -172,6 +173,11 @@ def test_event_waits_for_what_was_recorded_then(fake: Any) -> None:
         assert not event.query()
     event.synchronize()
     assert x.sum() == 0
+
+
+def test_delay_that_cannot_be(fake: Any) -> None:
+    with pytest.raises(ValueError, match="delay"):
+        fake.set_delay(2, 1)
 
 
 def test_elapsed_time(fake: Any) -> None:

@@ -28,13 +28,22 @@ Device& state_of(c10::DeviceIndex device) {
 
 std::atomic<bool> is_forked_child{false};
 
-[[maybe_unused]] const int fork_is_watched =
-    pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
+[[maybe_unused]] const int kForkIsWatched =
+    pthread_atfork([] { running_operations().lock(); }, [] { running_operations().unlock(); },
+                   [] {
+                     is_forked_child = true;
+                     running_operations().unlock();
+                   });
 
 thread_local c10::DeviceIndex this_threads_device = 0;
 thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
 
 }  // namespace
+
+std::shared_mutex& running_operations() {
+  static auto& mutex = *new std::shared_mutex;
+  return mutex;
+}
 
 bool in_forked_child() { return is_forked_child.load(); }
 

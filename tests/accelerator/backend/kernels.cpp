@@ -73,10 +73,10 @@ std::vector<std::int64_t> size_of_cat(const std::vector<at::Tensor>& parts, std:
   std::vector<std::int64_t> size = parts.front().sizes().vec();
   for (std::size_t i = 1; i < parts.size(); ++i) {
     for (std::size_t axis = 0; axis < size.size(); ++axis) {
-      TORCH_CHECK(
-          parts[i].dim() == parts.front().dim() &&
-              (static_cast<std::int64_t>(axis) == dim || parts[i].sizes()[axis] == size[axis]),
-          "fake: cat() of tensors of sizes ", parts.front().sizes(), " and ", parts[i].sizes());
+      TORCH_CHECK(parts[i].dim() == parts.front().dim() &&
+                      (std::cmp_equal(axis, dim) || parts[i].sizes()[axis] == size[axis]),
+                  "fake: cat() of tensors of sizes ", parts.front().sizes(), " and ",
+                  parts[i].sizes());
     }
     size[static_cast<std::size_t>(dim)] += parts[i].size(dim);
   }
@@ -127,6 +127,7 @@ void foreach_copy(at::TensorList self, at::TensorList src, bool non_blocking) {
   }
   count_kernel("foreach_copy");
   std::vector<ViewPair> pairs;
+  pairs.reserve(self.size());
   for (std::size_t i = 0; i < self.size(); ++i) {
     pairs.emplace_back(View(self[i]), View(src[i].expand_as(self[i])));
   }

@@ -29,9 +29,9 @@ std::byte* map_shared(int fd, int protection) {
 }
 
 AddressSpace& address_space(c10::DeviceIndex device) {
-  static const std::array<AddressSpace*, kDeviceCount> spaces = {new AddressSpace,
-                                                                 new AddressSpace};
-  return *spaces.at(static_cast<std::size_t>(device));
+  static const std::array<AddressSpace*, kDeviceCount> kSpaces = {new AddressSpace,
+                                                                  new AddressSpace};
+  return *kSpaces.at(static_cast<std::size_t>(device));
 }
 
 }  // namespace
@@ -81,6 +81,7 @@ struct Block {
   c10::Stream stream;  // the one that it belongs to
   std::byte* address;
   std::size_t size;
+  std::size_t allocated;  // of which that much was, as the statistics have it
   std::size_t requested;
   Uses uses;
   bool was_given_back = false;  // its pages were, so it holds zeros
@@ -163,9 +164,10 @@ c10::DataPtr Allocator::allocate(std::size_t size) {
   if (std::exchange(block->was_given_back, false)) {
     poison(*block);
   }
+  block->allocated = rounded;
   block->requested = size;
   aggregate(own.stats.allocation).increase(1);
-  aggregate(own.stats.allocated_bytes).increase(block->size);
+  aggregate(own.stats.allocated_bytes).increase(rounded);
   aggregate(own.stats.requested_bytes).increase(size);
   return {block->address, block, &free_block, device_of(device)};
 }
@@ -183,7 +185,7 @@ Block* Allocator::take_cached(Pool& pool, c10::StreamId stream, std::size_t size
 
 Block* Allocator::take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size) {
   std::byte* address = address_space(stream.device_index()).take(size);
-  auto* block = new Block{stream, address, size, 0, {}};
+  auto* block = new Block{stream, address, size, 0, 0, {}};
   aggregate(pool.stats.segment).increase(1);
   aggregate(pool.stats.reserved_bytes).increase(size);
   poison(*block);
@@ -197,7 +199,7 @@ void Allocator::free(Block* block) {
   const std::lock_guard lock(mutex_);
   Pool& own = pool(block->stream.device_index());
   aggregate(own.stats.allocation).decrease(1);
-  aggregate(own.stats.allocated_bytes).decrease(block->size);
+  aggregate(own.stats.allocated_bytes).decrease(block->allocated);
   aggregate(own.stats.requested_bytes).decrease(block->requested);
   block->uses.free();
   if (block->uses.have_ended()) {

@@ -50,7 +50,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 void register_backend() {
   c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator());
   at::setHostAllocator(c10::DeviceType::PrivateUse1, &host_allocator());
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  static auto& hooks = *new Hooks;  // as long as the process, as torch expects it
+  at::RegisterPrivateUse1HooksInterface(&hooks);
 }
 
 using StreamIds = std::pair<int, c10::StreamId>;  // device, stream
@@ -129,6 +130,5 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
   module.def("stats", &stats);
   module.def("operations_in_flight", &operations_in_flight);
-  module.def("drain", &synchronize, without_gil());
   module.def("reset", &reset, without_gil());
 }

@@ -131,7 +131,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
     impl->empty_tensor_restride(*memory_format);
   }
   grow_storage(self);
-  return self;
+  return self;  // NOLINT(bugprone-return-const-ref-from-parameter): resize_() is declared so
 }
 
 }  // namespace fake

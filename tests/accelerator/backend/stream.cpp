@@ -36,7 +36,7 @@ Marker::Clock::time_point Marker::completed_at() const {
 }
 
 StreamQueue::StreamQueue(c10::DeviceIndex device, c10::StreamId id)
-    : device_(device), random_(static_cast<std::uint32_t>(1000 * device + id)) {}
+    : device_(device), random_(static_cast<std::uint32_t>((kPoolSize + 1) * device + id)) {}
 
 void StreamQueue::enqueue(Operation operation) {
   work_in_flight.fetch_add(1);
@@ -116,6 +116,10 @@ void StreamQueue::run_one(Entry& entry) {
     }
   }
   try {
+    std::shared_lock lock(running_operations(), std::defer_lock);
+    if (entry.kind == Kind::kWork) {  // the others may wait for work of other streams
+      lock.lock();
+    }
     entry.operation();
   } catch (const c10::Error& error) {
     set_pending_error(device_, error.what_without_backtrace());

@@ -15,6 +15,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -136,5 +137,8 @@ void throw_pending_error(c10::DeviceIndex device);
 void clear_pending_error(c10::DeviceIndex device);
 
 bool in_forked_child();
+// Held by who runs an operation, and by who forks: a child would wait forever for what the thread
+// of a stream had locked in torch.
+std::shared_mutex& running_operations();
 
 }  // namespace fake
