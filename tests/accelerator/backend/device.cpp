@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -28,13 +29,6 @@ Device& state_of(c10::DeviceIndex device) {
 
 std::atomic<bool> is_forked_child{false};
 
-[[maybe_unused]] const int kForkIsWatched =
-    pthread_atfork([] { running_operations().lock(); }, [] { running_operations().unlock(); },
-                   [] {
-                     is_forked_child = true;
-                     running_operations().unlock();
-                   });
-
 thread_local c10::DeviceIndex this_threads_device = 0;
 thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
 
@@ -43,6 +37,17 @@ thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
 std::shared_mutex& running_operations() {
   static auto& mutex = *new std::shared_mutex;
   return mutex;
+}
+
+void watch_forks() {
+  const auto lock = [] { running_operations().lock(); };
+  const auto unlock = [] { running_operations().unlock(); };
+  const auto unlock_in_child = [] {
+    is_forked_child = true;
+    running_operations().unlock();
+  };
+  const int failed = pthread_atfork(lock, unlock, unlock_in_child);
+  TORCH_CHECK(failed == 0, "fake: cannot watch forks: ", std::strerror(failed));
 }
 
 bool in_forked_child() { return is_forked_child.load(); }

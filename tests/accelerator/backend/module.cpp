@@ -48,6 +48,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 void register_backend() {
+  watch_forks();
   c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator());
   at::setHostAllocator(c10::DeviceType::PrivateUse1, &host_allocator());
   static auto& hooks = *new Hooks;  // as long as the process, as torch expects it
@@ -90,16 +91,12 @@ py::dict stats() {
   return result;
 }
 
-void synchronize() {
-  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
-    drain(device);
-  }
-}
-
 void reset() {
   release_streams();
   set_default_delay({std::chrono::microseconds(0), std::chrono::microseconds(300)});
-  synchronize();
+  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+    drain(device);
+  }
   fail_no_copy();
   reset_counts();
   host_allocator().reset_peak_stats();

@@ -136,6 +136,7 @@ void set_pending_error(c10::DeviceIndex device, const std::string& message);
 void throw_pending_error(c10::DeviceIndex device);
 void clear_pending_error(c10::DeviceIndex device);
 
+void watch_forks();  // to be called once
 bool in_forked_child();
 // Held by who runs an operation, and by who forks: a child would wait forever for what the thread
 // of a stream had locked in torch.
