@@ -87,6 +87,9 @@ test-python: build  ## pytest without what is slow or large
 test-accelerator: build  ## tests on two devices that are made of memory and threads
 	$(RUN) -m pytest tests/accelerator --timeout 600 $(PYTEST_ARGS)
 
+build/fake-accelerator/build.ninja: $(SETUP_STAMP)
+	$(RUN) setup.py --quiet build_fake_accelerator
+
 # For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
 accelerator:  ## the same tests, and benchmarks, on this machine's accelerator, with PYTHON
 	$(PYTHON) setup.py --quiet build_ext --inplace
@@ -155,7 +158,7 @@ lint-types: build
 lint-format: $(SETUP_STAMP)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-lint-cpp: build build/core/build.ninja
+lint-cpp: build build/core/build.ninja build/fake-accelerator/build.ninja
 	$(RUN) tools/clang_tidy.py
 
 format: $(SETUP_STAMP)  ## let ruff and clang-format rewrite what they can

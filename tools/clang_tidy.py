@@ -1,6 +1,6 @@
-"""Run clang-tidy over csrc, several files at once, and say how many were clean.
+"""Run clang-tidy over csrc and the fake accelerator, several files at once; say how many are clean.
 
-A file that was clean is not read again until it, one of csrc's headers, or .clang-tidy changes.
+A file that was clean is not read again until it, one of the headers, or .clang-tidy changes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ CLANG_TIDY = Path(sys.executable).parent / "clang-tidy"
 CLEAN = ROOT / "build" / "clang-tidy-clean"
 PYTHON_BUILD = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
 CORE_BUILD = ROOT / "build" / "core"
+FAKE_BUILD = ROOT / "build" / "fake-accelerator"
+FOLDERS = (ROOT / "csrc", ROOT / "tests" / "accelerator" / "backend")
 
 
 def build_of(source: Path) -> Path:
     """Return the build folder whose compile commands cover ``source``."""
-    return CORE_BUILD if source.parent.name == "core" else PYTHON_BUILD
+    builds = {"core": CORE_BUILD, "backend": FAKE_BUILD}
+    return builds.get(source.parent.name, PYTHON_BUILD)
 
 
 def digest(source: Path, shared: bytes) -> str:
@@ -43,13 +46,13 @@ def check(source: Path) -> str:
 
 
 def main() -> None:
-    sources = sorted((ROOT / "csrc").rglob("*.cpp"))
-    headers = sorted((ROOT / "csrc").rglob("*.h"))
+    sources = sorted(path for folder in FOLDERS for path in folder.rglob("*.cpp"))
+    headers = sorted(path for folder in FOLDERS for path in folder.rglob("*.h"))
     commands = [
         entry["command"]
-        for build in (CORE_BUILD, PYTHON_BUILD)
+        for build in (CORE_BUILD, PYTHON_BUILD, FAKE_BUILD)
         for entry in json.loads((build / "compile_commands.json").read_text())
-        if "csrc" in entry["file"]
+        if any(folder in Path(entry["file"]).parents for folder in FOLDERS)
     ]
     shared = b"".join(path.read_bytes() for path in [ROOT / ".clang-tidy", *headers])
     shared += "".join(sorted(commands)).encode()

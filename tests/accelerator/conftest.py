@@ -7,6 +7,7 @@ fails where there is none.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -20,7 +21,10 @@ _CHOICE = os.environ.get("PTSAVE_ACCELERATOR", "fake")
 
 def pytest_configure() -> None:
     if _CHOICE == "fake":
-        fake_device.load()
+        try:
+            fake_device.load()
+        except subprocess.CalledProcessError as error:
+            pytest.exit(f"the fake accelerator does not build: {error}", returncode=2)
     elif _CHOICE != "real":
         pytest.exit(f"PTSAVE_ACCELERATOR={_CHOICE}: it is 'fake' or 'real'", returncode=2)
     elif not torch.accelerator.is_available():

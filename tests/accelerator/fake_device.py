@@ -11,16 +11,19 @@ module that torch asks for, and what tests control.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "backend"
@@ -59,16 +62,16 @@ def _is_stale(library: Path) -> bool:
 
 
 def _register() -> None:
-    torch.utils.rename_privateuse1_backend("fake")
+    backend_registration.rename_privateuse1_backend("fake")
     torch._register_device_module("fake", sys.modules[__name__])
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     # Operations that are queued run while there still is everything that they use.
     atexit.register(_drain_at_exit)
 
 
 def _drain_at_exit() -> None:
     if not _is_in_bad_fork():
-        _backend.drain()
+        reset()
 
 
 # ------------------------------------------------------------------------ what torch asks for
@@ -101,8 +104,9 @@ def current_device() -> int:
 
 
 def set_device(device: int | str | torch.device) -> None:
-    index = device if isinstance(device, int) else torch.device(device).index
-    _backend.set_device(current_device() if index is None else index)
+    index: Any = device if isinstance(device, int) else torch.device(device).index
+    if index is not None:
+        _backend.set_device(index)
 
 
 class device:
@@ -151,8 +155,24 @@ def set_delay(min_us: int, max_us: int, stream: torch.Stream | None = None) -> N
 
     With ``stream`` that one alone, from then on whatever the others do. The default is 0 to 300.
     """
-    ids = None if stream is None else (stream.device_index, stream.stream_id)
-    _backend.set_delay(min_us, max_us, ids)
+    _backend.set_delay(min_us, max_us, None if stream is None else _ids(stream))
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """Let ``stream`` begin nothing inside the context; what is queued there runs afterwards.
+
+    So nothing inside may wait for it.
+    """
+    _backend.set_held(_ids(stream), True)
+    try:
+        yield
+    finally:
+        _backend.set_held(_ids(stream), False)
+
+
+def _ids(stream: torch.Stream) -> tuple[int, int]:
+    return stream.device_index, stream.stream_id
 
 
 def fail_copy(after: int, *, asynchronous: bool = False) -> None:
@@ -186,5 +206,5 @@ def operations_in_flight() -> int:
 
 
 def reset() -> None:
-    """Wait for all operations; forget delays, planned failures, errors, counts and peaks."""
+    """Release and drain all streams; forget delays, planned failures, errors, counts and peaks."""
     _backend.reset()

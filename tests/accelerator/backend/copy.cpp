@@ -1,6 +1,5 @@
 #include "copy.h"
 
-#include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
 #include <mutex>

@@ -2,7 +2,9 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -27,13 +29,26 @@ Device& state_of(c10::DeviceIndex device) {
 
 std::atomic<bool> is_forked_child{false};
 
-[[maybe_unused]] const int fork_is_watched =
-    pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
-
 thread_local c10::DeviceIndex this_threads_device = 0;
 thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
 
 }  // namespace
+
+std::shared_mutex& running_operations() {
+  static auto& mutex = *new std::shared_mutex;
+  return mutex;
+}
+
+void watch_forks() {
+  const auto lock = [] { running_operations().lock(); };
+  const auto unlock = [] { running_operations().unlock(); };
+  const auto unlock_in_child = [] {
+    is_forked_child = true;
+    running_operations().unlock();
+  };
+  const int failed = pthread_atfork(lock, unlock, unlock_in_child);
+  TORCH_CHECK(failed == 0, "fake: cannot watch forks: ", std::strerror(failed));
+}
 
 bool in_forked_child() { return is_forked_child.load(); }
 
@@ -59,6 +74,18 @@ StreamQueue& queue_of(const c10::Stream& stream) {
     queue = std::make_unique<StreamQueue>(stream.device_index(), stream.id());
   }
   return *queue;
+}
+
+void Uses::free() {
+  markers_.clear();
+  for (const c10::Stream& stream : std::exchange(streams_, {})) {
+    markers_.push_back(queue_of(stream).mark());
+  }
+}
+
+bool Uses::have_ended() const {
+  return std::all_of(markers_.begin(), markers_.end(),
+                     [](const MarkerPtr& marker) { return marker->is_complete(); });
 }
 
 c10::Stream next_pool_stream(c10::DeviceIndex device) {
@@ -101,13 +128,14 @@ void drain(c10::DeviceIndex device) {
   }
 }
 
-void clear_stream_delays() {
+void release_streams() {
   for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
     Device& state = state_of(device);
     const std::lock_guard lock(state.mutex);
     for (const auto& queue : state.queues) {
       if (queue != nullptr) {
         queue->set_delay(std::nullopt);
+        queue->set_held(false);
       }
     }
   }

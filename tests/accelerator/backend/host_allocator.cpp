@@ -8,7 +8,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -20,20 +19,10 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-struct StreamOrder {
-  bool operator()(const c10::Stream& a, const c10::Stream& b) const { return a.hash() < b.hash(); }
-};
-
 struct Block {
   std::byte* address;
   std::size_t size;
-  std::set<c10::Stream, StreamOrder> recorded;
-  std::vector<MarkerPtr> uses;
-
-  bool in_use() const {
-    return std::any_of(uses.begin(), uses.end(),
-                       [](const MarkerPtr& use) { return !use->is_complete(); });
-  }
+  Uses uses;
 };
 
 class Allocator final : public at::HostAllocator {
@@ -106,7 +95,7 @@ Block* Allocator::take_fresh(std::size_t size) {
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   TORCH_CHECK_WITH(OutOfMemoryError, address != MAP_FAILED, "fake: cannot map ", size,
                    " bytes of pinned memory: ", std::strerror(errno));
-  auto* block = new Block{static_cast<std::byte*>(address), size, {}, {}};
+  auto* block = new Block{static_cast<std::byte*>(address), size, {}};
   blocks_.emplace(block->address, block);
   stats_.allocations.increase(1);
   stats_.allocated_bytes.increase(size);
@@ -121,10 +110,8 @@ void Allocator::free(Block* block) {
   const std::lock_guard lock(mutex_);
   stats_.active_requests.decrease(1);
   stats_.active_bytes.decrease(block->size);
-  for (const c10::Stream& stream : std::exchange(block->recorded, {})) {
-    block->uses.push_back(queue_of(stream).mark());
-  }
-  if (block->uses.empty()) {
+  block->uses.free();
+  if (block->uses.have_ended()) {
     release(block);
   } else {
     held_back_.push_back(block);
@@ -132,14 +119,14 @@ void Allocator::free(Block* block) {
 }
 
 void Allocator::release(Block* block) {
-  block->uses.clear();
   // What was freed last is handed out first: that is where a mistake shows.
   free_.emplace_hint(free_.lower_bound(block->size), block->size, block);
 }
 
 void Allocator::release_unused() {
-  const auto unused = std::stable_partition(held_back_.begin(), held_back_.end(),
-                                            [](const Block* block) { return block->in_use(); });
+  const auto unused =
+      std::stable_partition(held_back_.begin(), held_back_.end(),
+                            [](const Block* block) { return !block->uses.have_ended(); });
   std::for_each(unused, held_back_.end(), [this](Block* block) { release(block); });
   held_back_.erase(unused, held_back_.end());
 }
@@ -163,7 +150,7 @@ bool Allocator::record_event(void* ptr, void* ctx, c10::Stream stream) {
   if (found == blocks_.end()) {
     return false;
   }
-  found->second->recorded.insert(stream);
+  found->second->uses.record(stream);
   return true;
 }
 

@@ -1,11 +1,12 @@
 // Values: copies, the asynchronous kernels that gather and scatter, and the CPU for everything
 // else.
-#include <ATen/ATen.h>
-#include <ATen/NativeFunctions.h>
-#include <ATen/WrapDimUtilsMulti.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
+#include <ATen/ops/_foreach_copy_native.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/WrapDimMinimal.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -72,10 +73,10 @@ std::vector<std::int64_t> size_of_cat(const std::vector<at::Tensor>& parts, std:
   std::vector<std::int64_t> size = parts.front().sizes().vec();
   for (std::size_t i = 1; i < parts.size(); ++i) {
     for (std::size_t axis = 0; axis < size.size(); ++axis) {
-      TORCH_CHECK(
-          parts[i].dim() == parts.front().dim() &&
-              (static_cast<std::int64_t>(axis) == dim || parts[i].sizes()[axis] == size[axis]),
-          "fake: cat() of tensors of sizes ", parts.front().sizes(), " and ", parts[i].sizes());
+      TORCH_CHECK(parts[i].dim() == parts.front().dim() &&
+                      (std::cmp_equal(axis, dim) || parts[i].sizes()[axis] == size[axis]),
+                  "fake: cat() of tensors of sizes ", parts.front().sizes(), " and ",
+                  parts[i].sizes());
     }
     size[static_cast<std::size_t>(dim)] += parts[i].size(dim);
   }
@@ -89,7 +90,7 @@ void cat_into(const at::Tensor& out, std::vector<at::Tensor> parts, std::int64_t
     at::native::resize_output(out, {0});
     return;
   }
-  dim = at::maybe_wrap_dim(dim, parts.front().dim());
+  dim = c10::maybe_wrap_dim(dim, parts.front().dim());
   at::native::resize_output(out, size_of_cat(parts, dim));
   std::vector<ViewPair> pairs;
   std::int64_t offset = 0;
@@ -126,6 +127,7 @@ void foreach_copy(at::TensorList self, at::TensorList src, bool non_blocking) {
   }
   count_kernel("foreach_copy");
   std::vector<ViewPair> pairs;
+  pairs.reserve(self.size());
   for (std::size_t i = 0; i < self.size(); ++i) {
     pairs.emplace_back(View(self[i]), View(src[i].expand_as(self[i])));
   }

@@ -11,7 +11,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -21,6 +20,7 @@ namespace fake {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
+constexpr std::size_t kPageSize = 4096;
 
 std::byte* map_shared(int fd, int protection) {
   void* address = mmap(nullptr, AddressSpace::kSize, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
@@ -29,9 +29,9 @@ std::byte* map_shared(int fd, int protection) {
 }
 
 AddressSpace& address_space(c10::DeviceIndex device) {
-  static const std::array<AddressSpace*, kDeviceCount> spaces = {new AddressSpace,
-                                                                 new AddressSpace};
-  return *spaces.at(static_cast<std::size_t>(device));
+  static const std::array<AddressSpace*, kDeviceCount> kSpaces = {new AddressSpace,
+                                                                  new AddressSpace};
+  return *kSpaces.at(static_cast<std::size_t>(device));
 }
 
 }  // namespace
@@ -81,14 +81,10 @@ struct Block {
   c10::Stream stream;  // the one that it belongs to
   std::byte* address;
   std::size_t size;
+  std::size_t allocated;  // of which that much was, as the statistics have it
   std::size_t requested;
-  std::set<c10::StreamId> recorded;
-  std::vector<MarkerPtr> uses;  // of other streams, when it was freed
-
-  bool in_use() const {
-    return std::any_of(uses.begin(), uses.end(),
-                       [](const MarkerPtr& use) { return !use->is_complete(); });
-  }
+  Uses uses;
+  bool was_given_back = false;  // its pages were, so it holds zeros
 };
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
@@ -101,6 +97,13 @@ void poison(const Block& block) {
   queue_of(block.stream).enqueue_undelayed([data = accessible(block.address), size = block.size] {
     std::memset(data, kPoison, size);
   });
+}
+
+void give_back_pages(std::byte* data, std::size_t size) {
+  void* begin = data;
+  if (std::align(kPageSize, kPageSize, begin, size) != nullptr) {
+    madvise(begin, size / kPageSize * kPageSize, MADV_REMOVE);
+  }
 }
 
 class Allocator final : public c10::DeviceAllocator {
@@ -158,9 +161,13 @@ c10::DataPtr Allocator::allocate(std::size_t size) {
   if (block == nullptr) {
     block = take_fresh(own, stream, rounded);
   }
+  if (std::exchange(block->was_given_back, false)) {
+    poison(*block);
+  }
+  block->allocated = rounded;
   block->requested = size;
   aggregate(own.stats.allocation).increase(1);
-  aggregate(own.stats.allocated_bytes).increase(block->size);
+  aggregate(own.stats.allocated_bytes).increase(rounded);
   aggregate(own.stats.requested_bytes).increase(size);
   return {block->address, block, &free_block, device_of(device)};
 }
@@ -178,7 +185,7 @@ Block* Allocator::take_cached(Pool& pool, c10::StreamId stream, std::size_t size
 
 Block* Allocator::take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size) {
   std::byte* address = address_space(stream.device_index()).take(size);
-  auto* block = new Block{stream, address, size, 0, {}, {}};
+  auto* block = new Block{stream, address, size, 0, 0, {}};
   aggregate(pool.stats.segment).increase(1);
   aggregate(pool.stats.reserved_bytes).increase(size);
   poison(*block);
@@ -192,12 +199,10 @@ void Allocator::free(Block* block) {
   const std::lock_guard lock(mutex_);
   Pool& own = pool(block->stream.device_index());
   aggregate(own.stats.allocation).decrease(1);
-  aggregate(own.stats.allocated_bytes).decrease(block->size);
+  aggregate(own.stats.allocated_bytes).decrease(block->allocated);
   aggregate(own.stats.requested_bytes).decrease(block->requested);
-  for (const c10::StreamId id : std::exchange(block->recorded, {})) {
-    block->uses.push_back(queue_of(stream_of(block->stream.device_index(), id)).mark());
-  }
-  if (block->uses.empty()) {
+  block->uses.free();
+  if (block->uses.have_ended()) {
     release(own, block);
   } else {
     own.held_back.push_back(block);
@@ -205,7 +210,6 @@ void Allocator::free(Block* block) {
 }
 
 void Allocator::release(Pool& pool, Block* block) {
-  block->uses.clear();
   poison(*block);
   // What was freed last is handed out first: that is where a mistake shows.
   auto& blocks = pool.free[block->stream.id()];
@@ -213,8 +217,9 @@ void Allocator::release(Pool& pool, Block* block) {
 }
 
 void Allocator::release_unused(Pool& pool) {
-  const auto unused = std::stable_partition(pool.held_back.begin(), pool.held_back.end(),
-                                            [](const Block* block) { return block->in_use(); });
+  const auto unused =
+      std::stable_partition(pool.held_back.begin(), pool.held_back.end(),
+                            [](const Block* block) { return !block->uses.have_ended(); });
   std::for_each(unused, pool.held_back.end(), [&](Block* block) { release(pool, block); });
   pool.held_back.erase(unused, pool.held_back.end());
 }
@@ -226,16 +231,11 @@ void Allocator::emptyCache(c10::MempoolId_t /*pool*/) {
     drain(device);
     Pool& own = pool(device);
     release_unused(own);
+    drain(device);  // the poisoning of what was just released
     for (auto& [stream, blocks] : own.free) {
       for (auto& [size, block] : blocks) {
-        queue_of(block->stream)
-            .enqueue_undelayed([data = accessible(block->address), n = block->size] {
-              const auto begin = (reinterpret_cast<std::uintptr_t>(data) + 4095) & ~4095UL;
-              const auto end = (reinterpret_cast<std::uintptr_t>(data) + n) & ~4095UL;
-              if (begin < end) {
-                madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE);
-              }
-            });
+        give_back_pages(accessible(block->address), size);
+        block->was_given_back = true;
       }
     }
   }
@@ -248,10 +248,8 @@ void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
   }
   auto* block = static_cast<Block*>(data.get_context());
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(block->stream.device() == stream.device(), "fake: memory of ", block->stream.device(),
-              " cannot be recorded on ", stream);
   if (stream != block->stream) {
-    block->recorded.insert(stream.id());
+    block->uses.record(stream);
   }
 }
 

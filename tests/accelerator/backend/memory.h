@@ -12,8 +12,8 @@ namespace fake {
 // What freed and fresh memory is filled with.
 constexpr int kPoison = 0xDB;
 
-// The addresses of one device.  They fault when touched; the same memory can be read and written at
-// addresses that only operations on streams are given.
+// The addresses of one device.  They fault when touched; the same memory can be read and written
+// at addresses that only operations on streams are given.
 class AddressSpace {
  public:
   AddressSpace();
@@ -42,9 +42,9 @@ std::byte* accessible(const void* device_address);
 std::optional<c10::Device> device_of_address(const void* address);
 
 // Ordered by streams, as CUDA's: a block belongs to the stream that was current when it was
-// allocated.  Freed, it is poisoned by an operation on that stream and handed out again to the next
-// allocation on that stream, at once, unless it was recorded on other streams: then when those have
-// passed the point of the free.
+// allocated.  Freed, it is poisoned by an operation on that stream and handed out again to the
+// next allocation on that stream, at once, unless it was recorded on other streams: then when those
+// have passed the point of the free.
 c10::DeviceAllocator& device_allocator();
 
 }  // namespace fake

@@ -48,20 +48,26 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 void register_backend() {
+  watch_forks();
   c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator());
   at::setHostAllocator(c10::DeviceType::PrivateUse1, &host_allocator());
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  static auto& hooks = *new Hooks;  // as long as the process, as torch expects it
+  at::RegisterPrivateUse1HooksInterface(&hooks);
 }
 
 using StreamIds = std::pair<int, c10::StreamId>;  // device, stream
 
+StreamQueue& queue_of_ids(const StreamIds& ids) {
+  return queue_of(stream_of(static_cast<c10::DeviceIndex>(ids.first), ids.second));
+}
+
 void set_delay(std::int64_t min_us, std::int64_t max_us, std::optional<StreamIds> stream) {
-  TORCH_CHECK_VALUE(min_us >= 0 && min_us <= max_us, "fake: a delay of ", min_us, " to ", max_us,
-                    " us");
+  if (min_us < 0 || min_us > max_us) {
+    throw py::value_error("a delay is from 0 or more to as much or more microseconds");
+  }
   const Delay delay{std::chrono::microseconds(min_us), std::chrono::microseconds(max_us)};
   if (stream.has_value()) {
-    const auto device = static_cast<c10::DeviceIndex>(stream->first);
-    queue_of(stream_of(device, stream->second)).set_delay(delay);
+    queue_of_ids(*stream).set_delay(delay);
   } else {
     set_default_delay(delay);
   }
@@ -85,16 +91,12 @@ py::dict stats() {
   return result;
 }
 
-void synchronize() {
+void reset() {
+  release_streams();
+  set_default_delay({std::chrono::microseconds(0), std::chrono::microseconds(300)});
   for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
     drain(device);
   }
-}
-
-void reset() {
-  clear_stream_delays();
-  set_default_delay({std::chrono::microseconds(0), std::chrono::microseconds(300)});
-  synchronize();
   fail_no_copy();
   reset_counts();
   host_allocator().reset_peak_stats();
@@ -120,9 +122,10 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   module.def("is_in_bad_fork", &in_forked_child);
   module.def("set_delay", &set_delay, py::arg("min_us"), py::arg("max_us"),
              py::arg("stream") = py::none());
+  module.def("set_held",
+             [](const StreamIds& stream, bool held) { queue_of_ids(stream).set_held(held); });
   module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
   module.def("stats", &stats);
   module.def("operations_in_flight", &operations_in_flight);
-  module.def("drain", &synchronize, without_gil());
   module.def("reset", &reset, without_gil());
 }

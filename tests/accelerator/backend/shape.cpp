@@ -1,9 +1,13 @@
 #include "shape.h"
 
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -127,7 +131,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
     impl->empty_tensor_restride(*memory_format);
   }
   grow_storage(self);
-  return self;
+  return self;  // NOLINT(bugprone-return-const-ref-from-parameter): resize_() is declared so
 }
 
 }  // namespace fake

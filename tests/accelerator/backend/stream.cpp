@@ -36,17 +36,20 @@ Marker::Clock::time_point Marker::completed_at() const {
 }
 
 StreamQueue::StreamQueue(c10::DeviceIndex device, c10::StreamId id)
-    : device_(device), random_(static_cast<std::uint32_t>(1000 * device + id)) {}
+    : device_(device), random_(static_cast<std::uint32_t>((kPoolSize + 1) * device + id)) {}
 
 void StreamQueue::enqueue(Operation operation) {
   work_in_flight.fetch_add(1);
-  push({std::move(operation), true});
+  push({std::move(operation), Kind::kWork});
 }
 
-void StreamQueue::enqueue_undelayed(Operation operation) { push({std::move(operation), false}); }
+void StreamQueue::enqueue_undelayed(Operation operation) {
+  push({std::move(operation), Kind::kBookkeeping});
+}
 
 void StreamQueue::push(Entry entry) {
   const std::lock_guard lock(mutex_);
+  n_unfinished_ += entry.kind == Kind::kMarker ? 0 : 1;
   entries_.push_back(std::move(entry));
   if (!has_thread_) {
     // Never joined: it waits on members of an object that is never destroyed.
@@ -58,7 +61,7 @@ void StreamQueue::push(Entry entry) {
 
 MarkerPtr StreamQueue::mark() {
   auto marker = std::make_shared<Marker>();
-  enqueue_undelayed([marker] { marker->complete(); });
+  push({[marker] { marker->complete(); }, Kind::kMarker});
   return marker;
 }
 
@@ -68,12 +71,18 @@ void StreamQueue::wait_for(MarkerPtr marker) {
 
 bool StreamQueue::is_idle() const {
   const std::lock_guard lock(mutex_);
-  return entries_.empty() && !running_;
+  return n_unfinished_ == 0;
 }
 
 void StreamQueue::set_delay(std::optional<Delay> delay) {
   const std::lock_guard lock(mutex_);
   delay_ = delay;
+}
+
+void StreamQueue::set_held(bool held) {
+  const std::lock_guard lock(mutex_);
+  held_ = held;
+  filled_.notify_one();
 }
 
 std::chrono::microseconds StreamQueue::next_delay() {
@@ -92,32 +101,36 @@ void StreamQueue::run() {
     Entry entry;
     {
       std::unique_lock lock(mutex_);
-      running_ = false;
-      filled_.wait(lock, [this] { return !entries_.empty(); });
+      filled_.wait(lock, [this] { return !entries_.empty() && !held_; });
       entry = std::move(entries_.front());
       entries_.pop_front();
-      running_ = true;
     }
     run_one(entry);
   }
 }
 
 void StreamQueue::run_one(Entry& entry) {
-  if (entry.is_work) {
+  if (entry.kind == Kind::kWork) {
     if (const auto delay = next_delay(); delay.count() > 0) {
       std::this_thread::sleep_for(delay);
     }
   }
   try {
+    std::shared_lock lock(running_operations(), std::defer_lock);
+    if (entry.kind == Kind::kWork) {  // the others may wait for work of other streams
+      lock.lock();
+    }
     entry.operation();
   } catch (const c10::Error& error) {
     set_pending_error(device_, error.what_without_backtrace());
   } catch (const std::exception& error) {
     set_pending_error(device_, error.what());
   }
-  if (entry.is_work) {
+  if (entry.kind == Kind::kWork) {
     work_in_flight.fetch_sub(1);
   }
+  const std::lock_guard lock(mutex_);
+  n_unfinished_ -= entry.kind == Kind::kMarker ? 0 : 1;
 }
 
 void set_default_delay(Delay delay) {

@@ -14,6 +14,10 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
+#include <shared_mutex>
+#include <string>
+#include <vector>
 
 namespace fake {
 
@@ -42,6 +46,23 @@ class Marker {
 
 using MarkerPtr = std::shared_ptr<Marker>;
 
+struct StreamOrder {
+  bool operator()(const c10::Stream& a, const c10::Stream& b) const { return a.hash() < b.hash(); }
+};
+
+// The streams other than its own that use a block, and then, once it was freed, how far they must
+// get before it can be handed out again.
+class Uses {
+ public:
+  void record(const c10::Stream& stream) { streams_.insert(stream); }
+  void free();
+  bool have_ended() const;
+
+ private:
+  std::set<c10::Stream, StreamOrder> streams_;
+  std::vector<MarkerPtr> markers_;
+};
+
 // How long a stream waits before an operation: a random time between the two.
 struct Delay {
   std::chrono::microseconds min;
@@ -62,11 +83,18 @@ class StreamQueue {
   bool is_idle() const;
 
   void set_delay(std::optional<Delay> delay);  // nullopt: that of all streams
+  void set_held(bool held);                    // nothing more is begun while it is
 
  private:
+  enum class Kind {
+    kWork,         // delayed
+    kBookkeeping,  // the stream is not idle before it is done
+    kMarker,       // whoever waits for it finds the stream idle
+  };
+
   struct Entry {
     Operation operation;
-    bool is_work = false;
+    Kind kind = Kind::kWork;
   };
 
   void push(Entry entry);
@@ -80,7 +108,8 @@ class StreamQueue {
   std::condition_variable filled_;
   std::deque<Entry> entries_;
   std::optional<Delay> delay_;
-  bool running_ = false;
+  std::int64_t n_unfinished_ = 0;  // entries that are no markers
+  bool held_ = false;
   bool has_thread_ = false;
 };
 
@@ -98,7 +127,7 @@ c10::Stream current_stream(c10::DeviceIndex device);
 void set_current_stream(const c10::Stream& stream);
 
 void set_default_delay(Delay delay);
-void clear_stream_delays();
+void release_streams();  // from delays of their own, and from being held
 std::int64_t operations_in_flight();
 void drain(c10::DeviceIndex device);  // leaves the pending error alone
 
@@ -107,6 +136,10 @@ void set_pending_error(c10::DeviceIndex device, const std::string& message);
 void throw_pending_error(c10::DeviceIndex device);
 void clear_pending_error(c10::DeviceIndex device);
 
+void watch_forks();  // to be called once
 bool in_forked_child();
+// Held by who runs an operation, and by who forks: a child would wait forever for what the thread
+// of a stream had locked in torch.
+std::shared_mutex& running_operations();
 
 }  // namespace fake

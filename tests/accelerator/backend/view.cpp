@@ -1,6 +1,6 @@
 #include "view.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/from_blob.h>
 
 #include <cstring>
 
