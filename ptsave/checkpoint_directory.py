@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import threading
@@ -10,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
@@ -21,7 +21,7 @@ _NAME = re.compile(r"step-([0-9]+)\.pt")
 _MIN_N_DIGITS = 8  # so that for a hundred million steps the order of names is that of steps
 
 
-def create_directory(directory: Any, *, fsync: bool) -> Path:
+def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
     """Make a directory for checkpoints, with its parents, and return its absolute path.
 
     Raises
@@ -113,9 +113,12 @@ class CheckpointDirectory:
         """Remove the lowest steps until `keep` are left, after the step `written` was saved.
 
         That one stays, and so does the highest: after going back to an earlier step both are
-        somebody's newest.  What cannot be removed is a `CheckpointWarning`.
+        somebody's newest.  What cannot be removed is a `CheckpointWarning`.  While another process
+        is at it, nothing is done: each would keep another one, and together they would keep fewer.
         """
-        with self._lock:
+        with self._lock, _locked(self.path) as alone:
+            if not alone:
+                return
             names = self._names()
             kept = {written, max(names, default=written), *self._held}
             spare = [step for step in sorted(names) if step not in kept]
@@ -162,6 +165,28 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return entry.is_file()
     except OSError:  # a link that leads nowhere
         return False
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Yield whether no other process has locked the directory; lock it meanwhile."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _try_lock(descriptor)
+    finally:
+        with suppress(OSError):  # by hand: a process forked meanwhile has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system on which directories have no locks
+    return True
 
 
 def _remove(path: Path) -> None:
