@@ -88,11 +88,13 @@ class CheckpointDirectory:
 
     def path_of(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
-        path = self.path / _name(step)
-        if os.path.isfile(path):
-            return path
-        names = self._names().get(step)
-        return self.path / names[0] if names else path
+        return self.place(step)[0]
+
+    def place(self, step: int) -> tuple[Path, int | None]:
+        """Return where a step is, or would be, and the highest step that is there."""
+        names = self._names()
+        name = names[step][0] if step in names else _name(step)
+        return self.path / name, max(names, default=None)
 
     @contextmanager
     def held(self, step: int | None) -> Iterator[Path]:
@@ -157,6 +159,8 @@ def _name(step: int) -> str:
 
 
 def _own_first(step: int, names: list[str]) -> list[str]:
+    if len(names) == 1:
+        return names
     return sorted(names, key=lambda name: (name != _name(step), name))
 
 

@@ -151,16 +151,15 @@ class AsyncCheckpointer:
 
     def _begin(self, step: int, entries: dict[str, Any]) -> SaveFuture:
         try:
-            self._warn_if_lower(step)
-            path = os.fspath(self._directory.path_of(step))
-            return async_save(entries, path, **self._options)
+            path, highest = self._directory.place(step)
+            self._warn_if_lower(step, highest)
+            return async_save(entries, os.fspath(path), **self._options)
         except OSError as error:  # the directory is gone: no reason to end a training here
             return _failed_save(str(self._directory.path), error)
 
-    def _warn_if_lower(self, step: int) -> None:
+    def _warn_if_lower(self, step: int, highest: int | None) -> None:
         with self._changed:
-            pending = list(self._pending.values())
-        highest = max([*self._directory.steps(), *pending], default=step)
+            highest = max([highest or 0, *self._pending.values()])
         if step < highest != self._announced:
             self._announced = highest
             message = (
