@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -426,25 +427,25 @@ def test_what_cannot_be_removed_is_a_warning(
     assert checkpointer.steps() == [3]
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root can become someone else")
-def test_checkpoints_of_others_in_a_sticky_directory_stay(tmp_path: Path) -> None:
-    ptsave.save([1], tmp_path / name_of(1))
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder != Path("/tmp"):
-            folder.chmod(0o755) if folder.is_relative_to("/tmp") else None
-    tmp_path.chmod(0o1777)
-    script = f"""
-import io, os, warnings, torch, ptsave
+SAVE_AS_NOBODY = """
+import io, os, sys, warnings, torch, ptsave
 ptsave.save([torch.ones(1)], io.BytesIO())  # all imports, which may be somebody's own
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    with ptsave.AsyncCheckpointer({str(tmp_path)!r}, keep=1) as checkpointer:
+    with ptsave.AsyncCheckpointer(sys.argv[1], keep=1) as checkpointer:
         checkpointer.save(2, value=2).result()
 assert "cannot be removed" in str(seen[0].message), seen
 assert checkpointer.steps() == [1, 2]
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can become someone else")
+def test_checkpoints_of_others_in_a_sticky_directory_stay() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # which everybody can get to
+        ptsave.save([1], Path(folder, name_of(1)))
+        os.chmod(folder, 0o1777)
+        subprocess.run([sys.executable, "-c", SAVE_AS_NOBODY, folder], check=True)
 
 
 # -------------------------------------------------------------------------------- failures, waiting
