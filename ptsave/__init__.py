@@ -3,6 +3,7 @@
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
 from ptsave.asynchronous import async_save, release_staging_memory
 from ptsave.checkpoint import load_checkpoint, load_into, save_checkpoint
+from ptsave.checkpointer import AsyncCheckpointer
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError, StagingFullError
 from ptsave.installation import install, installed, uninstall
 from ptsave.lazy_buffers import register_lazy_buffer
@@ -16,6 +17,7 @@ from ptsave.serialization import load, save
 __version__: str = _torch_version.VERSION
 
 __all__ = [
+    "AsyncCheckpointer",
     "CheckpointWarning",
     "CorruptCheckpointError",
     "IncompatibleKeys",

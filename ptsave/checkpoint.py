@@ -16,7 +16,7 @@ from ptsave.optimizer_state import check_optimizer, load_optimizer
 from ptsave.restoring import check_locations, restoring
 from ptsave.serialization import load, save
 
-__all__ = ["load_checkpoint", "load_into", "save_checkpoint"]
+__all__ = ["entries_of", "load_checkpoint", "load_into", "restore_entries", "save_checkpoint"]
 
 
 def load_into(
@@ -186,7 +186,12 @@ def save_checkpoint(f: Any, /, **objects: Any) -> None:
     >>> ptsave.load_checkpoint(stream, model=model, optimizer=optimizer)
     {'epoch': 3}
     """
-    save({name: _state_of(obj) for name, obj in objects.items()}, f)
+    save(entries_of(objects), f)
+
+
+def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint of `objects` holds: their state dicts, or they themselves."""
+    return {name: _state_of(obj) for name, obj in objects.items()}
 
 
 def _state_of(obj: Any) -> Any:
@@ -250,6 +255,21 @@ def load_checkpoint(
                 f"{name!r} is an option here: save the {type(option).__name__} "
                 "under another name, or restore it with ptsave.load_into()"
             )
+    return restore_entries(f, targets, strict=strict, map_location=map_location, **options)
+
+
+def restore_entries(
+    f: Any,
+    targets: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Do what :func:`load_checkpoint` does, for targets of any name."""
+    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     with restoring(f, map_location, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import struct
+import warnings
 
 __all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError", "StagingFullError"]
 
@@ -194,3 +195,11 @@ class CheckpointWarning(UserWarning):
 def operation_of(error: OSError) -> str:
     """Return the system call whose failure the engine reports, or ""."""
     return str(getattr(error, "operation", ""))
+
+
+def add_note(error: BaseException, message: str) -> None:
+    """Say more on an exception that is being raised; before Python 3.11 in a warning."""
+    if hasattr(error, "add_note"):
+        error.add_note(message)
+    else:
+        warnings.warn(message, CheckpointWarning, stacklevel=3)

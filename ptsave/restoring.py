@@ -9,7 +9,6 @@ and through memory that is given back at once in every other case.
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from ptsave import _C
 from ptsave.checking import check_small_records, check_version
 from ptsave.copying import Copier, CopyLater, tensors_in
 from ptsave.entries import entries_in, entries_using, storage_id
-from ptsave.errors import CheckpointWarning
+from ptsave.errors import add_note
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading import RecordReader, describe
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
@@ -232,7 +231,4 @@ def _note(error: BaseException, names: list[str], path: str) -> None:
         f"{path}: the restore has stopped halfway: {len(names)} entries hold the file's values, or "
         f"may, at least in part, and the others hold the old ones: {named}"
     )
-    if hasattr(error, "add_note"):
-        error.add_note(message)
-    else:  # Python 3.10
-        warnings.warn(message, CheckpointWarning, stacklevel=2)
+    add_note(error, message)

@@ -114,6 +114,10 @@ class SaveFuture(concurrent.futures.Future[None]):
         self._observe()
         super().add_done_callback(fn)
 
+    def observed(self) -> bool:
+        """Return whether somebody knows a failure, or will: has asked, or added a callback."""
+        return self._observed
+
     def cancel(self) -> bool:
         """Take the save back if it has not begun to be written; returns whether it is cancelled."""
         withdraw = self._withdraw

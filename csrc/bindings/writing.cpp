@@ -305,6 +305,14 @@ void bind_writing(py::module_& module) {
            py::arg("options"), py::arg("progress"))
       .def("write_stream", &WritePlan::write_stream, py::arg("sink"), py::arg("skip"),
            py::kw_only(), py::arg("options"), py::arg("progress"));
+  module.def(
+      "remove_leftovers",
+      [](const std::string& path) { without_gil([&] { remove_leftovers(path); }); },
+      py::arg("path"));
+  module.def(
+      "target_of_temporary",
+      [](const std::string& entry) { return py::bytes(target_of_temporary(entry)); },
+      py::arg("entry"));
 }
 
 }  // namespace ptsave

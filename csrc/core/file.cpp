@@ -240,16 +240,57 @@ Lock try_lock(int fd) {
   return errno == EWOULDBLOCK ? Lock::kHeldElsewhere : Lock::kUnsupported;
 }
 
+void remove_leftovers(int directory, const std::string& name) {
+  const int copy = ::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (copy < 0) return;  // a directory that cannot be listed keeps its leftovers
+  const std::unique_ptr<DIR, int (*)(DIR*)> listing(::fdopendir(copy), &::closedir);
+  if (!listing) {
+    sys::close(copy);
+    return;
+  }
+  const std::string prefix = temporary_prefix(name);
+  while (const dirent* entry = ::readdir(listing.get())) {  // NOLINT(concurrency-mt-unsafe)
+    if (!is_temporary(entry->d_name, prefix)) continue;
+    constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    const Descriptor leftover(
+        retry_interrupted([&] { return sys::openat(directory, entry->d_name, kFlags); }));
+    if (leftover && try_lock(leftover.get()) == Lock::kTaken) {
+      retry_interrupted([&] { return sys::unlinkat(directory, entry->d_name); });
+    }
+  }
+}
+
+struct SplitPath {
+  std::string directory;
+  std::string name;
+};
+
+SplitPath split_path(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return {".", path};
+  return {path.substr(0, std::max<std::size_t>(slash, 1)), path.substr(slash + 1)};
+}
+
 }  // namespace
+
+void remove_leftovers(const std::string& path) {
+  const SplitPath split = split_path(path);
+  remove_leftovers(open_directory(split.directory, path).get(), split.name);
+}
+
+std::string_view target_of_temporary(std::string_view entry) {
+  constexpr std::size_t kEndNbytes = 1 + kTokenNdigits + kTemporarySuffix.size();
+  if (entry.size() <= 1 + kEndNbytes) return {};
+  const std::string_view name = entry.substr(1, entry.size() - 1 - kEndNbytes);
+  return is_temporary(entry, temporary_prefix(std::string(name))) ? name : std::string_view();
+}
 
 AtomicFile::AtomicFile(const std::string& path, std::string display)
     : display_(std::move(display)), file_(Descriptor(), display_) {
-  const std::size_t slash = path.rfind('/');
-  name_ = slash == std::string::npos ? path : path.substr(slash + 1);
-  const std::string directory =
-      slash == std::string::npos ? "." : path.substr(0, std::max<std::size_t>(slash, 1));
-  directory_ = open_directory(directory, display_);
-  remove_leftovers();
+  SplitPath split = split_path(path);
+  name_ = std::move(split.name);
+  directory_ = open_directory(split.directory, display_);
+  remove_leftovers(directory_.get(), name_);
   try {
     create_temporary();
     adopt_ownership();
@@ -313,26 +354,6 @@ void AtomicFile::adopt_owner(unsigned uid, unsigned gid) {
   constexpr auto kUnchanged = static_cast<uid_t>(-1);
   if (retry_interrupted([&] { return sys::fchown(file_.fd(), uid, gid); }) == 0) return;
   retry_interrupted([&] { return sys::fchown(file_.fd(), kUnchanged, gid); });
-}
-
-void AtomicFile::remove_leftovers() {
-  const int copy = ::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (copy < 0) return;  // a directory that cannot be listed keeps its leftovers
-  const std::unique_ptr<DIR, int (*)(DIR*)> listing(::fdopendir(copy), &::closedir);
-  if (!listing) {
-    sys::close(copy);
-    return;
-  }
-  const std::string prefix = temporary_prefix(name_);
-  while (const dirent* entry = ::readdir(listing.get())) {  // NOLINT(concurrency-mt-unsafe)
-    if (!is_temporary(entry->d_name, prefix)) continue;
-    constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
-    const Descriptor leftover(
-        retry_interrupted([&] { return sys::openat(directory_.get(), entry->d_name, kFlags); }));
-    if (leftover && try_lock(leftover.get()) == Lock::kTaken) {
-      retry_interrupted([&] { return sys::unlinkat(directory_.get(), entry->d_name); });
-    }
-  }
 }
 
 void AtomicFile::commit(bool durable) {

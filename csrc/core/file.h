@@ -111,7 +111,6 @@ class AtomicFile {
   void create_temporary();
   void adopt_ownership();
   void adopt_owner(unsigned uid, unsigned gid);
-  void remove_leftovers();
   void sync_directory();
   void discard();
 
@@ -121,5 +120,14 @@ class AtomicFile {
   Descriptor directory_;
   File file_;
 };
+
+// Removes the temporary files that killed writers of `path` have left, as constructing an
+// AtomicFile does.  A directory that cannot be listed keeps them; one that cannot be opened is an
+// IoError.
+void remove_leftovers(const std::string& path);
+
+// The name of the file that the temporary file `entry` was to replace; empty if `entry` is not
+// called like a temporary file.  (Of a name too long to be extended it is what stands for it.)
+std::string_view target_of_temporary(std::string_view entry);
 
 }  // namespace ptsave

@@ -577,6 +577,51 @@ TEST(AtomicFile, TouchesNothingThatIsNoFile) {
   EXPECT_EQ(read_file(folder / "model.pt"), "new");
 }
 
+TEST(RemoveLeftovers, OfOneTargetWithoutWritingIt) {
+  const Folder folder;
+  write_file(folder / leftover("model.pt"), "half");
+  write_file(folder / leftover("other.pt"), "half");
+  remove_leftovers(folder / "model.pt");
+  EXPECT_EQ(folder.names(), Names{leftover("other.pt")});
+  EXPECT_EQ(errno_of([&] { remove_leftovers(folder / "no/model.pt"); }, folder / "no/model.pt"),
+            ENOENT);
+}
+
+TEST(RemoveLeftovers, KeepsWhatIsBeingWritten) {
+  const Folder folder;
+  AtomicFile target(folder / "model.pt", "");
+  remove_leftovers(folder / "model.pt");
+  target.commit(false);
+  EXPECT_EQ(folder.names(), Names{"model.pt"});
+}
+
+TEST(TargetOfTemporary, IsTheNameThatWasExtended) {
+  EXPECT_EQ(target_of_temporary(leftover("model.pt")), "model.pt");
+  EXPECT_EQ(target_of_temporary(leftover("a")), "a");
+  EXPECT_EQ(target_of_temporary(leftover(leftover("a"))), leftover("a"));
+  for (const std::string& entry : std::vector<std::string>{
+           "", ".", "model.pt", leftover("model.pt").substr(1), leftover("model.pt") + "x",
+           ".0123456789abcdef.ptsave", "..0123456789abcdef.ptsave",
+           ".model.pt.0123456789ABCDEF.ptsave", ".model.pt.123456789abcdef.ptsave",
+           leftover(std::string(300, 'n'))}) {
+    EXPECT_EQ(target_of_temporary(entry), "") << entry;
+  }
+}
+
+TEST(TargetOfTemporary, FindsTheLeftoversOfAnyName) {
+  for (const std::size_t nbytes : {1U, 229U, 230U, 231U, 255U}) {
+    const Folder folder;
+    std::string temporary;
+    {
+      const AtomicFile target(folder / std::string(nbytes, 'n'), "");
+      temporary = temporary_in(folder);
+    }
+    write_file(folder / temporary, "half");
+    remove_leftovers(folder / std::string(target_of_temporary(temporary)));
+    EXPECT_EQ(folder.names(), Names{}) << nbytes;
+  }
+}
+
 class LongNames : public testing::TestWithParam<std::size_t> {};
 INSTANTIATE_TEST_SUITE_P(Lengths, LongNames, testing::Values(1, 200, 229, 230, 231, 232, 254, 255));
 
