@@ -5,8 +5,8 @@
 #include <stdexcept>
 
 #include "core/buffer.h"
-#include "device/side_streams.h"
 #include "core/stream_copy.h"
+#include "device/side_streams.h"
 
 namespace ptsave {
 namespace {
@@ -18,9 +18,8 @@ constexpr std::size_t kBlockNbytes = std::size_t{32} << 20;
 constexpr std::uint64_t kCopyNbytes = std::uint64_t{4} << 20;
 
 bool needs_copy(const c10::Storage& storage) {
-  return storage.nbytes() > 0 && !(storage.device().is_cpu() && storage.data() == nullptr) &&
+  return storage.nbytes() > 0 && (!storage.device().is_cpu() || storage.data() != nullptr) &&
          !SideStreams::are_supported(storage.device());
-  return storage.nbytes() > 0 && (!storage.device().is_cpu() || storage.data() != nullptr);
 }
 
 // Small storages are packed more tightly than torch's allocator would.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import pytest
 import torch
@@ -21,8 +22,12 @@ def stock_bytes(obj: object) -> bytes:
 
 
 @pytest.mark.parametrize("staging", ["blocking", "background"])
-def test_the_file_holds_the_old_values(devices: list[str], tmp_path: Path, staging: str) -> None:
-    tensors = [torch.zeros(1000 + 400_000 * (i % 3)).to(devices[i % len(devices)]) for i in range(9)]
+def test_the_file_holds_the_old_values(
+    devices: list[str], tmp_path: Path, staging: Literal["blocking", "background"]
+) -> None:
+    tensors = [
+        torch.zeros(1000 + 400_000 * (i % 3)).to(devices[i % len(devices)]) for i in range(9)
+    ]
     tensors.append(torch.zeros(300_000))
     for step in range(20):
         for tensor in tensors:
@@ -93,9 +98,7 @@ def test_pinned_memory_stays_within_the_budget(devices: list[str], fake: ModuleT
     budget = 40 * MIB
     tensors = [torch.randn(2 * MIB).to(devices[i % len(devices)]) for i in range(3)]  # 24 MiB
     fake.reset()
-    futures = [
-        ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=budget) for _ in range(6)
-    ]
+    futures = [ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=budget) for _ in range(6)]
     for future in futures:
         future.result()
     del futures, future
