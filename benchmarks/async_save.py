@@ -19,27 +19,23 @@ writes one after another; their time is that of one.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._system import MIB, PeakMemory, describe_machine, fetch_free_memory
+from benchmarks._program import Program, table
+from benchmarks._system import MIB, PeakMemory, fetch_free_memory
 
-ROOT = Path(__file__).resolve().parent.parent
 STOCK, PTSAVE, LIMIT, NOTHING = "stock", "ptsave", "limit", "nothing"
 CONTENDERS = {"blocked": (STOCK, PTSAVE, LIMIT), "loop": (NOTHING, STOCK, PTSAVE)}
 GIB = 1 << 30
@@ -151,9 +147,7 @@ def run_task(task: Task) -> Figure:
     if task.contender == LIMIT:
         _, by_threads = _limits.measure("copy", Path(task.folder), GIB)
         return Figure([by_threads["2"]])
-    command = [sys.executable, "-m", "benchmarks.async_save", "--task", json.dumps(asdict(task))]
-    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return Figure(**json.loads(result.stdout.splitlines()[-1]))
+    return Figure(**PROGRAM.run_task(task))
 
 
 # --------------------------------------------------------------------------------------- the rounds
@@ -216,12 +210,8 @@ def loop_rows(figures: Figures) -> Iterator[list[str]]:
         yield row if contender != NOTHING else [*row[:3], "", ""]
 
 
-def table(header: list[str], rows: Iterator[list[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
-
-
-def report(names: list[str], figures: Figures) -> str:
+def report(names: list[str], rounds: int, folder: Path) -> str:
+    figures = run_rounds(names, rounds, folder)
     parts = []
     if "blocked" in names:
         header = ["blocked", "first call, s", "later, s", "min - max", "file, s", "MiB above"]
@@ -230,38 +220,22 @@ def report(names: list[str], figures: Figures) -> str:
     if "loop" in names:
         header = ["loop beside", "ms a step", "slower by", "the write, s", "time lost, s"]
         parts.append(table(header, loop_rows(figures)))
-    return "\n\n".join([*parts, (__doc__ or "").partition("In each round")[2].strip()])
+    return "\n\n".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.async_save",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("workloads", nargs="*", choices=[*CONTENDERS, []], metavar="workload")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
-    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        task = Task(**json.loads(options.task))
-        measure = measure_blocked if task.workload == "blocked" else measure_loop
-        print(json.dumps(asdict(measure(task))))
-        return
-    names = options.workloads or list(CONTENDERS)
-    with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.dir) as scratch:
-        folder = Path(scratch).resolve()
-        command = ["python", "-m", "benchmarks.async_save", *options.workloads]
-        machine = describe_machine(folder, [*command, "--rounds", str(options.rounds)])
-        tables = report(names, run_rounds(names, options.rounds, folder))
-    print(tables)
-    if options.output is not None:
-        options.output.write_text(
-            f"# Benchmark of saves in the background\n\n{machine}\n\n{tables}\n"
-        )
+def run(**fields: Any) -> dict[str, Any]:
+    task = Task(**fields)
+    return asdict(measure_blocked(task) if task.workload == "blocked" else measure_loop(task))
 
+
+PROGRAM = Program(
+    "async_save",
+    "Benchmark of saves in the background",
+    __doc__ or "",
+    run,
+    report,
+    [*CONTENDERS],
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.main()

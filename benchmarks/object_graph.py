@@ -14,18 +14,13 @@ the clock.
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import gc
 import itertools
-import json
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,9 +29,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks._system import describe_machine, fetch_free_memory
+from benchmarks._program import TIMES_STOCK, Program, table
+from benchmarks._system import fetch_free_memory
 
-ROOT = Path(__file__).resolve().parent.parent
 STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
 FETCHED_NBYTES = 512 << 20
 
@@ -162,9 +157,7 @@ Figures = dict[tuple[str, str, str], list[float]]  # by step and contender
 
 
 def run_task(task: Task) -> float:
-    command = [sys.executable, "-m", "benchmarks.object_graph", "--task", json.dumps(asdict(task))]
-    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return float(result.stdout.splitlines()[-1])
+    return float(PROGRAM.run_task(task))
 
 
 def measure_in_turn(
@@ -203,17 +196,16 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
 
 # ---------------------------------------------------------------------------------------- reporting
 
-TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
-HEADER = f"| workload | | stock s | ptsave s | min - max | floor s | {TIMES_STOCK} | goal | met |"
+HEADER = ["workload", "", "stock s", "ptsave s", "min - max", "floor s", TIMES_STOCK, "goal", "met"]
 
 
-def rows(names: list[str], figures: Figures) -> Iterator[str]:
+def rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
     for name, action in itertools.product(names, ("save", "load")):
         workload = WORKLOADS[name]
         stock, mine = (figures[name, action, contender] for contender in (STOCK, PTSAVE))
         goal = workload.save_goal if action == "save" else workload.load_goal
         ratio = median(s / m for s, m in zip(stock, mine, strict=True))
-        cells = [
+        yield [
             workload.title,
             action,
             f"{median(stock):.4f}",
@@ -224,39 +216,25 @@ def rows(names: list[str], figures: Figures) -> Iterator[str]:
             f"≥ {goal:g}",
             "yes" if ratio >= goal else "**no**",
         ]
-        yield f"| {' | '.join(cells)} |"
 
 
-def report(names: list[str], figures: Figures) -> str:
-    notes = (__doc__ or "").rpartition("\n\n")[2].strip()
-    rule = "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
-    return "\n".join([HEADER, rule, *rows(names, figures), "", notes])
+def report(names: list[str], rounds: int, folder: Path) -> str:
+    return table(HEADER, rows(names, run_rounds(names, rounds, folder)), n_texts=2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.object_graph",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], metavar="workload")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder on tmpfs")
-    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        print(measure(Task(**json.loads(options.task))))
-        return
-    names = options.workloads or list(WORKLOADS)
-    with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.tmpfs) as folder:
-        command = ["python", "-m", "benchmarks.object_graph", *options.workloads]
-        machine = describe_machine(Path(folder), [*command, "--rounds", str(options.rounds)])
-        tables = report(names, run_rounds(names, options.rounds, Path(folder)))
-    print(tables)
-    if options.output is not None:
-        options.output.write_text(f"# Object graph benchmark\n\n{machine}\n\n{tables}\n")
+def run(**task: Any) -> float:
+    return measure(Task(**task))
 
+
+PROGRAM = Program(
+    "object_graph",
+    "Object graph benchmark",
+    __doc__ or "",
+    run,
+    report,
+    [*WORKLOADS],
+    folder=Path("/dev/shm"),
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.main()

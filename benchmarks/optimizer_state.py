@@ -14,15 +14,11 @@ ten times as many take it a hundred times as long.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,9 +27,9 @@ import torch
 from tqdm import tqdm
 
 import ptsave
-from benchmarks._system import describe_machine, fetch_free_memory
+from benchmarks._program import TIMES_STOCK, Program, table
+from benchmarks._system import fetch_free_memory
 
-ROOT = Path(__file__).resolve().parent.parent
 STOCK, PTSAVE, BY_NAME = "stock", "ptsave", "ptsave, by name"
 FETCHED_NBYTES = 512 << 20
 NUMEL = 16
@@ -111,10 +107,7 @@ Figures = dict[Task, list[float]]
 
 
 def run_task(task: Task) -> float:
-    command = [sys.executable, "-m", "benchmarks.optimizer_state"]
-    command += ["--task", json.dumps(asdict(task))]
-    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return float(result.stdout.splitlines()[-1])
+    return float(PROGRAM.run_task(task))
 
 
 def run_rounds(rounds: int) -> Figures:
@@ -127,11 +120,10 @@ def run_rounds(rounds: int) -> Figures:
 
 # ---------------------------------------------------------------------------------------- reporting
 
-TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
-HEADER = f"| parameters | | seconds | min - max | us / parameter | {TIMES_STOCK} | goal | met |"
+HEADER = ["parameters", "", "seconds", "min - max", "us / parameter", TIMES_STOCK, "goal", "met"]
 
 
-def rows(figures: Figures) -> Iterator[str]:
+def rows(figures: Figures) -> Iterator[list[str]]:
     for task, seconds in figures.items():
         ratio, goal, met = "", "", ""
         if task.n_parameters == FEW and task.contender != STOCK:
@@ -139,7 +131,7 @@ def rows(figures: Figures) -> Iterator[str]:
             times = median(stock / mine for stock, mine in pairs)
             ratio, goal = f"{times:.1f}", f"≥ {GOAL:g}"
             met = "yes" if times >= GOAL else "**no**"
-        cells = [
+        yield [
             f"{task.n_parameters:,}",
             task.contender,
             f"{median(seconds):.3f}",
@@ -147,35 +139,17 @@ def rows(figures: Figures) -> Iterator[str]:
             f"{median(seconds) / task.n_parameters * 1e6:.1f}",
             *(ratio, goal, met),
         ]
-        yield f"| {' | '.join(cells)} |"
 
 
-def report(figures: Figures) -> str:
-    notes = (__doc__ or "").rpartition("\n\n")[2].strip()
-    rule = "| ---: | --- | ---: | ---: | ---: | ---: | ---: | --- |"
-    return "\n".join([HEADER, rule, *rows(figures), "", notes])
+def report(_names: list[str], rounds: int, _folder: Path) -> str:
+    return table(HEADER, rows(run_rounds(rounds)), n_texts=2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer_state",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        print(measure(Task(**json.loads(options.task))))
-        return
-    command = ["python", "-m", "benchmarks.optimizer_state", "--rounds", str(options.rounds)]
-    tables = report(run_rounds(options.rounds))
-    print(tables)
-    if options.output is not None:
-        machine = describe_machine(ROOT, command)
-        options.output.write_text(f"# Optimizer state benchmark\n\n{machine}\n\n{tables}\n")
+def run(**task: Any) -> float:
+    return measure(Task(**task))
 
+
+PROGRAM = Program("optimizer_state", "Optimizer state benchmark", __doc__ or "", run, report)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.main()

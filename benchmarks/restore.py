@@ -16,14 +16,9 @@ first round.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -36,17 +31,16 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks import _limits
+from benchmarks._program import TIMES_STOCK, Program, table
 from benchmarks._system import (
     MIB,
     PeakMemory,
-    describe_machine,
     fetch_free_memory,
     make_cold,
     make_warm,
 )
 from benchmarks.demo import Decoder, equal
 
-ROOT = Path(__file__).resolve().parent.parent
 STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
 LIMIT_THREADS = {f"limit with {n} threads": n for n in _limits.THREAD_COUNTS}
 WIDTH = 2048
@@ -204,6 +198,9 @@ def state_of(objects: dict[str, Any]) -> dict[str, Any]:
 
 def measure(task: Task) -> Figure:
     path = Path(task.path)
+    if task.save:
+        save_checkpoint(task.checkpoint, task.path)
+        return Figure(0.0)
     warm_up(task.contender, path.with_name(f"warm-up-{task.contender}.pt"))
     if task.checkpoint == "decoder":
         objects: dict[str, Any] = {"model": make_decoder(1)}
@@ -226,9 +223,7 @@ def measure(task: Task) -> Figure:
 
 
 def run_task(task: Task) -> Figure:
-    command = [sys.executable, "-m", "benchmarks.restore", "--task", json.dumps(asdict(task))]
-    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return Figure(**json.loads(result.stdout.splitlines()[-1]))
+    return Figure(**PROGRAM.run_task(task))
 
 
 def measure_cold_limit(path: Path) -> Figure:
@@ -280,8 +275,6 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
 
 # ---------------------------------------------------------------------------------------- reporting
 
-TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
-
 
 def ratio(mine: list[Figure], other: list[Figure]) -> float:
     return median(o.seconds / m.seconds for m, o in zip(mine, other, strict=True))
@@ -321,49 +314,18 @@ def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
             yield [workload.title, goal_text, f"{value:.2f}", "yes" if met else "**no**"]
 
 
-def table(header: list[str], rows: Iterator[list[str]]) -> str:
-    rule = ["---", "---"] + ["---:"] * (len(header) - 2)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
-
-
-def report(names: list[str], figures: Figures) -> str:
-    notes = (__doc__ or "").rpartition("\n\n")[2].strip()
+def report(names: list[str], rounds: int, folder: Path) -> str:
+    figures = run_rounds(names, rounds, folder)
     header = ["workload", "", "s", "min - max", TIMES_STOCK, "of limit", "MiB above the model"]
-    speeds = table(header, speed_rows(names, figures))
-    goals = table(["workload", "goal", "ptsave", "met"], goal_rows(names, figures))
-    return "\n\n".join([speeds, goals, notes])
+    goals = table(["workload", "goal", "ptsave", "met"], goal_rows(names, figures), n_texts=2)
+    return "\n\n".join([table(header, speed_rows(names, figures), n_texts=2), goals])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.restore",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], metavar="workload")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
-    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        task = Task(**json.loads(options.task))
-        if task.save:
-            save_checkpoint(task.checkpoint, task.path)
-            print(json.dumps(asdict(Figure(0.0))))
-        else:
-            print(json.dumps(asdict(measure(task))))
-        return
-    names = options.workloads or list(WORKLOADS)
-    with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.dir) as scratch:
-        folder = Path(scratch).resolve()
-        command = ["python", "-m", "benchmarks.restore", *options.workloads]
-        machine = describe_machine(folder, [*command, "--rounds", str(options.rounds)])
-        tables = report(names, run_rounds(names, options.rounds, folder))
-    print(tables)
-    if options.output is not None:
-        options.output.write_text(f"# Restore benchmark\n\n{machine}\n\n{tables}\n")
+def run(**task: Any) -> dict[str, Any]:
+    return asdict(measure(Task(**task)))
 
+
+PROGRAM = Program("restore", "Restore benchmark", __doc__ or "", run, report, [*WORKLOADS])
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.main()

@@ -12,27 +12,23 @@ values have arrived is checked outside the clock.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks._system import describe_machine
+from benchmarks._program import TIMES_STOCK, Program, table
 
-ROOT = Path(__file__).resolve().parent.parent
 STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
 CONTENDERS = (STOCK, PTSAVE, FLOOR)
 
@@ -137,9 +133,7 @@ Figures = dict[tuple[str, str], list[float]]  # by workload and contender
 
 
 def run_task(task: Task) -> float:
-    command = [sys.executable, "-m", "benchmarks.state_dicts", "--task", json.dumps(asdict(task))]
-    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return float(result.stdout.splitlines()[-1])
+    return float(PROGRAM.run_task(task))
 
 
 def run_rounds(names: list[str], rounds: int) -> Figures:
@@ -155,14 +149,11 @@ def run_rounds(names: list[str], rounds: int) -> Figures:
 
 # ---------------------------------------------------------------------------------------- reporting
 
-TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
-HEADER = f"| workload | stock s | ptsave s | min - max | floor s | {TIMES_STOCK} | goal | met |"
-RULE = "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
-GROWTH_HEADER = "| workload | ptsave s | times as long | goal | met |"
-GROWTH_RULE = "| --- | ---: | ---: | ---: | --- |"
+HEADER = ["workload", "stock s", "ptsave s", "min - max", "floor s", TIMES_STOCK, "goal", "met"]
+GROWTH_HEADER = ["workload", "ptsave s", "times as long", "goal", "met"]
 
 
-def rows(names: list[str], figures: Figures) -> Iterator[str]:
+def rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
     for name in names:
         workload = WORKLOADS[name]
         stock, mine, floor = (figures.get((name, contender), []) for contender in CONTENDERS)
@@ -173,49 +164,32 @@ def rows(names: list[str], figures: Figures) -> Iterator[str]:
             met = "yes" if factor >= workload.goal else "**no**"
         spread = f"{min(mine):.4f} - {max(mine):.4f}"
         seconds = [f"{median(each):.4f}" if each else "" for each in (stock, mine, floor)]
-        cells = [workload.title, *seconds[:2], spread, seconds[2], ratio, goal, met]
-        yield f"| {' | '.join(cells)} |"
+        yield [workload.title, *seconds[:2], spread, seconds[2], ratio, goal, met]
 
 
-def growth_rows(figures: Figures) -> Iterator[str]:
+def growth_rows(figures: Figures) -> Iterator[list[str]]:
     for growth in GROWTHS:
         small, large = (figures.get((name, PTSAVE)) for name in (growth.small, growth.large))
         if small and large:
             factor = median(b / a for a, b in zip(small, large, strict=True))
             met = "yes" if factor <= growth.goal else "**no**"
-            cells = [growth.title, f"{median(large):.4f}", f"{factor:.1f}", f"≤ {growth.goal:g}"]
-            yield f"| {' | '.join([*cells, met])} |"
+            goal = f"≤ {growth.goal:g}"
+            yield [growth.title, f"{median(large):.4f}", f"{factor:.1f}", goal, met]
 
 
-def report(names: list[str], figures: Figures) -> str:
-    notes = (__doc__ or "").rpartition("\n\n")[2].strip()
-    growths = [*growth_rows(figures)]
-    growth_table = ["", GROWTH_HEADER, GROWTH_RULE, *growths] if growths else []
-    return "\n".join([HEADER, RULE, *rows(names, figures), *growth_table, "", notes])
+def report(names: list[str], rounds: int, _folder: Path) -> str:
+    figures = run_rounds(names, rounds)
+    tables = [table(HEADER, rows(names, figures))]
+    if growths := [*growth_rows(figures)]:
+        tables.append(table(GROWTH_HEADER, growths))
+    return "\n\n".join(tables)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.state_dicts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], metavar="workload")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        print(measure(Task(**json.loads(options.task))))
-        return
-    names = options.workloads or list(WORKLOADS)
-    tables = report(names, run_rounds(names, options.rounds))
-    print(tables)
-    if options.output is not None:
-        command = ["python", "-m", "benchmarks.state_dicts", *options.workloads]
-        machine = describe_machine(ROOT, [*command, "--rounds", str(options.rounds)])
-        options.output.write_text(f"# State dict benchmark\n\n{machine}\n\n{tables}\n")
+def run(**task: Any) -> float:
+    return measure(Task(**task))
 
+
+PROGRAM = Program("state_dicts", "State dict benchmark", __doc__ or "", run, report, [*WORKLOADS])
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.main()
