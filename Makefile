@@ -91,10 +91,14 @@ build/fake-accelerator/build.ninja: $(SETUP_STAMP)
 	$(RUN) setup.py --quiet build_fake_accelerator
 
 # For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
-accelerator:  ## the same tests, and benchmarks, on this machine's accelerator, with PYTHON
+accelerator:  ## the same tests, and the benchmark, on this machine's accelerator, with PYTHON
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	PTSAVE_ACCELERATOR=real $(PYTHON) -m pytest tests/accelerator $(PYTEST_ARGS)
-	$(PYTHON) -m benchmarks.accelerator
+	$(PYTHON) -m benchmarks.accelerator --rounds 3 --output build/accelerator.md
+	if command -v compute-sanitizer >/dev/null; then \
+	  PTSAVE_ACCELERATOR=real compute-sanitizer --error-exitcode 1 --target-processes all \
+	    $(PYTHON) -m pytest tests/accelerator/test_save.py tests/accelerator/test_load.py $(PYTEST_ARGS); \
+	else echo "compute-sanitizer is not installed: nothing was run under it"; fi
 
 test-all: test-cpp build  ## every test: also slow ones and ones that need several GiB
 	$(RUN) -m pytest -m "" $(PYTEST_ARGS)
