@@ -105,8 +105,8 @@ bool nothing_intervenes() {
          at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Backends have kinds of tensors of their own.
-at::Tensor make_tensor_on_device(const PlainTensor& plain) {
+// What torch does: backends outside of torch may have kinds of tensors of their own.
+at::Tensor make_tensor_of_backend(const PlainTensor& plain) {
   const auto options = at::TensorOptions(plain.dtype).device(plain.storage.device());
   at::Tensor tensor = at::empty({0}, options);
   return tensor.set_(plain.storage, plain.geometry.offset, plain.geometry.sizes,
@@ -114,9 +114,11 @@ at::Tensor make_tensor_on_device(const PlainTensor& plain) {
 }
 
 at::Tensor make_tensor(const PlainTensor& plain) {
-  if (!plain.storage.device().is_cpu()) return make_tensor_on_device(plain);
+  const c10::Device device = plain.storage.device();
+  if (!device.is_cpu() && !device.is_cuda()) return make_tensor_of_backend(plain);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(plain.storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::Storage(plain.storage),
+      c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA),
       c10::scalarTypeToTypeMeta(plain.dtype));
   c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const Geometry& geometry = plain.geometry;
