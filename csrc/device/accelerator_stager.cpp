@@ -38,6 +38,15 @@ std::size_t total_nbytes(const AcceleratorStager::Sources& sources) {
   return nbytes;
 }
 
+// One tensor of all the bytes; none if it is not worth it, or if the device has no room for it.
+at::Tensor gather(const std::vector<at::Tensor>& small) {
+  try {
+    return small.size() > 1 ? at::cat(small) : at::Tensor();
+  } catch (const c10::OutOfMemoryError&) {
+    return {};
+  }
+}
+
 }  // namespace
 
 struct AcceleratorStager::Copy {
@@ -100,14 +109,10 @@ void AcceleratorStager::copy(const PinnedPool::Buffer& buffer, std::span<const C
     for (; end < copies.size() && copies[end].nbytes() < kGatherNbytes; ++end) {
       small.push_back(copies[end].from);
     }
-    if (small.size() > 1) {
-      try {
-        put(at::cat(small), copies[i].at);
-        i = end;
-        continue;
-      } catch (const c10::OutOfMemoryError&) {
-        // There is no room on the device to gather them.
-      }
+    if (const at::Tensor gathered = gather(small); gathered.defined()) {
+      put(gathered, copies[i].at);
+      i = end;
+      continue;
     }
     end = std::max(end, i + 1);
     for (; i < end; ++i) put(copies[i].from, copies[i].at);

@@ -27,6 +27,15 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& targets) {
   return devices;
 }
 
+// Bytes on the same device; none if it has no room for them.
+at::Tensor bytes_like(const at::Tensor& target, std::size_t nbytes) {
+  try {
+    return at::empty({static_cast<std::int64_t>(nbytes)}, target.options());
+  } catch (const c10::OutOfMemoryError&) {
+    return {};
+  }
+}
+
 }  // namespace
 
 class AcceleratorUnstager::PinnedLease final : public Lease {
@@ -123,14 +132,9 @@ void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> 
             pieces[end].at - (pieces[end - 1].at + pieces[end - 1].nbytes) <= kMaxGapNbytes)) {
       ++end;
     }
-    if (end - i > 1) {
-      try {
-        distribute(from, pieces.subspan(i, end - i));
-        i = end;
-        continue;
-      } catch (const c10::OutOfMemoryError&) {
-        // There is no room on the device for what arrives together.
-      }
+    if (end - i > 1 && distribute(from, pieces.subspan(i, end - i))) {
+      i = end;
+      continue;
     }
     end = std::max(end, i + 1);
     for (; i < end; ++i) {
@@ -141,11 +145,11 @@ void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> 
   }
 }
 
-void AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const Piece> pieces) {
+bool AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const Piece> pieces) {
   const std::size_t begin = pieces.front().at;
   const std::size_t nbytes = pieces.back().at + pieces.back().nbytes - begin;
-  const at::Tensor arrived =
-      at::empty({static_cast<std::int64_t>(nbytes)}, targets_[pieces.front().target].options());
+  const at::Tensor arrived = bytes_like(targets_[pieces.front().target], nbytes);
+  if (!arrived.defined()) return false;
   arrived.copy_(bytes_of(from, begin, nbytes), /*non_blocking=*/true);
   std::vector<at::Tensor> to;
   std::vector<at::Tensor> parts;
@@ -154,6 +158,7 @@ void AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const P
     parts.push_back(bytes_of(arrived, piece.at - begin, piece.nbytes));
   }
   at::_foreach_copy_(to, parts, /*non_blocking=*/true);
+  return true;
 }
 
 }  // namespace ptsave

@@ -43,7 +43,8 @@ class AcceleratorUnstager final : public Unstager {
 
   bool retire_oldest();
   void copy(const c10::Storage& from, std::span<const Piece> pieces);
-  void distribute(const c10::Storage& from, std::span<const Piece> pieces);
+  // False, and nothing has happened, if the device has no room for what arrives together.
+  bool distribute(const c10::Storage& from, std::span<const Piece> pieces);
 
   std::vector<at::Tensor> targets_;
   SideStreams streams_;

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/Dtype.h>
 
+#include <algorithm>
 #include <charconv>
 #include <limits>
 #include <utility>
@@ -94,12 +95,10 @@ std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const St
   return storages_.size() - 1;
 }
 
-// There are few, and mostly it is the last one again.
+// There are few.
 const std::string& StorageReferences::kept_location(std::string_view location) {
-  for (auto known = locations_.rbegin(); known != locations_.rend(); ++known) {
-    if (*known == location) return *known;
-  }
-  return locations_.emplace_back(location);
+  const auto known = std::ranges::find(locations_, location);
+  return known != locations_.end() ? *known : locations_.emplace_back(location);
 }
 
 Object StorageReferences::as_object(std::size_t index) {
