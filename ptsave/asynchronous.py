@@ -110,9 +110,9 @@ def async_save(
             "use ptsave.save for any other"
         )
     torch._C._log_api_usage_once("torch.save")
-    target = resolve_target(f)
-    if isinstance(target, str) and not os.path.isabs(target):
-        target = os.path.join(os.getcwd(), target)  # not normalized: links decide what ".." is
+    named = target = resolve_target(f)
+    if isinstance(named, str) and not os.path.isabs(named):
+        target = os.path.join(os.getcwd(), named)  # not normalized: links decide what ".." is
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     skip_data = _serialization_tls.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
@@ -124,7 +124,7 @@ def async_save(
         if not storages.in_reach and not skip_data:
             _copy_from_devices(storages, snapshot.storages)
         save = background.BackgroundSave(
-            plan_archive(target, data, snapshot.storages, _disable_byteorder_record),
+            plan_archive(named, data, snapshot.storages, _disable_byteorder_record),
             snapshot,
             reservation,
             target,
