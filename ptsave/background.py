@@ -30,6 +30,19 @@ _writing = WorkerLane("ptsave-writing")
 _unfinished: dict[SaveFuture, BackgroundSave] = {}
 
 
+class _Progress:
+    # Not a method of the save: it would be in a cycle with its writer, and keep the target until
+    # the garbage collector comes by.
+    def __init__(self, future: SaveFuture) -> None:
+        self._future = future
+        self.bar: ProgressCallback | None = None
+
+    def __call__(self, nbytes: int) -> None:
+        self._future.set_nbytes_written(nbytes)
+        if self.bar is not None:
+            self.bar(nbytes)
+
+
 class BackgroundSave:
     """One save, from its staging to its end.
 
@@ -67,8 +80,8 @@ class BackgroundSave:
         self._target = target
         self._show_progress = show_progress
         self._withdrawn = False
-        self._bar: ProgressCallback | None = None
-        self._writer = ArchiveWriter(plan, progress=self._note_progress, **options)
+        self._progress = _Progress(self.future)
+        self._writer = ArchiveWriter(plan, progress=self._progress, **options)
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
 
@@ -106,7 +119,8 @@ class BackgroundSave:
             staging_error = self.future.join_staging()
             if staging_error is not None:
                 raise staging_error
-            with progress_bar(self._show_progress, "saving", self.future.nbytes) as self._bar:
+            with progress_bar(self._show_progress, "saving", self.future.nbytes) as bar:
+                self._progress.bar = bar
                 self._writer.write(self._target)
         except BaseException as caught:
             error = caught
@@ -121,11 +135,6 @@ class BackgroundSave:
         finally:
             _unfinished.pop(self.future, None)  # not before: a forked process must find it
             staging_error = error = None  # they refer to this frame
-
-    def _note_progress(self, nbytes: int) -> None:
-        self.future.set_nbytes_written(nbytes)
-        if self._bar is not None:
-            self._bar(nbytes)
 
     # ------------------------------------------------------------------------------------- the end
 
