@@ -34,9 +34,9 @@ class StorageList:
     # Each is in CPU memory, or on an accelerator that WritePlan can take it from.
     @property
     def in_reach(self) -> bool: ...
-    # At most so much host memory copies take; a CPU storage without memory has no bytes.
-    @property
-    def staging_nbytes(self) -> int: ...
+    # At most so much host memory copies take, for an archive with that alignment; a CPU storage
+    # without memory has no bytes.
+    def staging_nbytes(self, alignment: int) -> int: ...
 
 # Copies of storages.  Their memory is there from the beginning, their bytes come with copy(); those
 # of storages that are not in CPU memory are the caller's to copy.

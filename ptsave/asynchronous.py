@@ -13,6 +13,7 @@ from torch.serialization import (
     DEFAULT_PROTOCOL,
     _check_dill_version,
     _check_save_filelike,
+    _get_storage_alignment,
     _serialization_tls,
     get_crc32_options,
 )
@@ -116,7 +117,7 @@ def async_save(
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     skip_data = _serialization_tls.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
-        nbytes = 0 if skip_data else storages.staging_nbytes
+        nbytes = 0 if skip_data else storages.staging_nbytes(_get_storage_alignment())
         reservation = background.reserve(nbytes, limit, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _reserve_memory(storages, nbytes, skip_data)

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -86,12 +86,9 @@ class WritePlan {
   // and with this chunk size.
   void begin_staging(const PlanOptions& options) {
     if (on_accelerators_.empty()) return;
-    staged_ahead_ = std::make_unique<StagedAhead>(
-        layout_,
-        std::make_unique<AcceleratorStager>(std::exchange(on_accelerators_, {}),
-                                            max_staged_nbytes(options.chunk_nbytes),
-                                            std::numeric_limits<std::size_t>::max()),
-        options.chunk_nbytes);
+    auto stager =
+        std::make_unique<AcceleratorStager>(std::exchange(on_accelerators_, {}), std::nullopt);
+    staged_ahead_ = std::make_unique<StagedAhead>(layout_, std::move(stager), options.chunk_nbytes);
   }
   // Copies it to the host, all of it: the plan does not need the accelerators' memory after.
   void stage(std::size_t n_threads, const py::object& callback) {
@@ -244,7 +241,8 @@ class WritePlan {
     const std::size_t nbytes = max_staged_nbytes(options.chunk_nbytes);
     const std::size_t max_buffers =
         std::max<std::size_t>(options.max_pinned_nbytes / std::bit_ceil(nbytes), 1);
-    auto stager = std::make_unique<AcceleratorStager>(on_accelerators_, nbytes, max_buffers);
+    auto stager = std::make_unique<AcceleratorStager>(
+        on_accelerators_, AcceleratorStager::Buffers{nbytes, max_buffers});
     write.stager = stager.get();
     write.n_threads = std::min(options.n_threads, max_buffers);  // each holds one
     return stager;
