@@ -160,7 +160,9 @@ class BackgroundSave:
     def forget(self) -> None:
         """Leave the save to the parent process."""
         self.future.fail_in_child(RuntimeError(_FORKED))
-        self._release()
+        self._snapshot.abandon()
+        self._plan.abandon()
+        self._reservation.release()
 
     def _release(self) -> None:
         # Not left to the reference counts: a traceback that somebody keeps refers to all of this.

@@ -75,6 +75,13 @@ class WritePlan {
     kept_bytes_.clear();
     makers_.clear();
   }
+  // The same in a forked child, where what accelerators know must not be touched, not even to free
+  // it: freeing page-locked memory asks the driver, which is the parent's.  It stays for ever.
+  void abandon() {
+    static_cast<void>(new AcceleratorStager::Sources(std::exchange(on_accelerators_, {})));
+    static_cast<void>(staged_ahead_.release());
+    release();
+  }
   // Whether payloads are left out.
   bool has_holes() const { return has_holes_; }
   // Whether payloads are made one at a time.
@@ -287,6 +294,7 @@ void bind_writing(py::module_& module) {
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
       .def("release", &WritePlan::release)
+      .def("abandon", &WritePlan::abandon)
       .def_property_readonly("has_holes", &WritePlan::has_holes)
       .def_property_readonly("is_sequential", &WritePlan::is_sequential)
       .def_property_readonly("is_staged", &WritePlan::is_staged)

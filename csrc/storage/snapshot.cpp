@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "core/buffer.h"
 #include "core/stream_copy.h"
@@ -112,6 +114,11 @@ void Snapshot::copy_range(std::uint64_t begin, std::uint64_t end) const {
 void Snapshot::release() {
   release_sources();
   copies_.storages.clear();
+}
+
+void Snapshot::abandon() {
+  static_cast<void>(new std::vector<Piece>(std::exchange(pieces_, {})));
+  static_cast<void>(new StorageList(std::exchange(copies_, {})));
 }
 
 }  // namespace ptsave
