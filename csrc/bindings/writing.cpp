@@ -19,6 +19,7 @@
 #include "bindings/gil.h"
 #include "core/archive.h"
 #include "core/file.h"
+#include "core/keep_for_ever.h"
 #include "core/staged_chunks.h"
 #include "core/writer.h"
 #include "device/accelerator_stager.h"
@@ -78,8 +79,8 @@ class WritePlan {
   // The same in a forked child, where what accelerators know must not be touched, not even to free
   // it: freeing page-locked memory asks the driver, which is the parent's.  It stays for ever.
   void abandon() {
-    static_cast<void>(new AcceleratorStager::Sources(std::exchange(on_accelerators_, {})));
-    static_cast<void>(staged_ahead_.release());
+    keep_for_ever(std::exchange(on_accelerators_, {}));
+    keep_for_ever(std::move(staged_ahead_));
     release();
   }
   // Whether payloads are left out.

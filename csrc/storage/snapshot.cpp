@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/buffer.h"
+#include "core/keep_for_ever.h"
 #include "core/stream_copy.h"
 #include "device/side_streams.h"
 
@@ -117,8 +118,8 @@ void Snapshot::release() {
 }
 
 void Snapshot::abandon() {
-  static_cast<void>(new std::vector<Piece>(std::exchange(pieces_, {})));
-  static_cast<void>(new StorageList(std::exchange(copies_, {})));
+  keep_for_ever(std::exchange(pieces_, {}));
+  keep_for_ever(std::exchange(copies_, {}));
 }
 
 }  // namespace ptsave
