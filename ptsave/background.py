@@ -6,6 +6,7 @@ import atexit
 import concurrent.futures
 import logging
 import os
+import threading
 from typing import Any
 
 from ptsave import _C, config
@@ -80,6 +81,7 @@ class BackgroundSave:
         self._target = target
         self._show_progress = show_progress
         self._withdrawn = False
+        self._copying = threading.Lock()
         self._progress = _Progress(self.future)
         self._writer = ArchiveWriter(plan, progress=self._progress, **options)
         self._writer.begin_staging()
@@ -90,8 +92,10 @@ class BackgroundSave:
     def stage(self) -> None:
         """Copy what the plan refers to."""
         try:
-            self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
-            self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+            with self._copying:
+                self._stop_if_cancelled(0)
+                self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+                self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
         except BaseException:
             self._release()
             raise
@@ -115,7 +119,8 @@ class BackgroundSave:
         """Write the file, or find out why not, and tell who waits for it."""
         error: BaseException | None = None
         try:
-            self.future.set_running_or_notify_cancel()
+            if not self.future.set_running_or_notify_cancel():
+                return  # abandoned
             staging_error = self.future.join_staging()
             if staging_error is not None:
                 raise staging_error
@@ -152,10 +157,13 @@ class BackgroundSave:
 
     def abandon(self) -> None:
         """Undo a start that was interrupted, unless the file is being written already."""
-        future = self.future
-        if not (future.cancel() or future.running() or future.done()):
+        if self.future.cancel() or not concurrent.futures.Future.cancel(self.future):
+            return
+        # Neither lane may have it, but each may: nothing is copied or written from here on.
+        _unfinished.pop(self.future, None)
+        self._withdrawn = True
+        with self._copying:
             self._release()
-            _unfinished.pop(future, None)
 
     def forget(self) -> None:
         """Leave the save to the parent process."""
