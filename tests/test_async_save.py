@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import gc
 import io
@@ -713,3 +714,33 @@ def test_callbacks_that_need_room_within_each_other() -> None:
     eventually(lambda: len(futures) == 5)
     for future in futures:
         future.result(30)
+
+
+def test_interrupted_while_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call ends, and so does the copying, before its memory is given back."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    tensor = torch.ones(10_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(background._writing, "put", interrupted)
+        for _ in range(10):
+            with pytest.raises(KeyboardInterrupt):
+                ptsave.async_save(tensor, io.BytesIO(), staging="background")
+            assert _C.staging_statistics()["used_nbytes"] == 0
+    ptsave.async_save(tensor, io.BytesIO(), staging="background").result(30)
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_interrupted_before_the_thread_has_begun(
+    staging: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> bool:
+        raise KeyboardInterrupt
+
+    for lane in (background._writing, background._staging):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(lane, "_start", interrupted)
+            ptsave.async_save(torch.ones(10), io.BytesIO(), staging=staging).result(30)
+    ptsave.async_save(torch.ones(10), io.BytesIO(), staging=staging).result(30)
