@@ -149,9 +149,14 @@ class BackgroundSave:
             return False
         _unfinished.pop(self.future, None)
         self._withdrawn = True
-        if _staging.withdraw(self.stage_in_background):
-            self.future.set_staged(concurrent.futures.CancelledError())
-        self.future.join_staging()  # not for long: see _stop_if_cancelled
+        try:
+            if _staging.withdraw(self.stage_in_background):
+                self.future.set_staged(concurrent.futures.CancelledError())
+            self.future.join_staging()  # not for long: see _stop_if_cancelled
+        except BaseException:  # interrupted: the lane ends what was begun
+            _unfinished[self.future] = self
+            _writing.put(self.write)
+            raise
         self._release()
         return True
 

@@ -744,3 +744,21 @@ def test_interrupted_before_the_thread_has_begun(
             patch.setattr(lane, "_start", interrupted)
             ptsave.async_save(torch.ones(10), io.BytesIO(), staging=staging).result(30)
     ptsave.async_save(torch.ones(10), io.BytesIO(), staging=staging).result(30)
+
+
+def test_interrupted_while_cancelling(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save ends all the same, and whoever waits for it learns that."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    first = ptsave.async_save(0, gate)
+    future = ptsave.async_save(torch.ones(10_000_000), io.BytesIO(), staging="background")
+    with monkeypatch.context() as patch:
+        patch.setattr(future, "join_staging", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            future.cancel()
+    gate.opened.set()
+    first.result(30)
+    with contextlib.suppress(concurrent.futures.CancelledError):
+        future.result(30)
