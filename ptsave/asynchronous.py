@@ -13,6 +13,7 @@ from torch.serialization import (
     DEFAULT_PROTOCOL,
     _check_dill_version,
     _check_save_filelike,
+    _get_storage_alignment,
     _serialization_tls,
     get_crc32_options,
 )
@@ -110,13 +111,13 @@ def async_save(
             "use ptsave.save for any other"
         )
     torch._C._log_api_usage_once("torch.save")
-    target = resolve_target(f)
-    if isinstance(target, str) and not os.path.isabs(target):
-        target = os.path.join(os.getcwd(), target)  # not normalized: links decide what ".." is
+    named = target = resolve_target(f)
+    if isinstance(named, str) and not os.path.isabs(named):
+        target = os.path.join(os.getcwd(), named)  # not normalized: links decide what ".." is
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     skip_data = _serialization_tls.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
-        nbytes = 0 if skip_data else storages.staging_nbytes
+        nbytes = 0 if skip_data else storages.staging_nbytes(_get_storage_alignment())
         reservation = background.reserve(nbytes, limit, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _reserve_memory(storages, nbytes, skip_data)
@@ -124,7 +125,7 @@ def async_save(
         if not storages.in_reach and not skip_data:
             _copy_from_devices(storages, snapshot.storages)
         save = background.BackgroundSave(
-            plan_archive(target, data, snapshot.storages, _disable_byteorder_record),
+            plan_archive(named, data, snapshot.storages, _disable_byteorder_record),
             snapshot,
             reservation,
             target,

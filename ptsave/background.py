@@ -6,6 +6,7 @@ import atexit
 import concurrent.futures
 import logging
 import os
+import threading
 from typing import Any
 
 from ptsave import _C, config
@@ -28,6 +29,19 @@ _budget = StagingBudget()
 _staging = WorkerLane("ptsave-staging")
 _writing = WorkerLane("ptsave-writing")
 _unfinished: dict[SaveFuture, BackgroundSave] = {}
+
+
+class _Progress:
+    # Not a method of the save: it would be in a cycle with its writer, and keep the target until
+    # the garbage collector comes by.
+    def __init__(self, future: SaveFuture) -> None:
+        self._future = future
+        self.bar: ProgressCallback | None = None
+
+    def __call__(self, nbytes: int) -> None:
+        self._future.set_nbytes_written(nbytes)
+        if self.bar is not None:
+            self.bar(nbytes)
 
 
 class BackgroundSave:
@@ -67,8 +81,9 @@ class BackgroundSave:
         self._target = target
         self._show_progress = show_progress
         self._withdrawn = False
-        self._bar: ProgressCallback | None = None
-        self._writer = ArchiveWriter(plan, progress=self._note_progress, **options)
+        self._copying = threading.Lock()
+        self._progress = _Progress(self.future)
+        self._writer = ArchiveWriter(plan, progress=self._progress, **options)
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
 
@@ -77,8 +92,10 @@ class BackgroundSave:
     def stage(self) -> None:
         """Copy what the plan refers to."""
         try:
-            self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
-            self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+            with self._copying:
+                self._stop_if_cancelled(0)
+                self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+                self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
         except BaseException:
             self._release()
             raise
@@ -102,11 +119,13 @@ class BackgroundSave:
         """Write the file, or find out why not, and tell who waits for it."""
         error: BaseException | None = None
         try:
-            self.future.set_running_or_notify_cancel()
+            if not self.future.set_running_or_notify_cancel():
+                return  # abandoned
             staging_error = self.future.join_staging()
             if staging_error is not None:
                 raise staging_error
-            with progress_bar(self._show_progress, "saving", self.future.nbytes) as self._bar:
+            with progress_bar(self._show_progress, "saving", self.future.nbytes) as bar:
+                self._progress.bar = bar
                 self._writer.write(self._target)
         except BaseException as caught:
             error = caught
@@ -122,11 +141,6 @@ class BackgroundSave:
             _unfinished.pop(self.future, None)  # not before: a forked process must find it
             staging_error = error = None  # they refer to this frame
 
-    def _note_progress(self, nbytes: int) -> None:
-        self.future.set_nbytes_written(nbytes)
-        if self._bar is not None:
-            self._bar(nbytes)
-
     # ------------------------------------------------------------------------------------- the end
 
     def _withdraw(self) -> bool:
@@ -135,23 +149,33 @@ class BackgroundSave:
             return False
         _unfinished.pop(self.future, None)
         self._withdrawn = True
-        if _staging.withdraw(self.stage_in_background):
-            self.future.set_staged(concurrent.futures.CancelledError())
-        self.future.join_staging()  # not for long: see _stop_if_cancelled
+        try:
+            if _staging.withdraw(self.stage_in_background):
+                self.future.set_staged(concurrent.futures.CancelledError())
+            self.future.join_staging()  # not for long: see _stop_if_cancelled
+        except BaseException:  # interrupted: the lane ends what was begun
+            _unfinished[self.future] = self
+            _writing.put(self.write)
+            raise
         self._release()
         return True
 
     def abandon(self) -> None:
         """Undo a start that was interrupted, unless the file is being written already."""
-        future = self.future
-        if not (future.cancel() or future.running() or future.done()):
+        if self.future.cancel() or not concurrent.futures.Future.cancel(self.future):
+            return
+        # Neither lane may have it, but each may: nothing is copied or written from here on.
+        _unfinished.pop(self.future, None)
+        self._withdrawn = True
+        with self._copying:
             self._release()
-            _unfinished.pop(future, None)
 
     def forget(self) -> None:
         """Leave the save to the parent process."""
         self.future.fail_in_child(RuntimeError(_FORKED))
-        self._release()
+        self._snapshot.abandon()
+        self._plan.abandon()
+        self._reservation.release()
 
     def _release(self) -> None:
         # Not left to the reference counts: a traceback that somebody keeps refers to all of this.

@@ -54,7 +54,8 @@ class StagingBudget:
             Whether to wait for room, or to raise.
         help_out : callable or None
             For the thread that makes room: does a part of that instead of waiting, and returns
-            whether there was anything to do.
+            whether there was anything to do.  Such a call comes before those that wait: one of them
+            may be what it was called from.
 
         Raises
         ------
@@ -66,13 +67,17 @@ class StagingBudget:
         number = next(self._numbers)
         reservation = Reservation(self, number)  # gives back what an interrupted call has got
         with self.changed:
-            if self._fits(nbytes, limit) and not (wait and self._waiting):
+            is_next = help_out is not None or not self._waiting
+            if self._fits(nbytes, limit) and (is_next or not wait):
                 self._held[number] = nbytes
                 return reservation
             if not wait:
                 raise StagingFullError.no_room(nbytes, self._held_nbytes(), limit)
         try:
-            self._waiting.append(number)
+            if help_out is None:
+                self._waiting.append(number)
+            else:
+                self._waiting.appendleft(number)
             while not self._take_turn(number, nbytes, limit, block=help_out is None):
                 if help_out is not None and not help_out():
                     time.sleep(0.02)  # another thread is staging what it will hand over then

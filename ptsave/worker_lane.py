@@ -38,14 +38,19 @@ class WorkerLane:
 
     def put(self, call: _Call) -> None:
         """Add a call, which must not raise."""
-        with self.changed:
-            self._calls.append(call)
-            if self._thread is not None:
-                return
-            thread = threading.Thread(target=self._run, name=self._name, daemon=False)
-            self._thread = threading.current_thread() if self.closed else thread
-        if self.closed or not self._start(thread):
-            self._run()
+        thread = threading.Thread(target=self._run, name=self._name, daemon=False)
+        try:
+            with self.changed:
+                self._calls.append(call)
+                if self._thread is not None:
+                    return
+                self._thread = threading.current_thread() if self.closed else thread
+            if self.closed or not self._start(thread):
+                self._run()
+        except BaseException:
+            if self._thread is thread and thread.ident is None:
+                self._thread = None  # interrupted before it has begun
+            raise
 
     def _start(self, thread: threading.Thread) -> bool:
         try:
@@ -53,10 +58,6 @@ class WorkerLane:
         except RuntimeError:
             self._thread = threading.current_thread()
             return False
-        except BaseException:
-            if thread.ident is None:
-                self._thread = None  # interrupted before it has begun
-            raise
         return True
 
     def withdraw(self, call: _Call) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import gc
 import io
@@ -226,6 +227,29 @@ def test_nothing_of_the_caller_is_kept(staging: Any, gate: Gate) -> None:
     concurrent.futures.wait([first, future])
 
 
+@pytest.mark.parametrize("end", ["written", "cancelled"])
+def test_the_target_is_not_kept(end: str, gate: Gate) -> None:
+    """It may be as large as the file, and nobody asks the garbage collector to come by."""
+
+    class Target(io.BytesIO): ...
+
+    first = ptsave.async_save([1], gate)
+    target = Target()
+    alive = weakref.ref(target)
+    gc.disable()
+    try:
+        future = ptsave.async_save([1], target)
+        del target
+        if end == "cancelled":
+            assert future.cancel()
+        gate.opened.set()
+        first.result(30)
+        concurrent.futures.wait([future])
+        eventually(lambda: alive() is None)
+    finally:
+        gc.enable()
+
+
 def test_memory_is_used_again(tmp_path: Path) -> None:
     obj = [torch.ones(5 * MIB), torch.ones(MIB)]
     ptsave.release_staging_memory()
@@ -444,6 +468,19 @@ def test_relative_paths_are_of_the_call(
     assert (tmp_path / "a" / "file.pt").read_bytes() == Path("file.pt").read_bytes()
 
 
+def test_the_current_directory_is_not_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that is not ASCII names no folder in the archive; only what was given counts."""
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    ptsave.async_save(1, "file.pt").result(30)
+    written = Path("file.pt").read_bytes()
+    stock_save(1, "file.pt")
+    assert written == Path("file.pt").read_bytes()
+
+
 @pytest.fixture
 def _small_files() -> Iterator[None]:
     """Let the system refuse to write files of more than 1 MiB."""
@@ -658,3 +695,70 @@ def test_callback_that_needs_room() -> None:
     eventually(lambda: len(outcome) == 1)
     assert isinstance(outcome[0], ptsave.SaveFuture), outcome[0]
     outcome[0].result(30)
+
+
+def test_callbacks_that_need_room_within_each_other() -> None:
+    """The inner one must not wait for the outer one, which goes on only after it."""
+    gate = Gate()
+    futures: list[ptsave.SaveFuture] = []
+
+    def save(size: int, stream: io.BytesIO | None = None) -> ptsave.SaveFuture:
+        stream = stream or io.BytesIO()
+        futures.append(ptsave.async_save(torch.ones(size), stream, max_staged_bytes=12_000))
+        return futures[-1]
+
+    save(1000, gate).add_done_callback(lambda _: save(2000))
+    save(1000).add_done_callback(lambda _: save(1000))
+    save(1000)
+    gate.opened.set()
+    eventually(lambda: len(futures) == 5)
+    for future in futures:
+        future.result(30)
+
+
+def test_interrupted_while_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call ends, and so does the copying, before its memory is given back."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    tensor = torch.ones(10_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(background._writing, "put", interrupted)
+        for _ in range(10):
+            with pytest.raises(KeyboardInterrupt):
+                ptsave.async_save(tensor, io.BytesIO(), staging="background")
+            assert _C.staging_statistics()["used_nbytes"] == 0
+    ptsave.async_save(tensor, io.BytesIO(), staging="background").result(30)
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_interrupted_before_the_thread_has_begun(
+    staging: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> bool:
+        raise KeyboardInterrupt
+
+    for lane in (background._writing, background._staging):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(lane, "_start", interrupted)
+            ptsave.async_save(torch.ones(10), io.BytesIO(), staging=staging).result(30)
+    ptsave.async_save(torch.ones(10), io.BytesIO(), staging=staging).result(30)
+
+
+def test_interrupted_while_cancelling(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save ends all the same, and whoever waits for it learns that."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    first = ptsave.async_save(0, gate)
+    future = ptsave.async_save(torch.ones(10_000_000), io.BytesIO(), staging="background")
+    with monkeypatch.context() as patch:
+        patch.setattr(future, "join_staging", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            future.cancel()
+    gate.opened.set()
+    first.result(30)
+    with contextlib.suppress(concurrent.futures.CancelledError):
+        future.result(30)

@@ -56,7 +56,7 @@ void bind_pickling(py::module_& module) {
       .def("__len__", [](const StorageList& self) { return self.storages.size(); })
       .def_property_readonly("on_cpu", &StorageList::on_cpu)
       .def_property_readonly("in_reach", &StorageList::in_reach)
-      .def_property_readonly("staging_nbytes", &StorageList::staging_nbytes);
+      .def("staging_nbytes", &StorageList::staging_nbytes, py::arg("alignment"));
   module.def(
       "rebuilds_blindly",
       [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes) {

@@ -38,7 +38,8 @@ void bind_staging(py::module_& module) {
            py::arg("sources"), py::kw_only(), py::arg("without_bytes") = false)
       .def_property_readonly("storages", &Snapshot::storages)
       .def("copy", &copy, py::kw_only(), py::arg("n_threads"), py::arg("progress"))
-      .def("release", &Snapshot::release);
+      .def("release", &Snapshot::release)
+      .def("abandon", &Snapshot::abandon);
   module.def("staging_statistics", &staging_statistics);
   module.def("trim_staging_pool", [] { without_gil([] { StagingPool::instance().trim(); }); });
 }

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -19,6 +19,7 @@
 #include "bindings/gil.h"
 #include "core/archive.h"
 #include "core/file.h"
+#include "core/keep_for_ever.h"
 #include "core/staged_chunks.h"
 #include "core/writer.h"
 #include "device/accelerator_stager.h"
@@ -75,6 +76,13 @@ class WritePlan {
     kept_bytes_.clear();
     makers_.clear();
   }
+  // The same in a forked child, where what accelerators know must not be touched, not even to free
+  // it: freeing page-locked memory asks the driver, which is the parent's.  It stays for ever.
+  void abandon() {
+    keep_for_ever(std::exchange(on_accelerators_, {}));
+    keep_for_ever(std::move(staged_ahead_));
+    release();
+  }
   // Whether payloads are left out.
   bool has_holes() const { return has_holes_; }
   // Whether payloads are made one at a time.
@@ -86,12 +94,9 @@ class WritePlan {
   // and with this chunk size.
   void begin_staging(const PlanOptions& options) {
     if (on_accelerators_.empty()) return;
-    staged_ahead_ = std::make_unique<StagedAhead>(
-        layout_,
-        std::make_unique<AcceleratorStager>(std::exchange(on_accelerators_, {}),
-                                            max_staged_nbytes(options.chunk_nbytes),
-                                            std::numeric_limits<std::size_t>::max()),
-        options.chunk_nbytes);
+    auto stager =
+        std::make_unique<AcceleratorStager>(std::exchange(on_accelerators_, {}), std::nullopt);
+    staged_ahead_ = std::make_unique<StagedAhead>(layout_, std::move(stager), options.chunk_nbytes);
   }
   // Copies it to the host, all of it: the plan does not need the accelerators' memory after.
   void stage(std::size_t n_threads, const py::object& callback) {
@@ -244,7 +249,8 @@ class WritePlan {
     const std::size_t nbytes = max_staged_nbytes(options.chunk_nbytes);
     const std::size_t max_buffers =
         std::max<std::size_t>(options.max_pinned_nbytes / std::bit_ceil(nbytes), 1);
-    auto stager = std::make_unique<AcceleratorStager>(on_accelerators_, nbytes, max_buffers);
+    auto stager = std::make_unique<AcceleratorStager>(
+        on_accelerators_, AcceleratorStager::Buffers{nbytes, max_buffers});
     write.stager = stager.get();
     write.n_threads = std::min(options.n_threads, max_buffers);  // each holds one
     return stager;
@@ -289,6 +295,7 @@ void bind_writing(py::module_& module) {
            py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def_property_readonly("nbytes", &WritePlan::nbytes)
       .def("release", &WritePlan::release)
+      .def("abandon", &WritePlan::abandon)
       .def_property_readonly("has_holes", &WritePlan::has_holes)
       .def_property_readonly("is_sequential", &WritePlan::is_sequential)
       .def_property_readonly("is_staged", &WritePlan::is_staged)

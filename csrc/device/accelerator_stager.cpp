@@ -57,13 +57,21 @@ struct AcceleratorStager::Copy {
   std::uint64_t end() const { return at + nbytes(); }
 };
 
-AcceleratorStager::AcceleratorStager(Sources sources, std::size_t max_nbytes,
-                                     std::size_t max_buffers)
-    : sources_(std::move(sources)),
-      streams_(devices_of(sources_)),
-      pool_(std::make_shared<PinnedPool>(
-          sources_.begin()->second.device().type(),
-          std::bit_ceil(std::min(max_nbytes, total_nbytes(sources_))), max_buffers)) {}
+AcceleratorStager::AcceleratorStager(Sources sources, std::optional<Buffers> buffers)
+    : sources_(std::move(sources)), streams_(devices_of(sources_)) {
+  if (!buffers) return;
+  const std::size_t nbytes = std::min(buffers->max_nbytes, total_nbytes(sources_));
+  pool_ = std::make_shared<PinnedPool>(device_type(), std::bit_ceil(nbytes), buffers->max_count);
+}
+
+c10::DeviceType AcceleratorStager::device_type() const {
+  return sources_.begin()->second.device().type();
+}
+
+PinnedPool::Buffer AcceleratorStager::buffer_for(std::size_t nbytes) const {
+  if (pool_ != nullptr) return pool_->acquire();
+  return PinnedPool::Buffer(nullptr, pinned_storage(device_type(), std::bit_ceil(nbytes)));
+}
 
 std::unique_ptr<StagedPieces> AcceleratorStager::stage(std::size_t /*chunk*/,
                                                        std::span<const PayloadPiece> pieces) {
@@ -74,7 +82,7 @@ std::unique_ptr<StagedPieces> AcceleratorStager::stage(std::size_t /*chunk*/,
     copies.push_back({bytes_of(sources_.at(piece.record), piece.offset, piece.nbytes), nbytes});
     nbytes += piece.nbytes;
   }
-  PinnedPool::Buffer buffer = pool_->acquire();
+  PinnedPool::Buffer buffer = buffer_for(nbytes);
   std::deque<SideStreams::Use> uses;  // in the order of the guards that they hold
   std::vector<c10::Event> events;
   try {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -23,10 +24,17 @@ class AcceleratorStager final : public Stager {
   // Payloads by record.
   using Sources = std::unordered_map<std::size_t, c10::Storage>;
 
-  // The bytes are those that the current streams of this thread will have written by then.  Chunks
-  // have up to `max_nbytes` bytes to stage; at most `max_buffers` of them are in host memory at a
-  // time, which more workers than that must not need.
-  AcceleratorStager(Sources sources, std::size_t max_nbytes, std::size_t max_buffers);
+  // How much of it is in host memory at a time: at most `max_count` chunks, which more workers than
+  // that must not need, with up to `max_nbytes` bytes to stage in each.
+  struct Buffers {
+    std::size_t max_nbytes = 0;
+    std::size_t max_count = 0;
+  };
+
+  // The bytes are those that the current streams of this thread will have written by then.  Without
+  // `buffers` all may stay in host memory: each chunk has memory of its own, for no more than it
+  // has to stage.
+  AcceleratorStager(Sources sources, std::optional<Buffers> buffers);
 
   bool stages(std::size_t record) const override { return sources_.contains(record); }
   std::unique_ptr<StagedPieces> stage(std::size_t chunk,
@@ -36,11 +44,13 @@ class AcceleratorStager final : public Stager {
   // A piece's source and its place in the buffer.
   struct Copy;
 
+  c10::DeviceType device_type() const;
+  PinnedPool::Buffer buffer_for(std::size_t nbytes) const;
   void copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies);
 
   Sources sources_;
   SideStreams streams_;
-  std::shared_ptr<PinnedPool> pool_;
+  std::shared_ptr<PinnedPool> pool_;  // null without a bound
 };
 
 }  // namespace ptsave

@@ -83,7 +83,7 @@ bool AcceleratorUnstager::retire_oldest() {
     oldest = std::move(sent_.front());
     sent_.pop_front();
   }
-  for (const c10::Event& event : oldest.events) event.synchronize();
+  synchronize(oldest.events);
   return true;
 }
 
@@ -114,7 +114,7 @@ void AcceleratorUnstager::send(std::unique_ptr<Lease> lease, std::span<const Pie
       events.push_back(use.record());
     } catch (...) {
       use.drain();
-      for (const c10::Event& event : events) event.synchronize();
+      synchronize(events);
       throw;
     }
     begin = end;

@@ -6,6 +6,12 @@
 
 namespace ptsave {
 
+c10::Storage pinned_storage(c10::DeviceType device_type, std::size_t nbytes) {
+  at::HostAllocator* const allocator = at::getHostAllocator(device_type);
+  return {c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes), allocator,
+          /*resizable=*/false};
+}
+
 PinnedPool::PinnedPool(c10::DeviceType device_type, std::size_t nbytes, std::size_t max_count)
     : device_type_(device_type), nbytes_(nbytes), max_count_(max_count) {}
 
@@ -13,13 +19,7 @@ PinnedPool::Buffer::Buffer(std::shared_ptr<PinnedPool> pool, c10::Storage storag
     : pool_(std::move(pool)), storage_(std::move(storage)) {}
 
 PinnedPool::Buffer::~Buffer() {
-  if (storage_) pool_->release(std::move(storage_));
-}
-
-c10::Storage PinnedPool::allocate() const {
-  at::HostAllocator* const allocator = at::getHostAllocator(device_type_);
-  return {c10::Storage::use_byte_size_t(), nbytes_, allocator->allocate(nbytes_), allocator,
-          /*resizable=*/false};
+  if (storage_ && pool_) pool_->release(std::move(storage_));
 }
 
 std::unique_ptr<PinnedPool::Buffer> PinnedPool::try_acquire() {
@@ -34,7 +34,7 @@ std::unique_ptr<PinnedPool::Buffer> PinnedPool::try_acquire() {
     ++count_;
   }
   try {
-    return std::make_unique<Buffer>(shared_from_this(), allocate());
+    return std::make_unique<Buffer>(shared_from_this(), pinned_storage(device_type_, nbytes_));
   } catch (...) {
     const std::lock_guard lock(mutex_);
     --count_;

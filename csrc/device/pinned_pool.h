@@ -12,6 +12,9 @@
 
 namespace ptsave {
 
+// Memory of the host allocator of a type of devices.  c10::Error where memory cannot be locked.
+c10::Storage pinned_storage(c10::DeviceType device_type, std::size_t nbytes);
+
 // A bounded number of equal buffers, made when they are first needed.  torch's own host allocator
 // keeps what is freed, so only the first save or load of a process waits for memory to be locked.
 // Safe for concurrent use.
@@ -20,7 +23,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   // Buffers hold `nbytes`, which should be a power of two: torch's allocators round up to one.
   PinnedPool(c10::DeviceType device_type, std::size_t nbytes, std::size_t max_count);
 
-  // A buffer, which goes back to its pool.
+  // A buffer, which goes back to its pool, if it has one.
   class Buffer {
    public:
     explicit Buffer(std::shared_ptr<PinnedPool> pool, c10::Storage storage);
@@ -43,7 +46,6 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::unique_ptr<Buffer> try_acquire();
 
  private:
-  c10::Storage allocate() const;
   void release(c10::Storage storage);
 
   const c10::DeviceType device_type_;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 
 namespace ptsave {
 
@@ -66,6 +67,18 @@ c10::Stream SideStreams::acquire(c10::Device device) {
 void SideStreams::release(c10::Stream stream) {
   const std::lock_guard lock(mutex_);
   free_.push_back(stream);
+}
+
+void synchronize(std::span<const c10::Event> events) {
+  std::exception_ptr error;
+  for (const c10::Event& event : events) {
+    try {
+      event.synchronize();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace ptsave

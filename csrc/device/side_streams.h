@@ -56,4 +56,8 @@ class SideStreams {
   std::vector<c10::Stream> free_;
 };
 
+// Waits for all of them, whatever becomes of each; then throws what the first that failed has
+// thrown.
+void synchronize(std::span<const c10::Event> events);
+
 }  // namespace ptsave

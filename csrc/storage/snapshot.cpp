@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "core/buffer.h"
+#include "core/keep_for_ever.h"
 #include "core/stream_copy.h"
 #include "device/side_streams.h"
 
@@ -112,6 +115,11 @@ void Snapshot::copy_range(std::uint64_t begin, std::uint64_t end) const {
 void Snapshot::release() {
   release_sources();
   copies_.storages.clear();
+}
+
+void Snapshot::abandon() {
+  keep_for_ever(std::exchange(pieces_, {}));
+  keep_for_ever(std::exchange(copies_, {}));
 }
 
 }  // namespace ptsave

@@ -34,6 +34,9 @@ class Snapshot {
   void release_sources() { pieces_.clear(); }
   // ... and of the copies.
   void release();
+  // In a forked child, instead of release(): the memory stays for ever.  What accelerators know
+  // must not be touched there, not even to free it.
+  void abandon();
 
  private:
   // What is copied, as one sequence of bytes: a source and where it begins there.

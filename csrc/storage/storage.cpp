@@ -16,6 +16,11 @@ namespace ptsave {
 namespace {
 
 constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s memory
+// Header, descriptor and names of a record, but for its alignment.
+constexpr std::uint64_t kMaxSeamNbytes = 512;
+// Chunks that are staged, in the file and in memory.
+constexpr std::uint64_t kMinChunkNbytes = (std::uint64_t{4} << 20) - (std::uint64_t{64} << 10);
+constexpr std::uint64_t kMaxStagedChunkNbytes = std::uint64_t{4} << 20;
 
 void release_owner(void* context) { static_cast<Owner*>(context)->release(); }
 
@@ -47,10 +52,12 @@ bool StorageList::in_reach() const {
   });
 }
 
-std::uint64_t StorageList::staging_nbytes() const {
+std::uint64_t StorageList::staging_nbytes(std::uint64_t alignment) const {
   std::uint64_t on_accelerators = 0;
   std::uint64_t others = 0;
+  std::uint64_t file = 0;
   for (const c10::Storage& storage : storages) {
+    file += storage.nbytes() + kMaxSeamNbytes + alignment;
     if (SideStreams::are_supported(storage.device())) {
       on_accelerators += storage.nbytes();
     } else if (!storage.device().is_cpu() || storage.data() != nullptr) {
@@ -58,9 +65,9 @@ std::uint64_t StorageList::staging_nbytes() const {
     }
   }
   if (on_accelerators == 0) return others;
-  // In buffers for a chunk each, of 4 MiB or of what there is, not all of which are full.
-  return others + std::min(2 * std::bit_ceil(on_accelerators),
-                           on_accelerators + on_accelerators / 63 + (std::uint64_t{8} << 20));
+  // In a buffer for each chunk, whose size is the next power of two.
+  const std::uint64_t n_chunks = file / kMinChunkNbytes + 2;
+  return others + std::min(2 * on_accelerators, n_chunks * kMaxStagedChunkNbytes);
 }
 
 c10::Storage storage_over(LoadedPayload payload) {

@@ -34,8 +34,9 @@ struct StorageList {
   bool on_cpu() const;
   // Whether each is in CPU memory or on an accelerator from which it can be staged.
   bool in_reach() const;
-  // An upper bound of the host memory that copies take; a CPU storage without memory has no bytes.
-  std::uint64_t staging_nbytes() const;
+  // An upper bound of the host memory that copies take if payloads are aligned like this in the
+  // file; a CPU storage without memory has no bytes.
+  std::uint64_t staging_nbytes(std::uint64_t alignment) const;
 };
 
 }  // namespace ptsave

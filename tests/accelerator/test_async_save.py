@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ptsave
+from accelerator.test_fake import run_python
 
 MIB = 1 << 20
 
@@ -118,3 +119,62 @@ def test_cancelled_saves_let_go(devices: list[str]) -> None:
     for future in futures:
         if not future.cancelled():
             future.result()
+
+
+@pytest.mark.parametrize("n_host", [0, 1 << 20])
+@pytest.mark.parametrize("n", [10, 16_384, 1_200_000])
+def test_pinned_memory_is_what_there_is_to_stage(
+    devices: list[str], fake: ModuleType, n: int, n_host: int
+) -> None:
+    """However much of the file lies between: a chunk of it has pinned memory for its own part."""
+    tensors = [torch.randn(n).to(devices[i % len(devices)]) for i in range(15)]
+    host = torch.randn(n_host)
+    obj = [each for tensor in tensors for each in (tensor, host.clone())]
+    pinned_nbytes = 2 * sum(max(tensor.nbytes, 4096) for tensor in tensors)  # powers of two
+    budget = pinned_nbytes + len(tensors) * host.nbytes
+    fake.reset()
+    before = fake.stats()["pinned_bytes"]
+    stream = io.BytesIO()
+    ptsave.async_save(obj, stream, max_staged_bytes=budget).result()
+    assert fake.stats()["pinned_peak"] - before <= pinned_nbytes
+    assert stream.getvalue() == stock_bytes(obj)
+
+
+@pytest.mark.parametrize("staging", ["blocking", "background"])
+def test_forked_children_leave_accelerators_alone(fake: ModuleType, staging: str) -> None:
+    """Those of a DataLoader must not end because a save is unfinished."""
+    result = run_python(
+        f"""
+        import gc, io, os, sys, threading
+        import ptsave
+
+        class Gate(io.BytesIO):
+            opened = threading.Event()
+
+            def write(self, data):
+                self.opened.wait()
+                return super().write(data)
+
+        target = Gate()
+        tensors = [torch.ones(2_000_000).to(device) for device in ("fake:0", "fake:1", "cpu")]
+        tensors.append(torch.ones(1000).pin_memory())
+        futures = [ptsave.async_save(tensors, target, staging="{staging}")]
+        fake.set_delay(50_000, 50_000)
+        futures.append(ptsave.async_save(tensors, io.BytesIO(), staging="{staging}"))
+        del tensors
+        pid = os.fork()
+        if pid == 0:
+            for future in futures:
+                assert isinstance(future.exception(), RuntimeError)
+            del future, futures, target
+            gc.collect()
+            ptsave.async_save(torch.ones(10), io.BytesIO()).result()
+            sys.exit(0)
+        status = os.waitpid(pid, 0)[1]
+        target.opened.set()
+        for future in futures:
+            future.result()
+        assert status == 0, status
+        """
+    )
+    assert result.returncode == 0, result.stderr

@@ -176,6 +176,20 @@ def test_errors_of_copies_come_out(
     assert all(map(torch.equal, (tensor.cpu() for tensor in loaded), tensors))
 
 
+def test_errors_of_one_device_wait_for_the_others(
+    devices: list[str], tmp_path: Path, fake: ModuleType
+) -> None:
+    """Memory that copies are under way to must not be freed."""
+    tensors = [torch.randn(10)] + [torch.randn(70_000) for _ in range(6)]
+    placed = [tensors[0].to(devices[0])] + [tensor.to(devices[-1]) for tensor in tensors[1:]]
+    path = saved(placed, tmp_path / "tensors.pt")
+    fake.set_delay(5000, 5000)
+    fake.fail_copy(after=0, asynchronous=True)
+    with pytest.raises(RuntimeError, match="fail"):
+        ptsave.load(path)
+    assert fake.operations_in_flight() == 0
+
+
 def test_load_into_modules_there(devices: list[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(9)))

@@ -103,8 +103,14 @@ Block* Allocator::take_fresh(std::size_t size) {
   return block;
 }
 
+// As CUDA: freeing a block that streams have used asks the driver, which fails in a forked child;
+// and nobody catches what a destructor throws.
 void Allocator::free(Block* block) {
-  if (block == nullptr || in_forked_child()) {
+  if (block == nullptr) {
+    return;
+  }
+  if (in_forked_child()) {
+    TORCH_CHECK(block->uses.are_none(), "fake: cannot use the device in a forked child");
     return;
   }
   const std::lock_guard lock(mutex_);

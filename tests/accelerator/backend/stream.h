@@ -55,6 +55,7 @@ struct StreamOrder {
 class Uses {
  public:
   void record(const c10::Stream& stream) { streams_.insert(stream); }
+  bool are_none() const { return streams_.empty(); }
   void free();
   bool have_ended() const;
 
