@@ -83,6 +83,6 @@ def _positive_int(variable: str, default: int) -> int:
     text = os.environ.get(variable)
     if text is None:
         return default
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ValueError(f"{variable} must be a positive integer, not {text!r}")
     return int(text)
