@@ -1,0 +1,247 @@
+"""The object that an open archive holds, and how the values of its tensors are had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, _weights_only_unpickler
+from torch.nn import Parameter
+
+from ptsave.checking import check_small_records
+from ptsave.entries import storage_id
+from ptsave.progress import progress_bar
+from ptsave.reading import RecordReader
+from ptsave.serialization import unpickling_errors
+from ptsave.slicing import blocks_of, span_of
+from ptsave.sources import RemoteReader
+from ptsave.spans import EngineSpans, FetchedSpans, Span, SpanReader
+from ptsave.unpickling import unpickle_unread
+
+__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
+
+_SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
+_ALIGNMENT = 16  # the largest size of an element
+_VERIFIED_AT_ONCE_NBYTES = 512 << 20
+
+
+class Place(NamedTuple):
+    """Where in a file a storage lies.
+
+    Attributes
+    ----------
+    key : object
+        Tells storages from each other.
+    record : str or None
+        The archive's record.
+    offset : int or None
+        Where the storage begins in the file, in bytes.
+    location : str or None
+        The device it was saved from.
+    """
+
+    key: object
+    record: str | None = None
+    offset: int | None = None
+    location: str | None = None
+
+
+class Contents(Protocol):
+    """What an `Archive` asks of a file.  Safe for concurrent use.
+
+    Attributes
+    ----------
+    obj : object
+        What was saved.  The values of its tensors may not be there.
+    metadata : dict
+        What the file says about itself.
+    """
+
+    obj: Any
+    metadata: dict[str, str]
+
+    def place_of(self, tensor: Tensor) -> Place: ...
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor: ...
+    def verify(self, *, progress: bool) -> None: ...
+
+
+class UnreadContents:
+    """The tensors are unread: they have storages that take no memory and hold no values.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        An archive for which `can_defer_reading` holds.
+    """
+
+    def __init__(self, reader: RecordReader) -> None:
+        self._reader = reader
+        self._first_at: dict[int, str] = {}
+        self._places: dict[int, Place] = {}
+        # The unpickler keeps its reader until the next garbage collection.
+        with (
+            closing(RecordReader(reader.engine, reader.path, verify=reader.verify)) as unpickled,
+            unpickling_errors(_weights_only_unpickler),
+        ):
+            self.obj = unpickle_unread(unpickled, _weights_only_unpickler, set(), self._first_at)
+        self.metadata = metadata_of(reader)
+        self._spans: SpanReader = (
+            FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
+        )
+
+    def place_of(self, tensor: Tensor) -> Place:
+        number = self._reader.engine.record_of(tensor)
+        if number is None:
+            return Place(id(tensor))
+        place = self._places.get(number)
+        if place is None:
+            place = self._places[number] = self._place(number)
+        return place
+
+    def _place(self, number: int) -> Place:
+        engine = self._reader.engine
+        record = engine.record(number)
+        location = self._first_at.get(number) or engine.location_of(number)
+        return Place(number, record.name, record.payload_offset, location)
+
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+        """Read tensors; those that share a storage do so afterwards."""
+        if len(tensors) == 1:
+            return [_as(tensors[0], self._read_view(tensors[0], verify))]
+        extents: dict[int, tuple[int, int]] = {}
+        for tensor in tensors:
+            number = self._reader.engine.record_of(tensor)
+            begin, end = span_of(tensor)
+            begin -= begin % _ALIGNMENT  # the others may be of other dtypes
+            if number is not None and begin < end:
+                first, last = extents.get(number, (begin, end))
+                extents[number] = min(first, begin), max(last, end)
+        storages = {number: _new_storage(end - begin) for number, (begin, end) in extents.items()}
+        spans = [Span(i, extents[i][0], _bytes(storage)) for i, storage in storages.items()]
+        self._spans.read(spans, verify=verify)
+        result = []
+        for tensor in tensors:
+            number = self._reader.engine.record_of(tensor)
+            if number is None or number not in extents:
+                result.append(_as(tensor, _view(_new_storage(0), tensor, 0, tensor.stride())))
+                continue
+            offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
+            result.append(_as(tensor, _view(storages[number], tensor, offset, tensor.stride())))
+        return result
+
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        return self._read_view(tensor.detach()[index], verify)
+
+    def _read_view(self, view: Tensor, verify: bool | None) -> Tensor:
+        """Read the bytes of one view; what comes with them is not kept."""
+        blocks = blocks_of(view, self._spans.max_gap)
+        storage = _new_storage(blocks.nbytes * len(blocks.begins))
+        number = self._reader.engine.record_of(view)
+        if number is not None:
+            memory = _bytes(storage)
+            self._spans.read(
+                [
+                    Span(number, begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
+                    for i, begin in enumerate(blocks.begins)
+                ],
+                verify=verify,
+            )
+        result = _view(storage, view, 0, blocks.stride)
+        return result.contiguous() if result.nbytes < storage.nbytes() else result
+
+    def verify(self, *, progress: bool) -> None:
+        """Compare every record with its checksum."""
+        reader = self._reader
+        check_small_records(reader)
+        reader.verifies_storages(stacklevel=4)
+        engine = reader.engine
+        others = set(engine.other_names())
+        with progress_bar(progress, "verifying", engine.nbytes) as callback:
+            batch: list[int] = []
+            nbytes = 0
+            for number, record in enumerate(engine.records()):
+                if record.name in others:
+                    continue
+                batch.append(number)
+                nbytes += record.nbytes
+                if nbytes >= _VERIFIED_AT_ONCE_NBYTES:
+                    self._spans.check(batch)
+                    batch, nbytes = [], 0
+                    if callback is not None:
+                        callback(record.limit)
+            if batch:
+                self._spans.check(batch)
+
+
+class LoadedContents:
+    """The tensors are in memory: the file is of a kind that can only be loaded as a whole.
+
+    Parameters
+    ----------
+    obj : object
+        What it holds.
+    locations : dict of int to str
+        The locations of its storages, by `storage_id`.
+    metadata : dict
+        As of `Contents`.
+    """
+
+    def __init__(self, obj: Any, locations: dict[int, str], metadata: dict[str, str]):
+        self.obj = obj
+        self.metadata = metadata
+        self._locations = locations
+
+    def place_of(self, tensor: Tensor) -> Place:
+        storage = storage_id(tensor)
+        if storage is None:
+            return Place(id(tensor), location=str(tensor.device))
+        return Place(storage, location=self._locations.get(storage, str(tensor.device)))
+
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+        return list(tensors)
+
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        return tensor.detach()[index].clone()
+
+    def verify(self, *, progress: bool) -> None:
+        """Do nothing: what could be verified was when it was loaded."""
+
+
+def metadata_of(reader: RecordReader) -> dict[str, str]:
+    """Return what the small records of an archive say."""
+    names = [(text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS]
+    metadata = {"format": "pt"}
+    for text, *places in names:
+        found = next((name for name in places if reader.has_record(name)), None)
+        if found is not None:
+            metadata[text] = reader.get_record(found).decode("utf-8", "replace").strip()
+    return metadata
+
+
+def _new_storage(nbytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes, device="cpu")
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _view(
+    storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor over a storage with the dtype, the shape and the lazy bits of another."""
+    tensor = torch.empty(0, dtype=like.dtype, device="cpu")
+    tensor.set_(storage, offset, like.shape, stride)
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
+def _as(like: Tensor, values: Tensor) -> Tensor:
+    """Return values as a tensor of the kind that was saved."""
+    if isinstance(like, Parameter):
+        return Parameter(values, requires_grad=like.requires_grad)
+    return values.requires_grad_() if like.requires_grad else values
