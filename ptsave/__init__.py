@@ -1,7 +1,8 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
 
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
-from ptsave.archive import Archive, TensorInfo, open  # noqa: A004 - named as Python's
+from ptsave.archive import Archive, open  # noqa: A004 - named as Python's
+from ptsave.archive_listing import TensorInfo
 from ptsave.asynchronous import async_save, release_staging_memory
 from ptsave.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ptsave.checkpointer import AsyncCheckpointer

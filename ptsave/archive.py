@@ -4,56 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptsave.archive_contents import Contents
 from ptsave.archive_kinds import open_contents
+from ptsave.archive_listing import TensorInfo, list_tensors, pausing_garbage_collection
 from ptsave.entry_names import EntryNames, Path
 from ptsave.reading import describe
 from ptsave.reading_entries import read_entry
 from ptsave.slicing import check_index
 
 __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
-
-
-class TensorInfo(NamedTuple):
-    """What a file says about one of its tensors.
-
-    Attributes
-    ----------
-    name : str or tuple
-        As in :meth:`Archive.keys`.
-    dtype : torch.dtype
-        Of its elements.
-    shape : torch.Size
-        In elements.
-    stride : tuple of int
-        In elements.
-    location : str or None
-        The device it was saved from, for example ``"cuda:0"``; None where the file does not say.
-    nbytes : int
-        Elements times their size; the storage may be larger, or smaller for an expanded tensor.
-    offset : int or None
-        Where its first element lies in the file, in bytes, by the file's directory.  None for an
-        empty tensor, and for files that can only be loaded as a whole.
-    record : str or None
-        The archive's record that holds its storage; None where `offset` is.
-    shared_with : tuple of (str or tuple)
-        The names of the other tensors in the same storage.
-    """
-
-    name: str | Path
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    location: str | None
-    nbytes: int
-    offset: int | None
-    record: str | None
-    shared_with: tuple[str | Path, ...]
 
 
 class Archive:
@@ -76,7 +40,7 @@ class Archive:
         """Let go of the file; closing twice is allowed."""
         self._open_contents = None
         self.__dict__.pop("_names", None)
-        self.__dict__.pop("_sharing", None)
+        self.__dict__.pop("_infos", None)
 
     @property
     def closed(self) -> bool:
@@ -130,15 +94,12 @@ class Archive:
             If the entry is no tensor.
         """
         tensor = self._tensor(name)
-        number = self._names.number_of(name)
-        if number is not None:
-            name = self._names.names[number]
-        return self._sharing.info(name, tensor)
+        number = self._names.number_of(name, tensor)
+        return self._infos[number]
 
     def infos(self) -> list[TensorInfo]:
         """Return what the file says about all tensors, in the order of `keys`."""
-        names = self._names
-        return list(map(self._sharing.info, names.names, names.tensors))
+        return list(self._infos)
 
     def __getitem__(self, name: str | Path) -> Any:
         """Return an entry as :func:`ptsave.load` would: a container with all its tensors read."""
@@ -205,7 +166,7 @@ class Archive:
         contents, tensor = self._contents, self._tensor(name)
         return TensorSlice(contents, tensor, self._verify if verify is None else verify)
 
-    def tensors(self) -> Mapping[str | Path, Tensor]:
+    def tensors(self) -> Mapping[Any, Tensor]:
         """Return a mapping from names to tensors, each of which is read when it is asked for."""
         return _LazyTensors(self)
 
@@ -235,11 +196,12 @@ class Archive:
 
     @cached_property
     def _names(self) -> EntryNames:
-        return EntryNames(self._contents.obj, self.path)
+        with pausing_garbage_collection():
+            return EntryNames(self._contents.obj, self.path)
 
     @cached_property
-    def _sharing(self) -> _Sharing:
-        return _Sharing(self._contents, self._names)
+    def _infos(self) -> list[TensorInfo]:
+        return list_tensors(self._contents, self._names)
 
     def _tensor(self, name: str | Path) -> Tensor:
         entry = self._names.find(name)
@@ -249,34 +211,6 @@ class Archive:
                 f"with archive[{name!r}]"
             )
         return entry
-
-
-class _Sharing:
-    """Which tensors have the same storage, and where that lies."""
-
-    def __init__(self, contents: Contents, names: EntryNames) -> None:
-        self._place_of = contents.place_of
-        self._names: dict[object, list[str | Path]] = {}
-        for name, tensor in zip(names.names, names.tensors, strict=True):
-            self._names.setdefault(self._place_of(tensor).key, []).append(name)
-
-    def info(self, name: str | Path, tensor: Tensor) -> TensorInfo:
-        key, record, offset, location = self._place_of(tensor)
-        itemsize = tensor.itemsize
-        if offset is not None:
-            offset += int(tensor.storage_offset()) * itemsize
-        sharing = self._names.get(key, ())
-        return TensorInfo(
-            name,
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride() if tensor.layout is torch.strided else (),
-            location,
-            tensor.numel() * itemsize,
-            offset,
-            record,
-            tuple(other for other in sharing if other != name) if len(sharing) > 1 else (),
-        )
 
 
 class TensorSlice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, Protocol
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, _weights_only_unpickler
 from torch.nn import Parameter
 
-from ptsave.checking import check_small_records
+from ptsave import _C
 from ptsave.entries import storage_id
+from ptsave.errors import CheckpointWarning
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader
 from ptsave.serialization import unpickling_errors
@@ -62,7 +64,7 @@ class Contents(Protocol):
     obj: Any
     metadata: dict[str, str]
 
-    def place_of(self, tensor: Tensor) -> Place: ...
+    def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor: ...
     def verify(self, *, progress: bool) -> None: ...
@@ -80,7 +82,6 @@ class UnreadContents:
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
         self._first_at: dict[int, str] = {}
-        self._places: dict[int, Place] = {}
         # The unpickler keeps its reader until the next garbage collection.
         with (
             closing(RecordReader(reader.engine, reader.path, verify=reader.verify)) as unpickled,
@@ -92,20 +93,15 @@ class UnreadContents:
             FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
         )
 
-    def place_of(self, tensor: Tensor) -> Place:
-        number = self._reader.engine.record_of(tensor)
-        if number is None:
-            return Place(id(tensor))
-        place = self._places.get(number)
-        if place is None:
-            place = self._places[number] = self._place(number)
-        return place
-
-    def _place(self, number: int) -> Place:
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
         engine = self._reader.engine
-        record = engine.record(number)
-        location = self._first_at.get(number) or engine.location_of(number)
-        return Place(number, record.name, record.payload_offset, location)
+        places = [Place(*place) for place in engine.places()]
+        for number, location in self._first_at.items():
+            places[number] = places[number]._replace(location=location)
+        return [
+            Place(id(tensor)) if number is None else places[number]
+            for number, tensor in zip(engine.records_of(tensors), tensors, strict=True)
+        ]
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         """Read tensors; those that share a storage do so afterwards."""
@@ -154,17 +150,11 @@ class UnreadContents:
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
-        reader = self._reader
-        check_small_records(reader)
-        reader.verifies_storages(stacklevel=4)
-        engine = reader.engine
-        others = set(engine.other_names())
+        engine = self._reader.engine
         with progress_bar(progress, "verifying", engine.nbytes) as callback:
             batch: list[int] = []
             nbytes = 0
-            for number, record in enumerate(engine.records()):
-                if record.name in others:
-                    continue
+            for number, record in self._records_with_checksums():
                 batch.append(number)
                 nbytes += record.nbytes
                 if nbytes >= _VERIFIED_AT_ONCE_NBYTES:
@@ -174,6 +164,20 @@ class UnreadContents:
                         callback(record.limit)
             if batch:
                 self._spans.check(batch)
+
+    def _records_with_checksums(self) -> list[tuple[int, _C.Record]]:
+        engine = self._reader.engine
+        records = list(enumerate(engine.records()))
+        if engine.storages_have_crcs:
+            return records
+        warnings.warn(
+            f"{self._reader.path} was written without checksums of its storages "
+            "(set_crc32_options(False) or skip_data()): they cannot be verified",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+        others = set(engine.other_names()) if engine.has_crcs else set()
+        return [(number, record) for number, record in records if record.name in others]
 
 
 class LoadedContents:
@@ -194,7 +198,10 @@ class LoadedContents:
         self.metadata = metadata
         self._locations = locations
 
-    def place_of(self, tensor: Tensor) -> Place:
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        return list(map(self._place_of, tensors))
+
+    def _place_of(self, tensor: Tensor) -> Place:
         storage = storage_id(tensor)
         if storage is None:
             return Place(id(tensor), location=str(tensor.device))

@@ -111,10 +111,10 @@ def _open_zip(reader: RecordReader, open_stream: Any, verify: bool) -> Contents:
             f"{reader.path} is a zip archive that torch.save has not written: it has no data.pkl",
             path=reader.path,
         )
-    check_version(reader)
     if not reader.engine.all_stored:
         check_compressed_members(reader)
-        return _load_whole(open_stream(), metadata_of(reader), verify)
+        return _load_whole(open_stream(), {"format": "pt, compressed"}, verify)
+    check_version(reader)
     if not can_defer_reading(reader, _weights_only_unpickler):
         return _load_whole(open_stream(), metadata_of(reader), verify)
     return UnreadContents(reader)

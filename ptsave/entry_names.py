@@ -95,11 +95,13 @@ class EntryNames:
             raise self._missing(name)
         return self._follow(paths[0])
 
-    def number_of(self, name: str | Path) -> int | None:
-        """Return the number of a tensor; None if no tensor is called that, or the name is long."""
-        if isinstance(name, tuple) and name not in self._numbers:
-            name = dotted(name)
-        return None if name in self._ambiguous else self._numbers.get(name)
+    def number_of(self, name: str | Path, tensor: Tensor) -> int:
+        """Return the number of a tensor that `find` has found."""
+        number = self._numbers.get(name)
+        if number is not None and self.tensors[number] is tensor:
+            return number
+        # A tuple in place of a dotted name, or a second way to the same tensor.
+        return next(i for i, other in enumerate(self.tensors) if other is tensor)
 
     def _follow(self, path: Path) -> Any:
         value = self._obj

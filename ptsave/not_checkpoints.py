@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import struct
 
@@ -104,12 +105,15 @@ def _what_zip_it_is(head: bytes) -> str | None:
 def _what_text_it_is(head: bytes) -> str:
     if not head.strip(b"\0"):
         return "it begins with zeros: a download or a copy of it was not finished"
-    begin = head[:60]
-    if head.startswith(b"\x80") and head[1] <= 5:
+    if head.startswith(b"\x80") and head[1:2] <= b"\x05":
         return (
             "it is a pickle that torch.save has not written: load it with the pickle module, if "
             "you trust it"
         )
-    if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
-        return f"it is text: {begin.decode('utf-8', 'replace')!r}"
-    return f"it begins with {begin[:16]!r}, as no checkpoint does"
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # which may end in a character
+    except UnicodeDecodeError:
+        text = "\0"
+    if all(c.isprintable() or c.isspace() for c in text):
+        return f"it is text: {text[:60]!r}"
+    return f"it begins with {head[:16]!r}, as no checkpoint does"

@@ -102,8 +102,8 @@ class SafetensorsContents:
                 f"{self._path}: {name}: no dtype of torch is {entry['dtype']}", path=self._path
             ) from None
 
-    def place_of(self, tensor: Tensor) -> Place:
-        return self._places[id(tensor)]
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        return [self._places[id(tensor)] for tensor in tensors]
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         self._refuse(verify)

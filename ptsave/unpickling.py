@@ -121,8 +121,8 @@ def unpickle_unread(
     locations : set of str
         Gets the locations other than the CPU from which storages were saved.
     first_at : dict of int to str, optional
-        Gets the location of the first record from each; ``reader.engine.location_of`` knows those
-        of all others.
+        Gets the location of the first record from each; ``reader.engine.places`` knows those of all
+        others.
 
     Returns
     -------

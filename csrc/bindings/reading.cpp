@@ -169,12 +169,19 @@ class Reader final : public StorageSource {
     without_gil(
         [&] { reader_->read_range(offset, memory.data(), memory.size(), n_threads, poll); });
   }
-  // Where the storage was saved that the unpickler has taken from this record; nothing if it has
-  // not, or if Python has made that storage.
-  std::optional<std::string> location_of(std::size_t i) const {
-    check(i);
-    if (i >= locations_.size() || locations_[i] == kNoPlace) return std::nullopt;
-    return places_[locations_[i]].location;
+  // (number, name, payload offset, location) of each record.  The location is where the storage was
+  // saved that the unpickler has taken from it; None if it has not, or if Python made that storage.
+  py::list places() const {
+    const auto records = index().records();
+    py::list result(records.size());
+    std::vector<py::object> locations;
+    for (const Place& place : places_) locations.push_back(py::str(place.location));
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      const bool known = i < locations_.size() && locations_[i] != kNoPlace;
+      result[i] = py::make_tuple(i, decode(records[i].name), records[i].payload_offset,
+                                 known ? locations[locations_[i]] : py::none());
+    }
+    return result;
   }
 
   void start(const std::optional<std::vector<std::size_t>>& records, std::size_t n_threads,
@@ -249,6 +256,12 @@ class Reader final : public StorageSource {
     if (!tensor.has_storage()) return std::nullopt;
     const auto found = record_by_storage_.find(tensor.storage().unsafeGetStorageImpl());
     return found == record_by_storage_.end() ? std::nullopt : std::optional(found->second);
+  }
+  std::vector<std::optional<std::size_t>> records_of(const py::list& tensors) const {
+    std::vector<std::optional<std::size_t>> records;
+    records.reserve(tensors.size());
+    for (const py::handle tensor : tensors) records.push_back(record_of(unpack(tensor)));
+    return records;
   }
   void wait(std::size_t i, const py::object& callback) {
     check(i);
@@ -418,7 +431,7 @@ void bind_reading(py::module_& module) {
            py::kw_only(), py::arg("n_threads"), py::arg("verify"))
       .def("read_range", &Reader::read_range, py::arg("offset"), py::arg("target"), py::kw_only(),
            py::arg("n_threads"))
-      .def("location_of", &Reader::location_of, py::arg("record"))
+      .def("places", &Reader::places)
       .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
            py::arg("verify"), py::arg("exact_offsets"))
       .def("reserve", &Reader::reserve)
@@ -451,6 +464,7 @@ void bind_reading(py::module_& module) {
             return self.record_of(unpack(tensor));
           },
           py::arg("tensor"))
+      .def("records_of", &Reader::records_of, py::arg("tensors"))
       .def("wait", &Reader::wait, py::arg("record"), py::kw_only(), py::arg("progress"))
       .def("wait_all", &Reader::wait_all, py::kw_only(), py::arg("progress"))
       .def("storage", &Reader::storage, py::arg("record"))
