@@ -26,7 +26,7 @@ __all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 _ALIGNMENT = 16  # the largest size of an element
-_VERIFIED_AT_ONCE_NBYTES = 512 << 20
+_VERIFIED_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
 
 
 class Place(NamedTuple):
@@ -157,11 +157,10 @@ class UnreadContents:
             for number, record in self._records_with_checksums():
                 batch.append(number)
                 nbytes += record.nbytes
-                if nbytes >= _VERIFIED_AT_ONCE_NBYTES:
+                if callback is not None and nbytes >= _VERIFIED_AT_ONCE_NBYTES:
                     self._spans.check(batch)
                     batch, nbytes = [], 0
-                    if callback is not None:
-                        callback(record.limit)
+                    callback(record.limit)
             if batch:
                 self._spans.check(batch)
 
