@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, _weights_only_unpickler
@@ -25,29 +25,14 @@ from ptsave.unpickling import unpickle_unread
 __all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
+_MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
 _ALIGNMENT = 16  # the largest size of an element
 _VERIFIED_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
 
 
-class Place(NamedTuple):
-    """Where in a file a storage lies.
-
-    Attributes
-    ----------
-    key : object
-        Tells storages from each other.
-    record : str or None
-        The archive's record.
-    offset : int or None
-        Where the storage begins in the file, in bytes.
-    location : str or None
-        The device it was saved from.
-    """
-
-    key: object
-    record: str | None = None
-    offset: int | None = None
-    location: str | None = None
+# Where in a file a storage lies: what tells it from others, the archive's record, the offset in
+# bytes, and the device it was saved from.  A plain tuple, of which there may be 100,000.
+Place: TypeAlias = tuple[object, str | None, int | None, str | None]
 
 
 class Contents(Protocol):
@@ -95,18 +80,18 @@ class UnreadContents:
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         engine = self._reader.engine
-        places = [Place(*place) for place in engine.places()]
+        places: list[Place] = [*engine.places()]
         for number, location in self._first_at.items():
-            places[number] = places[number]._replace(location=location)
+            places[number] = (*places[number][:3], location)
         return [
-            Place(id(tensor)) if number is None else places[number]
+            (id(tensor), None, None, None) if number is None else places[number]
             for number, tensor in zip(engine.records_of(tensors), tensors, strict=True)
         ]
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         """Read tensors; those that share a storage do so afterwards."""
         if len(tensors) == 1:
-            return [_as(tensors[0], self._read_view(tensors[0], verify))]
+            return [_as(tensors[0], self._read_view(tensors[0].detach(), verify))]
         extents: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             number = self._reader.engine.record_of(tensor)
@@ -134,8 +119,13 @@ class UnreadContents:
     def _read_view(self, view: Tensor, verify: bool | None) -> Tensor:
         """Read the bytes of one view; what comes with them is not kept."""
         blocks = blocks_of(view, self._spans.max_gap)
-        storage = _new_storage(blocks.nbytes * len(blocks.begins))
         number = self._reader.engine.record_of(view)
+        nbytes = blocks.nbytes * len(blocks.begins)
+        if number is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
+            if verify:
+                self._spans.check([number])
+            return self._read_halves(view, False)
+        storage = _new_storage(nbytes)
         if number is not None:
             memory = _bytes(storage)
             self._spans.read(
@@ -147,6 +137,17 @@ class UnreadContents:
             )
         result = _view(storage, view, 0, blocks.stride)
         return result.contiguous() if result.nbytes < storage.nbytes() else result
+
+    def _read_halves(self, view: Tensor, verify: bool) -> Tensor:
+        """Read a view that is scattered over much more than it holds, without holding all that."""
+        result = torch.empty(view.shape, dtype=view.dtype, device="cpu")
+        dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
+        dim = max(dims, key=view.stride)
+        half = view.shape[dim] // 2
+        for begin, n in ((0, half), (half, view.shape[dim] - half)):
+            part = self._read_view(view.narrow(dim, begin, n), verify)
+            result.narrow(dim, begin, n).copy_(part)
+        return result
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
@@ -203,8 +204,8 @@ class LoadedContents:
     def _place_of(self, tensor: Tensor) -> Place:
         storage = storage_id(tensor)
         if storage is None:
-            return Place(id(tensor), location=str(tensor.device))
-        return Place(storage, location=self._locations.get(storage, str(tensor.device)))
+            return id(tensor), None, None, str(tensor.device)
+        return storage, None, None, self._locations.get(storage, str(tensor.device))
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         return list(tensors)

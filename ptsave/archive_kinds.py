@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import _weights_only_unpickler
@@ -20,6 +22,8 @@ from ptsave.sources import FileObject, FsspecFile, RangeSource, RemoteReader, is
 from ptsave.unpickling import can_defer_reading
 
 __all__ = ["open_contents"]
+
+_Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
 
 
 def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
@@ -38,7 +42,7 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
     """
     if is_url(f):
         source = FsspecFile(f, storage_options)
-        return _open_source(source, verify, lambda: source.file_system.open(source.path, "rb"))
+        return _open_source(source, verify, source.open)
     if storage_options:
         raise TypeError("storage_options are for URLs")
     if isinstance(f, (str, os.PathLike)):
@@ -47,7 +51,8 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
         raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
     if type(f) is io.BytesIO or real_file(f) is not None:
         return _open_stream(f, path, verify)
-    return _open_source(FileObject(f, path), verify, lambda: f)
+    stream = FileObject(f, path)
+    return _open_source(stream, verify, stream.rewind)
 
 
 def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
@@ -75,14 +80,14 @@ def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
         return SafetensorsContents(stream, path, begin)
     _require_checkpoint(head, nbytes, path)
     if is_legacy(head):
-        return _load_whole(stream, {"format": "torch before 1.6"}, verify)
+        return _load_whole(nullcontext(stream), {"format": "torch before 1.6"}, verify)
     engine = open_archive(stream)
     if engine is None:
         raise OSError(f"{path} cannot be read at any position: it is no regular file")
-    return _open_zip(RecordReader(engine, path, verify=verify), lambda: stream, verify)
+    return _open_zip(RecordReader(engine, path, verify=verify), lambda: nullcontext(stream), verify)
 
 
-def _open_source(source: RangeSource, verify: bool, open_stream: Any) -> Contents:
+def _open_source(source: RangeSource, verify: bool, open_stream: _Opener) -> Contents:
     (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
     if is_safetensors(head, source.nbytes):
         raise OSError(f"{source.name}: a safetensors file has to be a local one: copy it first")
@@ -101,7 +106,7 @@ def _require_checkpoint(head: bytes, nbytes: int, path: str) -> None:
     assert is_zip(head)
 
 
-def _open_zip(reader: RecordReader, open_stream: Any, verify: bool) -> Contents:
+def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Contents:
     if reader.has_record("constants.pkl"):
         raise NotCheckpointError(
             f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path
@@ -120,12 +125,15 @@ def _open_zip(reader: RecordReader, open_stream: Any, verify: bool) -> Contents:
     return UnreadContents(reader)
 
 
-def _load_whole(stream: Any, metadata: dict[str, str], verify: bool) -> LoadedContents:
+def _load_whole(
+    opened: AbstractContextManager[Any], metadata: dict[str, str], verify: bool
+) -> LoadedContents:
     locations: dict[int, str] = {}
 
     def stay(storage: Any, location: str) -> Any:
         locations[storage._cdata] = location
         return storage
 
-    obj = load(stream, stay, weights_only=True, verify=verify)
+    with opened as stream:
+        obj = load(stream, stay, weights_only=True, verify=verify)
     return LoadedContents(obj, locations, metadata)

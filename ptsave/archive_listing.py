@@ -58,9 +58,12 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
     """Return what there is to say about all tensors of a file, in the order of their names."""
     with pausing_garbage_collection():
         places = contents.places_of(names.tensors)
+        first_of: dict[object, str | Path] = {}
         sharing: dict[object, list[str | Path]] = {}
-        for name, place in zip(names.names, places, strict=True):
-            sharing.setdefault(place[0], []).append(name)
+        for name, (key, _, _, _) in zip(names.names, places, strict=True):
+            first = first_of.setdefault(key, name)
+            if first is not name:
+                sharing.setdefault(key, [first]).append(name)
         facts = _C.tensor_facts(names.tensors)
         infos = []
         for name, fact, tensor, place in zip(
@@ -68,8 +71,8 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
         ):
             dtype, shape, stride, begin, nbytes = fact or _facts_of(tensor)
             key, record, offset, location = place
-            others = sharing[key]
-            shared = tuple([o for o in others if o != name]) if len(others) > 1 else ()
+            others = sharing.get(key)
+            shared = () if others is None else tuple([o for o in others if o is not name])
             at = None if offset is None else offset + begin
             infos.append(
                 TensorInfo(name, dtype, shape, stride, location, nbytes, at, record, shared)

@@ -92,7 +92,7 @@ class SafetensorsContents:
             self.obj[name] = tensor
             self._names[id(tensor)] = name
             offset = 8 + nbytes + entry["data_offsets"][0]
-            self._places[id(tensor)] = Place(name, None, offset, None)
+            self._places[id(tensor)] = (name, None, offset, None)
 
     def _dtype(self, name: str, entry: dict[str, Any]) -> torch.dtype:
         try:

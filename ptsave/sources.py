@@ -11,6 +11,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from ptsave import _C
@@ -75,6 +76,11 @@ class FsspecFile:
             raise OSError(f"{url}: its server does not say how large it is: download it first")
         self.nbytes = int(info["size"])
 
+    def open(self) -> AbstractContextManager[Any]:
+        """Open the whole file."""
+        stream: AbstractContextManager[Any] = self.file_system.open(self.path, "rb")
+        return stream
+
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         merged = _merged(ranges)
         begins, ends = [begin for begin, _ in merged], [end for _, end in merged]
@@ -104,7 +110,12 @@ class FileObject:
         self._lock = threading.Lock()
         self._begin = stream.tell()
         self.nbytes = max(stream.seek(0, os.SEEK_END) - self._begin, 0)
-        stream.seek(self._begin)
+        self.rewind()
+
+    def rewind(self) -> AbstractContextManager[Any]:
+        """Return the stream at the position it had; leaving the context does not close it."""
+        self._stream.seek(self._begin)
+        return nullcontext(self._stream)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         pieces = [self._read(*where) for where in ranges]

@@ -80,7 +80,7 @@ class EngineSpans:
         The open archive.
     """
 
-    max_gap = 64 << 10
+    max_gap = 16 << 10
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
@@ -94,11 +94,13 @@ class EngineSpans:
             if verify and parts:
                 self._check([span.record for span in parts])
             if whole:
-                records, targets = [s.record for s in whole], [s.target for s in whole]
-                self._transfer(records, targets, verify=verify is not False)
+                targets = [span.target for span in whole]
+                self._transfer([s.record for s in whole], targets, verify=verify is not False)
+            records = {span.record for span in parts}
+            offsets = {record: self._engine.payload_offset(record) for record in records}
+            n_threads = config.current().n_readers
             for span in parts:
-                begin = self._engine.payload_offset(span.record) + span.begin
-                n_threads = config.current().n_readers
+                begin = offsets[span.record] + span.begin
                 self._engine.read_range(begin, span.target, n_threads=n_threads)
         except _C.FormatError as error:
             raise_corrupt(error, self._reader.path)

@@ -162,6 +162,21 @@ def test_file_that_shrinks(saved: bytes) -> None:
             archive.get_tensor("other")
 
 
+@pytest.mark.parametrize("kind", ["legacy", "sparse"])
+def test_files_that_load_as_a_whole(kind: str, fetched: list[int]) -> None:
+    obj = {"weight": WEIGHT[:10], "sparse": torch.eye(3).to_sparse()}
+    stream = Stream(b"x" * 10)
+    stream.seek(10)
+    torch.save(obj, stream, _use_new_zipfile_serialization=kind != "legacy")
+    stream.seek(10)
+    with ptsave.open(stream) as archive:
+        assert torch.equal(archive["weight"], WEIGHT[:10])
+    assert not stream.closed
+    fsspec.filesystem("memory").pipe("/folder/whole.pt", stream.getvalue()[10:])
+    with ptsave.open("memory://folder/whole.pt") as archive:
+        assert torch.equal(archive["sparse"].to_dense(), torch.eye(3))
+
+
 def test_storage_options_are_for_urls() -> None:
     with pytest.raises(TypeError, match="storage_options are for URLs"):
         ptsave.open("model.pt", storage_options={"anon": True})
