@@ -28,6 +28,7 @@ PYBIND11_MODULE(_C, module) {
   register_errors(module);
   bind_writing(module);
   bind_reading(module);
+  bind_listing(module);
   bind_pickling(module);
   bind_staging(module);
   module.def("crc32", &crc32_of_buffer, py::arg("data"), py::arg("crc") = 0);

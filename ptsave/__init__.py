@@ -1,10 +1,18 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
 
 from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
+from ptsave.archive import Archive, open  # noqa: A004 - named as Python's
+from ptsave.archive_listing import TensorInfo
 from ptsave.asynchronous import async_save, release_staging_memory
 from ptsave.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ptsave.checkpointer import AsyncCheckpointer
-from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError, StagingFullError
+from ptsave.errors import (
+    CheckpointWarning,
+    CorruptCheckpointError,
+    NotCheckpointError,
+    SaveError,
+    StagingFullError,
+)
 from ptsave.installation import install, installed, uninstall
 from ptsave.lazy_buffers import register_lazy_buffer
 from ptsave.module_state import IncompatibleKeys, load_state_dict
@@ -17,13 +25,16 @@ from ptsave.serialization import load, save
 __version__: str = _torch_version.VERSION
 
 __all__ = [
+    "Archive",
     "AsyncCheckpointer",
     "CheckpointWarning",
     "CorruptCheckpointError",
     "IncompatibleKeys",
+    "NotCheckpointError",
     "SaveError",
     "SaveFuture",
     "StagingFullError",
+    "TensorInfo",
     "UnmatchedParameters",
     "__version__",
     "add_prefix",
@@ -35,6 +46,7 @@ __all__ = [
     "load_into",
     "load_optimizer_state_dict",
     "load_state_dict",
+    "open",
     "register_lazy_buffer",
     "release_staging_memory",
     "save",

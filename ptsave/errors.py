@@ -8,7 +8,14 @@ import pickle
 import struct
 import warnings
 
-__all__ = ["CheckpointWarning", "CorruptCheckpointError", "SaveError", "StagingFullError"]
+__all__ = [
+    "CheckpointWarning",
+    "CorruptCheckpointError",
+    "EntryNotFoundError",
+    "NotCheckpointError",
+    "SaveError",
+    "StagingFullError",
+]
 
 
 class CorruptCheckpointError(RuntimeError):
@@ -50,6 +57,27 @@ class CorruptCheckpointError(RuntimeError):
         self.record = record
         self.offset = offset
         self.entries = entries or []
+
+
+class NotCheckpointError(CorruptCheckpointError):
+    r"""A file is something else than a checkpoint: the message says what, and what to do.
+
+    Examples
+    --------
+    >>> import io, ptsave
+    >>> try:
+    ...     ptsave.open(io.BytesIO(b"<!DOCTYPE html><title>404</title>"))
+    ... except ptsave.NotCheckpointError as error:
+    ...     print("HTML page" in str(error))
+    True
+    """
+
+
+class EntryNotFoundError(KeyError):
+    """A saved object has no entry of that name, or several."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would quote it
 
 
 class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):

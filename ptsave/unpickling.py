@@ -104,7 +104,12 @@ def can_defer_reading(reader: RecordReader, pickle_module: Any) -> bool:
     return _fills_storages("cpu") and _may_defer(reader, pickle_module)
 
 
-def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str]) -> Any:
+def unpickle_unread(
+    reader: RecordReader,
+    pickle_module: Any,
+    locations: set[str],
+    first_at: dict[int, str] | None = None,
+) -> Any:
     """Rebuild the object of an archive, in CPU memory, with storages that are not read.
 
     Parameters
@@ -115,6 +120,9 @@ def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str
         As for `unpickle`.
     locations : set of str
         Gets the locations other than the CPU from which storages were saved.
+    first_at : dict of int to str, optional
+        Gets the location of the first record from each; ``reader.engine.places`` knows those of all
+        others.
 
     Returns
     -------
@@ -126,6 +134,10 @@ def unpickle_unread(reader: RecordReader, pickle_module: Any, locations: set[str
         if location != "cpu":
             locations.add(location)
         reader.engine.place(location, _CPU)
+        if first_at is not None:
+            record = reader.engine.record_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+            if record is not None:
+                first_at.setdefault(record, location)
         return storage
 
     reader.reserve_storages()

@@ -15,6 +15,7 @@ std::string encode(const pybind11::str& text);
 void register_errors(pybind11::module_& module);
 void bind_writing(pybind11::module_& module);
 void bind_reading(pybind11::module_& module);
+void bind_listing(pybind11::module_& module);
 void bind_pickling(pybind11::module_& module);
 void bind_staging(pybind11::module_& module);
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -44,6 +45,16 @@ py::object wrap_storage(c10::Storage storage) {
 const at::Tensor& unpack(const py::handle& tensor) {
   if (!THPVariable_Check(tensor.ptr())) throw py::type_error("expected a tensor");
   return THPVariable_Unpack(tensor.ptr());
+}
+
+// The memory of a contiguous tensor of bytes on the CPU.
+std::span<std::byte> writable_bytes(const py::handle& object) {
+  const at::Tensor& tensor = unpack(object);
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kByte || !tensor.is_contiguous()) {
+    throw py::type_error("expected a contiguous tensor of bytes on the CPU");
+  }
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
+          static_cast<std::size_t>(tensor.numel())};
 }
 
 c10::Device unpack_device(const py::handle& device) {
@@ -132,6 +143,47 @@ class Reader final : public StorageSource {
     return payload;
   }
 
+  // Without targets, only checks.  Else target k, of bytes, gets records[k]; no record comes twice.
+  std::vector<DamagedRecord> read_records(const std::vector<std::size_t>& records,
+                                          const std::vector<py::object>& targets,
+                                          std::size_t n_threads, bool verify) const {
+    for (const std::size_t i : records) check(i);
+    if (!targets.empty() && targets.size() != records.size()) {
+      throw py::value_error("a target for each record");
+    }
+    std::vector<Destination> destinations;
+    for (std::size_t k = 0; k < targets.size(); ++k) {
+      const std::span<std::byte> memory = writable_bytes(targets[k]);
+      if (memory.size() != index().records()[records[k]].nbytes) {
+        throw py::value_error("a target has another size than its record");
+      }
+      if (!memory.empty()) destinations.push_back({records[k], 0, memory.size(), memory.data()});
+    }
+    const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+    return without_gil(
+        [&] { return reader_->read_records(records, destinations, n_threads, verify, poll); });
+  }
+  void read_range(std::uint64_t offset, const py::handle& target, std::size_t n_threads) const {
+    const std::span<std::byte> memory = writable_bytes(target);
+    const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+    without_gil(
+        [&] { reader_->read_range(offset, memory.data(), memory.size(), n_threads, poll); });
+  }
+  // (number, name, payload offset, location) of each record.  The location is where the storage was
+  // saved that the unpickler has taken from it; None if it has not, or if Python made that storage.
+  py::list places() const {
+    const auto records = index().records();
+    py::list result(records.size());
+    std::vector<py::object> locations;
+    for (const Place& place : places_) locations.push_back(py::str(place.location));
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      const bool known = i < locations_.size() && locations_[i] != kNoPlace;
+      result[i] = py::make_tuple(i, decode(records[i].name), records[i].payload_offset,
+                                 known ? locations[locations_[i]] : py::none());
+    }
+    return result;
+  }
+
   void start(const std::optional<std::vector<std::size_t>>& records, std::size_t n_threads,
              bool verify, bool exact_offsets) {
     const std::vector<std::size_t>& wanted = records ? *records : data_records_;
@@ -151,8 +203,12 @@ class Reader final : public StorageSource {
   // What was saved at `location` goes to the CPU, or, after reserve(), to an accelerator.  Only for
   // such locations storages are handed to the unpickler.
   void place(const std::string& location, c10::Device device) {
-    std::erase_if(places_, [&](const Place& place) { return place.location == location; });
-    places_.push_back({location, device});
+    const auto place = std::ranges::find(places_, location, &Place::location);
+    if (place == places_.end()) {
+      places_.push_back({location, device});
+    } else {
+      place->device = device;
+    }
   }
   // The storage on a device that gets the bytes of record i, which is not empty.
   py::object placed_storage(std::size_t i, c10::Device device) {
@@ -201,6 +257,12 @@ class Reader final : public StorageSource {
     const auto found = record_by_storage_.find(tensor.storage().unsafeGetStorageImpl());
     return found == record_by_storage_.end() ? std::nullopt : std::optional(found->second);
   }
+  std::vector<std::optional<std::size_t>> records_of(const py::list& tensors) const {
+    std::vector<std::optional<std::size_t>> records;
+    records.reserve(tensors.size());
+    for (const py::handle tensor : tensors) records.push_back(record_of(unpack(tensor)));
+    return records;
+  }
   void wait(std::size_t i, const py::object& callback) {
     check(i);
     const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
@@ -220,6 +282,10 @@ class Reader final : public StorageSource {
     if (place == places_.end()) return nullptr;
     const std::size_t i = find_data_record(key);
     if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return nullptr;
+    locations_.resize(index().records().size(), kNoPlace);
+    if (locations_[i] == kNoPlace) {
+      locations_[i] = static_cast<std::uint32_t>(place - places_.begin());
+    }
     return place->device.is_cpu() ? &shared_storage(i) : &placed(i, place->device);
   }
   // The load is over: storages given out become resizable, as any other.
@@ -253,6 +319,7 @@ class Reader final : public StorageSource {
   }
 
   static constexpr std::string_view kDataFolder = "data/";
+  static constexpr std::uint32_t kNoPlace = ~std::uint32_t{0};
 
   // Keys mostly come in the order of the records.
   std::size_t find_data_record(std::string_view key) {
@@ -296,6 +363,7 @@ class Reader final : public StorageSource {
     placed_records_.clear();
     n_planned_ = 0;
     places_.clear();
+    locations_.clear();
   }
 
   const ArchiveIndex& index() const { return reader_->index(); }
@@ -312,6 +380,7 @@ class Reader final : public StorageSource {
   std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
   std::vector<c10::Storage> empty_storages_;
   std::vector<Place> places_;
+  std::vector<std::uint32_t> locations_;     // by record: into places_, or kNoPlace
   std::vector<c10::Storage> placed_;         // by record: on accelerators
   std::vector<std::size_t> placed_records_;  // in the order in which they were
   std::size_t n_planned_ = 0;                // of these, whose bytes are to be copied there
@@ -329,6 +398,8 @@ void bind_reading(py::module_& module) {
       .def_readonly("nbytes", &IndexedRecord::nbytes)
       .def_readonly("crc", &IndexedRecord::crc)
       .def_readonly("header_offset", &IndexedRecord::header_offset)
+      .def_readonly("payload_offset", &IndexedRecord::payload_offset)
+      .def_readonly("limit", &IndexedRecord::limit)
       .def_readonly("stored_nbytes", &IndexedRecord::stored_nbytes)
       .def_readonly("method", &IndexedRecord::method)
       .def_property_readonly("stored", &IndexedRecord::stored)
@@ -356,6 +427,11 @@ void bind_reading(py::module_& module) {
       .def("find", &Reader::find, py::arg("name"))
       .def("payload_offset", &Reader::payload_offset, py::arg("record"))
       .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))
+      .def("read_records", &Reader::read_records, py::arg("records"), py::arg("targets"),
+           py::kw_only(), py::arg("n_threads"), py::arg("verify"))
+      .def("read_range", &Reader::read_range, py::arg("offset"), py::arg("target"), py::kw_only(),
+           py::arg("n_threads"))
+      .def("places", &Reader::places)
       .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
            py::arg("verify"), py::arg("exact_offsets"))
       .def("reserve", &Reader::reserve)
@@ -388,12 +464,23 @@ void bind_reading(py::module_& module) {
             return self.record_of(unpack(tensor));
           },
           py::arg("tensor"))
+      .def("records_of", &Reader::records_of, py::arg("tensors"))
       .def("wait", &Reader::wait, py::arg("record"), py::kw_only(), py::arg("progress"))
       .def("wait_all", &Reader::wait_all, py::kw_only(), py::arg("progress"))
       .def("storage", &Reader::storage, py::arg("record"))
       .def("release_storages", &Reader::release_storages)
       .def("read_at", &Reader::read_at, py::arg("offset"), py::arg("nbytes"))
       .def("cancel", &Reader::cancel);
+  module.attr("MAX_TAIL_NBYTES") = kMaxTailNbytes;
+  module.def(
+      "find_central_directory",
+      [](const py::bytes& tail, std::uint64_t nbytes) {
+        const auto bytes = static_cast<std::string_view>(tail);
+        const CentralDirectory where =
+            find_central_directory(std::as_bytes(std::span(bytes)), nbytes);
+        return std::pair(where.offset, where.nbytes);
+      },
+      py::arg("tail"), py::arg("nbytes"));
 }
 
 }  // namespace ptsave

@@ -71,6 +71,37 @@ void ArchiveReader::read(std::size_t i, std::uint64_t offset, void* payload, boo
   }
 }
 
+std::vector<DamagedRecord> ArchiveReader::read_records(std::vector<std::size_t> records,
+                                                       const std::vector<Destination>& destinations,
+                                                       std::size_t n_threads, bool verify,
+                                                       const Poll& poll) const {
+  std::ranges::sort(records);
+  const auto [first, last] = std::ranges::unique(records);
+  records.erase(first, last);
+  for (const bool exact_offsets : {false, true}) {
+    const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
+    auto scatter = std::make_shared<Scatter>(wanted, destinations, verify, nullptr, nullptr);
+    try {
+      Transfer transfer(source_, index_, wanted, std::move(scatter), n_threads, verify);
+      return transfer.wait_all(poll);
+    } catch (const LayoutMismatch&) {
+      if (exact_offsets) throw;
+    }
+  }
+  return {};
+}
+
+void ArchiveReader::read_range(std::uint64_t offset, std::byte* to, std::size_t nbytes,
+                               std::size_t n_threads, const Poll& poll) const {
+  const std::size_t n_chunks = (nbytes + kMaxChunkNbytes - 1) / kMaxChunkNbytes;
+  ChunkPipeline pipeline(
+      n_chunks, n_chunks > 1 ? n_threads : 0, [&](ChunkPipeline& /*pipeline*/, std::size_t chunk) {
+        const std::size_t begin = chunk * kMaxChunkNbytes;
+        source_.read_at(offset + begin, to + begin, std::min(kMaxChunkNbytes, nbytes - begin));
+      });
+  pipeline.finish(poll);
+}
+
 std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::size_t>& records,
                                                         bool exact_offsets) const {
   std::vector<WantedRecord> wanted;

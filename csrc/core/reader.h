@@ -38,6 +38,17 @@ class ArchiveReader {
   // Verified if asked: FormatError.
   void read(std::size_t i, std::uint64_t offset, void* payload, bool verify) const;
 
+  // Reads `records` whole, in file order, and puts what the destinations say where they say;
+  // damaged ones are returned in file order.  Without destinations nothing is kept.  Leaves alone
+  // what the calls below have started and is safe for concurrent use, as is all that is const.
+  std::vector<DamagedRecord> read_records(std::vector<std::size_t> records,
+                                          const std::vector<Destination>& destinations,
+                                          std::size_t n_threads, bool verify,
+                                          const Poll& poll) const;
+  // Reads bytes of the archive as they are, by several threads if there are many.
+  void read_range(std::uint64_t offset, std::byte* to, std::size_t nbytes, std::size_t n_threads,
+                  const Poll& poll) const;
+
   // Begins filling the payloads of `records` (indices; STORED only) in the background.  A second
   // call ends and replaces the first. With exact_offsets every local header is read first instead
   // of being checked on arrival.

@@ -250,6 +250,65 @@ TEST(Reader, CountsWhatItReads) {
   EXPECT_GE(reader.nbytes_read(), reader.nbytes_to_read());
 }
 
+// ----------------------------------------------------------------------------- beside a transfer
+
+TEST(Reader, ReadsRecordsBesideATransfer) {
+  const std::vector<Record> records = records_of({1000, 3 * kMiB, 0, 70000, 5 * kMiB});
+  const ArchiveFile file(archive(records));
+  for (const std::size_t n_threads : {0u, 3u}) {
+    ArchiveReader reader(file.source());
+    reader.start(all_of(reader), n_threads, true, false);
+    std::string large(3 * kMiB, '\0');
+    std::string small(70000, '\0');
+    const std::vector<Destination> destinations = {
+        {3, 0, small.size(), reinterpret_cast<std::byte*>(small.data())},
+        {1, 0, large.size(), reinterpret_cast<std::byte*>(large.data())}};
+    EXPECT_TRUE(reader.read_records({3, 1, 3}, destinations, n_threads, true, kNoPoll).empty());
+    EXPECT_TRUE(small == records[3].data);
+    EXPECT_TRUE(large == records[1].data);
+    EXPECT_TRUE(reader.wait_all(kNoPoll).empty());
+    expect_payloads(reader, records, all_of(reader));
+  }
+}
+
+TEST(Reader, ChecksRecordsWithoutKeepingThem) {
+  const std::vector<Record> records = records_of({1000, 3 * kMiB, 0, 70000});
+  std::string bytes = archive(records);
+  const ArchiveReader undamaged(memory_source(bytes));
+  EXPECT_TRUE(undamaged.read_records(all_of(undamaged), {}, 2, true, kNoPoll).empty());
+  EXPECT_TRUE(undamaged.read_records({}, {}, 2, true, kNoPoll).empty());
+  bytes[undamaged.payload_offset(1) + 2 * kMiB] ^= 1;
+  const ArchiveFile file(bytes);
+  const ArchiveReader reader(file.source());
+  const std::vector<DamagedRecord> damaged =
+      reader.read_records(all_of(reader), {}, 2, true, kNoPoll);
+  ASSERT_EQ(damaged.size(), 1u);
+  EXPECT_EQ(damaged[0].name, records[1].name);
+  EXPECT_TRUE(reader.read_records(all_of(reader), {}, 2, false, kNoPoll).empty());
+}
+
+TEST(Reader, ReadsRecordsOfForeignArchivesExactly) {
+  const std::vector<Record> records = records_of({100, 70000, 3 * kMiB});
+  const std::string bytes = foreign_archive(records, 5000, [](std::size_t) { return 0; });
+  const ArchiveReader reader(memory_source(bytes));
+  EXPECT_TRUE(reader.read_records(all_of(reader), {}, 2, true, kNoPoll).empty());
+}
+
+TEST(Reader, ReadsRanges) {
+  const std::string bytes = archive(records_of({1000, 5 * kMiB}));
+  const ArchiveFile file(bytes);
+  const ArchiveReader reader(file.source());
+  for (const std::size_t n : {std::size_t{0}, std::size_t{7}, 2 * kMiB, 5 * kMiB + 1}) {
+    std::string found(n, '\0');
+    reader.read_range(1001, reinterpret_cast<std::byte*>(found.data()), n, 3, kNoPoll);
+    EXPECT_TRUE(found == bytes.substr(1001, n)) << n;
+  }
+  std::string beyond(10, '\0');
+  EXPECT_THROW(reader.read_range(bytes.size() - 5, reinterpret_cast<std::byte*>(beyond.data()), 10,
+                                 3, kNoPoll),
+               IoError);
+}
+
 // ------------------------------------------------------------------------------------------ damage
 
 TEST(ReaderDamage, IsReportedForTheRightRecords) {

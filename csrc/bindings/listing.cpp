@@ -1,0 +1,62 @@
+// What there is to say about many tensors at once: a call of Python for each attribute of each of
+// 100,000 tensors would take a second.
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Size.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+namespace {
+
+py::object dtype_of(const at::Tensor& tensor) {
+  return py::reinterpret_borrow<py::object>(
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
+}
+
+py::tuple tuple_of(at::IntArrayRef numbers) {
+  py::tuple result(numbers.size());
+  for (std::size_t i = 0; i < numbers.size(); ++i) result[i] = py::int_(numbers[i]);
+  return result;
+}
+
+// A torch.Size: torch does not export what makes one.
+py::object shape_of(const at::Tensor& tensor) {
+  PyObject* const type = reinterpret_cast<PyObject*>(&THPSizeType);
+  PyObject* const shape = PyObject_CallOneArg(type, tuple_of(tensor.sizes()).ptr());
+  if (shape == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(shape);
+}
+
+// (dtype, shape, stride, offset in its storage in bytes, size in bytes) of each; None for one that
+// is not strided.
+py::list tensor_facts(const py::list& tensors) {
+  py::list result(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!THPVariable_Check(tensors[i].ptr())) throw py::type_error("expected a tensor");
+    const at::Tensor& tensor = THPVariable_Unpack(tensors[i].ptr());
+    if (tensor.layout() != at::kStrided) {
+      result[i] = py::none();
+      continue;
+    }
+    const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
+    result[i] = py::make_tuple(dtype_of(tensor), shape_of(tensor), tuple_of(tensor.strides()),
+                               tensor.storage_offset() * itemsize, tensor.numel() * itemsize);
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_listing(py::module_& module) {
+  module.def("tensor_facts", &tensor_facts, py::arg("tensors"));
+}
+
+}  // namespace ptsave

@@ -1,0 +1,139 @@
+"""What kind of file is to be opened, and who reads it."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import _weights_only_unpickler
+
+from ptsave.archive_contents import Contents, LoadedContents, UnreadContents, metadata_of
+from ptsave.checking import check_compressed_members, check_version
+from ptsave.errors import NotCheckpointError
+from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zip, what_it_is
+from ptsave.reading import RecordReader, open_archive, real_file
+from ptsave.safetensors_contents import SafetensorsContents
+from ptsave.serialization import load
+from ptsave.sources import FileObject, FsspecFile, RangeSource, RemoteReader, is_url
+from ptsave.unpickling import can_defer_reading
+
+__all__ = ["open_contents"]
+
+_Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
+
+
+def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
+    """Open what :func:`ptsave.open` is given.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        As for :func:`ptsave.open`.
+    path : str
+        What to call it in messages.
+    storage_options : dict
+        For the file system of a URL.
+    verify : bool
+        Whether checksums are compared.
+    """
+    if is_url(f):
+        source = FsspecFile(f, storage_options)
+        return _open_source(source, verify, source.open)
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    if isinstance(f, (str, os.PathLike)):
+        return _open_path(os.fspath(f), path, verify)
+    if not all(hasattr(f, method) for method in ("read", "seek", "tell")):
+        raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
+    if type(f) is io.BytesIO or real_file(f) is not None:
+        return _open_stream(f, path, verify)
+    stream = FileObject(f, path)
+    return _open_source(stream, verify, stream.rewind)
+
+
+def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
+    if stat.S_ISDIR(os.stat(name).st_mode):
+        raise _directory(name, path)
+    with io.FileIO(name) as stream:
+        return _open_stream(stream, path, verify)
+
+
+def _directory(name: str | bytes, path: str) -> OSError:
+    hint = "open one of the files in it"
+    if ".metadata" in map(os.fsdecode, os.listdir(name)):
+        hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
+    return IsADirectoryError(f"{path} is a directory: {hint}")
+
+
+def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
+    """Open a real file, or bytes in memory."""
+    begin = stream.tell()
+    nbytes = stream.seek(0, os.SEEK_END) - begin
+    stream.seek(begin)
+    head = stream.read(HEAD_NBYTES)
+    stream.seek(begin)
+    if is_safetensors(head, nbytes):
+        return SafetensorsContents(stream, path, begin)
+    _require_checkpoint(head, nbytes, path)
+    if is_legacy(head):
+        return _load_whole(nullcontext(stream), {"format": "torch before 1.6"}, verify)
+    engine = open_archive(stream)
+    if engine is None:
+        raise OSError(f"{path} cannot be read at any position: it is no regular file")
+    return _open_zip(RecordReader(engine, path, verify=verify), lambda: nullcontext(stream), verify)
+
+
+def _open_source(source: RangeSource, verify: bool, open_stream: _Opener) -> Contents:
+    (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
+    if is_safetensors(head, source.nbytes):
+        raise OSError(f"{source.name}: a safetensors file has to be a local one: copy it first")
+    _require_checkpoint(head, source.nbytes, source.name)
+    if is_legacy(head):
+        return _load_whole(open_stream(), {"format": "torch before 1.6"}, verify)
+    return _open_zip(RemoteReader(source, verify=verify), open_stream, verify)
+
+
+def _require_checkpoint(head: bytes, nbytes: int, path: str) -> None:
+    if is_legacy(head):
+        return
+    what = what_it_is(head, nbytes)
+    if what is not None:
+        raise NotCheckpointError(f"{path} is no checkpoint: {what}", path=path)
+    assert is_zip(head)
+
+
+def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Contents:
+    if reader.has_record("constants.pkl"):
+        raise NotCheckpointError(
+            f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path
+        )
+    if not reader.has_record("data.pkl"):
+        raise NotCheckpointError(
+            f"{reader.path} is a zip archive that torch.save has not written: it has no data.pkl",
+            path=reader.path,
+        )
+    if not reader.engine.all_stored:
+        check_compressed_members(reader)
+        return _load_whole(open_stream(), {"format": "pt, compressed"}, verify)
+    check_version(reader)
+    if not can_defer_reading(reader, _weights_only_unpickler):
+        return _load_whole(open_stream(), metadata_of(reader), verify)
+    return UnreadContents(reader)
+
+
+def _load_whole(
+    opened: AbstractContextManager[Any], metadata: dict[str, str], verify: bool
+) -> LoadedContents:
+    locations: dict[int, str] = {}
+
+    def stay(storage: Any, location: str) -> Any:
+        locations[storage._cdata] = location
+        return storage
+
+    with opened as stream:
+        obj = load(stream, stay, weights_only=True, verify=verify)
+    return LoadedContents(obj, locations, metadata)

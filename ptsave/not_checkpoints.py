@@ -1,0 +1,119 @@
+"""What a file is that is no checkpoint: the usual accidents, by their first bytes."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import struct
+
+__all__ = ["HEAD_NBYTES", "is_legacy", "is_safetensors", "is_zip", "what_it_is"]
+
+HEAD_NBYTES = 512
+
+# The pickled magic number that files written before torch 1.6 begin with.
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LFS_POINTER = b"version https://git-lfs"
+_SIGNATURES = {
+    b"\x1f\x8b": "it is compressed with gzip: decompress it first (gunzip)",
+    b"BZh": "it is compressed with bzip2: decompress it first (bunzip2)",
+    b"\xfd7zXZ\0": "it is compressed with xz: decompress it first (unxz)",
+    b"\x28\xb5\x2f\xfd": "it is compressed with zstd: decompress it first (unzstd)",
+    b"7z\xbc\xaf\x27\x1c": "it is a 7-Zip archive: unpack it first",
+    b"Rar!": "it is a RAR archive: unpack it first",
+    b"\x89HDF\r\n\x1a\n": "it is an HDF5 file: open it with h5py",
+    b"\x93NUMPY": "it is a NumPy array: load it with numpy.load",
+    b"GGUF": "it is a GGUF model: open it with the gguf package",
+    b"%PDF": "it is a PDF document",
+    b"PK\x05\x06": "it is an empty zip archive",
+}
+_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(!doctype\s+html|html|head|body)\b", re.I)
+_NAME_OFFSET = 30  # of the first member's name in a zip archive
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file begins as a zip archive does."""
+    return head.startswith(b"PK\x03\x04")
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file begins as those that torch wrote before version 1.6."""
+    return head.startswith(_LEGACY_MAGIC)
+
+
+def is_safetensors(head: bytes, nbytes: int) -> bool:
+    """Whether a file of `nbytes` bytes begins as a safetensors file does."""
+    if len(head) < 9 or head[8:9] != b"{":
+        return False
+    return int(struct.unpack_from("<Q", head)[0]) <= nbytes - 8
+
+
+def what_it_is(head: bytes, nbytes: int) -> str | None:
+    """Say what a file is that is no checkpoint.
+
+    Parameters
+    ----------
+    head : bytes
+        The first `HEAD_NBYTES` bytes, or all there are.
+    nbytes : int
+        The file's size.
+
+    Returns
+    -------
+    str or None
+        None if it begins as a checkpoint does.
+    """
+    if nbytes == 0:
+        return "it is empty: whatever wrote it has failed, or has not finished"
+    if is_zip(head):
+        return _what_zip_it_is(head)
+    if head.startswith(_LFS_POINTER):
+        return _what_is_in_lfs(head)
+    if _HTML.match(head):
+        return (
+            "it is an HTML page, such as a server sends in place of a file that is not there or "
+            "needs a login: download it again, from the address of the file itself"
+        )
+    for signature, what in _SIGNATURES.items():
+        if head.startswith(signature):
+            return what
+    if head[257:262] == b"ustar":
+        return "it is a tar archive: unpack it first (ptsave.load reads those of torch 0.1)"
+    return _what_text_it_is(head)
+
+
+def _what_is_in_lfs(head: bytes) -> str:
+    size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
+    holds = f" of {int(size[1])} bytes" if size else ""
+    return (
+        f"it is a git-lfs pointer to a file{holds}, which is not here: fetch that with "
+        "`git lfs pull`"
+    )
+
+
+def _what_zip_it_is(head: bytes) -> str | None:
+    name_nbytes = int.from_bytes(head[26:28], "little")
+    name = head[_NAME_OFFSET : _NAME_OFFSET + name_nbytes]
+    if name.endswith(b".npy"):
+        return "it is a NumPy archive (.npz): load it with numpy.load"
+    if name == b"[Content_Types].xml":
+        return "it is an office document"
+    if b"/" not in name:
+        return f"it is a zip archive of other files ({name.decode('utf-8', 'replace')!r}, ...)"
+    return None
+
+
+def _what_text_it_is(head: bytes) -> str:
+    if not head.strip(b"\0"):
+        return "it begins with zeros: a download or a copy of it was not finished"
+    if head.startswith(b"\x80") and head[1:2] <= b"\x05":
+        return (
+            "it is a pickle that torch.save has not written: load it with the pickle module, if "
+            "you trust it"
+        )
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # which may end in a character
+    except UnicodeDecodeError:
+        text = "\0"
+    if all(c.isprintable() or c.isspace() for c in text):
+        return f"it is text: {text[:60]!r}"
+    return f"it begins with {head[:16]!r}, as no checkpoint does"

@@ -1,0 +1,248 @@
+"""Archives that are no local files: only the bytes that are asked for are fetched.
+
+The engine reads files.  So it is given one: a file in memory of the archive's size, full of holes,
+into which its directory and small records are put as they are fetched.  The bytes of tensors are
+fetched into the tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from ptsave import _C
+from ptsave.reading import RecordReader, raise_corrupt
+
+__all__ = ["FileObject", "FsspecFile", "RangeSource", "RemoteReader", "is_url"]
+
+# One request rather than two, and how large one may become.
+_MAX_GAP = 64 << 10
+_MAX_MERGED = 16 << 20
+# What opening an archive looks at.
+_SMALL_RECORDS = (
+    *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
+    *(".data/version", ".data/serialization_id"),
+)
+
+
+def is_url(f: Any) -> bool:
+    """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
+    return isinstance(f, str) and ("://" in f or "::" in f) and not os.path.exists(f)
+
+
+class RangeSource(Protocol):
+    """Where ranges of bytes can be read from; safe for concurrent use.
+
+    Attributes
+    ----------
+    name : str
+        What to call it in messages.
+    nbytes : int
+        Its size.
+    """
+
+    name: str
+    nbytes: int
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes of each range (begin, end)."""
+        ...
+
+
+class FsspecFile:
+    """A file of any file system that fsspec knows.
+
+    Parameters
+    ----------
+    url : str
+        What :func:`fsspec.open` takes.
+    storage_options : dict
+        Arguments of the file system.
+    """
+
+    def __init__(self, url: str, storage_options: dict[str, Any]) -> None:
+        from fsspec.core import url_to_fs
+
+        self.name = url
+        self.file_system, self.path = url_to_fs(url, **storage_options)
+        info = self.file_system.info(self.path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError(f"{url} is a directory: open one of the files in it")
+        if info.get("size") is None:
+            raise OSError(f"{url}: its server does not say how large it is: download it first")
+        self.nbytes = int(info["size"])
+
+    def open(self) -> AbstractContextManager[Any]:
+        """Open the whole file."""
+        stream: AbstractContextManager[Any] = self.file_system.open(self.path, "rb")
+        return stream
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        merged = _merged(ranges)
+        begins, ends = [begin for begin, _ in merged], [end for _, end in merged]
+        pieces = self.file_system.cat_ranges(
+            [self.path] * len(merged), begins, ends, on_error="raise"
+        )
+        for piece, where in zip(pieces, merged, strict=True):
+            _check_complete(piece, *where, self)
+        found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
+        return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
+
+
+class FileObject:
+    """A seekable file object; the archive is all of it from its current position on.
+
+    Parameters
+    ----------
+    stream : file-like
+        With ``seek``, ``tell`` and ``read``.  Its position changes.
+    name : str
+        What to call it in messages.
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self.name = name
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._begin = stream.tell()
+        self.nbytes = max(stream.seek(0, os.SEEK_END) - self._begin, 0)
+        self.rewind()
+
+    def rewind(self) -> AbstractContextManager[Any]:
+        """Return the stream at the position it had; leaving the context does not close it."""
+        self._stream.seek(self._begin)
+        return nullcontext(self._stream)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        pieces = [self._read(*where) for where in ranges]
+        for piece, where in zip(pieces, ranges, strict=True):
+            _check_complete(piece, *where, self)
+        return pieces
+
+    def _read(self, begin: int, end: int) -> bytes:
+        pieces = []
+        with self._lock:
+            self._stream.seek(self._begin + begin)
+            while begin < end and (piece := self._stream.read(end - begin)):
+                pieces.append(piece)
+                begin += len(piece)
+        return b"".join(pieces)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges to fetch: in order, those in one that have little between them."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if begin == end and merged:
+            continue
+        last_begin, last_end = merged[-1] if merged else (begin, begin)
+        is_near = begin - last_end <= _MAX_GAP and end - last_begin <= _MAX_MERGED
+        if merged and (is_near or end <= last_end):
+            merged[-1] = (last_begin, max(last_end, end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _check_complete(piece: bytes, begin: int, end: int, source: RangeSource) -> None:
+    if len(piece) != end - begin:
+        raise OSError(
+            f"{source.name}: got {len(piece)} bytes of {begin} to {end}: the file has changed, or "
+            "its server does not serve ranges"
+        )
+
+
+class _MemoryFile:
+    """A file in memory of which only what is written takes any; it goes with this object."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = -1
+        self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, nbytes)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def write(self, offset: int, data: bytes) -> None:
+        while data:
+            n = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[n:], offset + n
+
+
+class RemoteReader(RecordReader):
+    """A `RecordReader` of an archive whose bytes are fetched when they are asked for.
+
+    Parameters
+    ----------
+    source : RangeSource
+        Where from.
+    verify : bool
+        Whether checksums are compared.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If it is no archive.
+    """
+
+    def __init__(self, source: RangeSource, *, verify: bool) -> None:
+        self.source = source
+        self._fetched: set[int] = set()  # records whose bytes, or headers, are in the file
+        self._tail_begin = max(source.nbytes - _C.MAX_TAIL_NBYTES, 0)
+        self._file = _MemoryFile(source.nbytes)
+        try:
+            engine = self._open()
+        except _C.FormatError as error:
+            raise_corrupt(error, source.name)
+        super().__init__(engine, source.name, verify=verify)
+        records = (engine.find(name) for name in _SMALL_RECORDS)
+        self._fetch_records([record for record in records if record is not None])
+
+    def _open(self) -> _C.Reader:
+        nbytes = self.source.nbytes
+        (tail,) = self.source.read([(self._tail_begin, nbytes)])
+        begin, directory_nbytes = _C.find_central_directory(tail, nbytes)
+        self._file.write(self._tail_begin, tail)
+        if begin < self._tail_begin:
+            # What lies between the directory and the tail is read, too: there is nothing but it.
+            end = min(begin + directory_nbytes, self._tail_begin)
+            (directory,) = self.source.read([(begin, end)])
+            self._file.write(begin, directory)
+        return _C.Reader.open_descriptor(self._file.descriptor, 0, os.fsencode(self.source.name))
+
+    def get_record(self, name: str) -> bytes:
+        if name not in self._small:
+            record = self.engine.find(name)
+            if record is not None:
+                self._fetch_records([record])
+        return super().get_record(name)
+
+    def get_record_offset(self, name: str) -> int:
+        record = self.engine.find(name)
+        if record is not None and record not in self._fetched:
+            found = self.engine.record(record)
+            (header,) = self.source.read([(found.header_offset, found.payload_offset)])
+            self.add_header(record, header)
+        return super().get_record_offset(name)
+
+    def has_header(self, record: int) -> bool:
+        """Whether a record's local header has been fetched."""
+        return record in self._fetched
+
+    def add_header(self, record: int, header: bytes) -> None:
+        """Take over the bytes from a record's local header to its payload."""
+        self._file.write(self.engine.record(record).header_offset, header)
+        self._fetched.add(record)
+
+    def _fetch_records(self, records: list[int]) -> None:
+        found = [self.engine.record(record) for record in records if record not in self._fetched]
+        ranges = [(record.header_offset, record.limit) for record in found]
+        ranges = [where for where in ranges if where[0] < self._tail_begin]
+        for (begin, _), piece in zip(ranges, self.source.read(ranges), strict=True):
+            self._file.write(begin, piece)
+        self._fetched.update(records)
