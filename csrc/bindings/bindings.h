@@ -17,5 +17,6 @@ void bind_writing(pybind11::module_& module);
 void bind_reading(pybind11::module_& module);
 void bind_pickling(pybind11::module_& module);
 void bind_staging(pybind11::module_& module);
+void bind_ranges(pybind11::module_& module);
 
 }  // namespace ptsave
