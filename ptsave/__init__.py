@@ -13,6 +13,9 @@ from ptsave.optimizer_state import load_optimizer_state_dict
 from ptsave.prefixes import add_prefix, strip_prefix
 from ptsave.save_future import SaveFuture
 from ptsave.serialization import load, save
+from ptsave.sharded_saving import save_model
+from ptsave.weight_plan import LoadedWeights
+from ptsave.weights import load_model
 
 __version__: str = _torch_version.VERSION
 
@@ -21,6 +24,7 @@ __all__ = [
     "CheckpointWarning",
     "CorruptCheckpointError",
     "IncompatibleKeys",
+    "LoadedWeights",
     "SaveError",
     "SaveFuture",
     "StagingFullError",
@@ -33,12 +37,14 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_into",
+    "load_model",
     "load_optimizer_state_dict",
     "load_state_dict",
     "register_lazy_buffer",
     "release_staging_memory",
     "save",
     "save_checkpoint",
+    "save_model",
     "strip_prefix",
     "uninstall",
 ]
