@@ -1,11 +1,11 @@
 #include "core/range_read.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "core/error.h"
+#include "core/stream_copy.h"
 
 namespace ptsave {
 namespace {
@@ -105,7 +105,7 @@ bool RangeRead::read_direct(const Chunk& chunk, std::uint64_t begin) {
   const std::uint64_t nbytes_wanted = align_up(chunk.end, kPageNbytes) - buffer_begin;
   if (!files_[chunk.file].read_direct(buffer_begin, buffer.data(), nbytes_wanted)) return false;
   for_each_piece(chunk, begin, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
-    std::memcpy(place, buffer.data() + (offset - buffer_begin), nbytes);
+    stream_copy(place, buffer.data() + (offset - buffer_begin), nbytes);
     return true;
   });
   return true;
