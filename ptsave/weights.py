@@ -116,7 +116,7 @@ def load_model(
     if packed_modules_mapping is None:
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
     packed = PackedModules(packed_modules_mapping)
-    files = find_shards(os.path.normpath(os.fspath(path)))
+    files = find_shards(os.fsdecode(path))
     with ExitStack() as stack:
         plan = WeightPlan(ModelTensors(model), packed, open_shards(files, stack))
         plan.check(model, strict=strict)

@@ -629,6 +629,16 @@ def test_there_is_nothing(tmp_path: Path) -> None:
     check_refused(model, tmp_path, "model.safetensors", error=IsADirectoryError)
 
 
+def test_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    check_refused(nn.Linear(2, 2), tmp_path, "not a file", "model.safetensors", error=OSError)
+
+
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
+    check_refused(nn.Linear(2, 2), tmp_path, "model.safetensors", error=FileNotFoundError)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_no_permission(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
