@@ -232,3 +232,6 @@ def read_ranges(
     n_threads: int,
     progress: Progress,
 ) -> None: ...
+
+# How many hold the storage in C++; its Python object is one of them.
+def storage_use_count(storage: torch.UntypedStorage) -> int: ...

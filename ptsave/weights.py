@@ -19,6 +19,7 @@ from ptsave.errors import CheckpointWarning, add_note
 from ptsave.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.plain_tensors import PLAIN_TYPES
 from ptsave.progress import ProgressCallback, progress_bar
+from ptsave.recycled_memory import RecycledMemory
 from ptsave.shard_files import find_shards
 from ptsave.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
 from ptsave.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
@@ -266,12 +267,13 @@ class Filling:
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         """Read one batch while the one before is delivered, on this thread."""
         previous: list[Staged] = []
+        memory = RecycledMemory(_MAX_AHEAD_NBYTES)
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ptsave-read") as reader:
             for batch in self._batches(deliveries):
                 nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
                 if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:
                     self._put(previous)
-                staged = [_stage(delivery, begin, count) for delivery, begin, count in batch]
+                staged = [_stage(memory, *item) for item in batch]
                 pending = reader.submit(self._read, [item.read for item in staged])
                 try:
                     self._put(previous)
@@ -367,12 +369,11 @@ def _is_filled_piecewise(entry: Entry, target: Tensor) -> bool:
     )
 
 
-def _stage(delivery: Delivery, begin: int, n_elements: int) -> Staged:
+def _stage(memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int) -> Staged:
     entry = delivery.entry
     is_whole = n_elements == entry.shape.numel()
     shape = entry.shape if is_whole else torch.Size([n_elements])
-    memory = torch.empty(shape, dtype=entry.dtype, device="cpu")
-    return Staged(delivery, Read(entry, memory, begin))
+    return Staged(delivery, Read(entry, memory.tensor(shape, entry.dtype), begin))
 
 
 def _put_into(target: Tensor, staged: Staged) -> None:

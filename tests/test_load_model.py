@@ -22,6 +22,7 @@ from _weights import (
     write_file,
     write_shards,
 )
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -358,9 +359,9 @@ def test_memory_that_is_read_ahead_is_bounded(
     peak = 0
     make = weights._stage
 
-    def stage(delivery: Any, begin: int, n_elements: int) -> Any:
+    def stage(memory: Any, delivery: Any, begin: int, n_elements: int) -> Any:
         nonlocal peak
-        staged = make(delivery, begin, n_elements)
+        staged = make(memory, delivery, begin, n_elements)
         number = len(alive) + 1000 * n_elements + begin
         alive.add(number)
 
@@ -377,6 +378,49 @@ def test_memory_that_is_read_ahead_is_bounded(
     ptsave.load_model(model, tmp_path)
     assert_equal(model.state_dict(), tensors)
     assert peak <= 9  # of 4000 bytes, and one that is being delivered
+
+
+@pytest.mark.parametrize("keep", ["tensor", "view", "storage", "array", "detached"])
+def test_what_a_loader_keeps_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    monkeypatch.setattr(weights, "_MAX_AHEAD_NBYTES", 4 << 20)  # two tensors
+    keepers: dict[str, Callable[[Tensor], Any]] = {
+        "tensor": lambda tensor: tensor,
+        "view": lambda tensor: tensor[5:],
+        "storage": lambda tensor: tensor.untyped_storage(),
+        "array": lambda tensor: tensor.numpy(),
+        "detached": lambda tensor: tensor.detach(),
+    }
+    kept: list[Any] = []
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(12))
+
+    def load(parameter: Tensor, tensor: Tensor) -> None:
+        parameter.copy_(tensor)
+        kept.append(keepers[keep](tensor))
+
+    for parameter in model:
+        parameter.weight_loader = load
+    tensors = {str(number): torch.full((1 << 18,), float(number)) for number in range(12)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ptsave.load_model(model, tmp_path)
+    assert_equal(model.state_dict(), tensors)
+    assert len(kept) == 12
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        for number, value in zip(file.keys(), kept, strict=True):
+            flat = torch.empty(0).set_(value) if keep == "storage" else torch.as_tensor(value)
+            assert flat[-1] == float(number)
+            assert flat[0] == float(number)
+
+
+def test_memory_that_no_loader_keeps_is_used_again(tmp_path: Path) -> None:
+    places: set[int] = set()
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(200))
+    for parameter in model:
+        parameter.weight_loader = lambda parameter, tensor: places.add(tensor.data_ptr())
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    ptsave.load_model(model, tmp_path)
+    assert len(places) <= 140  # 1 MiB each, of 128 MiB
 
 
 # ------------------------------------------------------------------------------- what does not fit

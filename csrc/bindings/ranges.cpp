@@ -1,6 +1,7 @@
-// ptsave._C.read_ranges().
+// ptsave._C.read_ranges(), and whether memory that was read into is still in use.
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
@@ -48,11 +49,18 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   without_gil([&] { read.run(n_threads, poll); });
 }
 
+// How many there are that hold the storage: one is the object itself.
+std::size_t storage_use_count(const py::object& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
+  return THPStorage_Unpack(storage.ptr()).use_count();
+}
+
 }  // namespace
 
 void bind_ranges(py::module_& module) {
   module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
              py::arg("n_threads"), py::arg("progress"));
+  module.def("storage_use_count", &storage_use_count, py::arg("storage"));
 }
 
 }  // namespace ptsave
