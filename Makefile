@@ -63,6 +63,7 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.state_dicts
 	$(RUN) -m benchmarks.optimizer_state
 	$(RUN) -m benchmarks.restore
+	$(RUN) -m benchmarks.weights
 	$(RUN) -m benchmarks.async_save
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/

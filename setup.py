@@ -167,6 +167,7 @@ class CleanBuildPy(build_py):
 setup(
     license="MIT",
     install_requires=[torch_requirement(), "tqdm"],
+    extras_require={"safetensors": ["safetensors>=0.4"]},  # load_model, save_model
     ext_modules=[Extension("ptsave._C", sources=[])],
     cmdclass={
         "build_ext": CMakeBuildExt,

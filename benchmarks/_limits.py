@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -42,38 +43,43 @@ def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
 
 
 class PageCacheRead:
-    """Reading a cached file, once, into the memory of tensors and with nothing but read().
+    """Reading cached files, once, into the memory of tensors and with nothing but read().
 
     Parameters
     ----------
-    path : Path
-        A file at least as large as all tensors together.
-    tensors : iterable of torch.Tensor
-        Contiguous ones on the CPU.
+    files : iterable of (Path, iterable of torch.Tensor)
+        Files, each at least as large as its tensors together, and contiguous tensors on the CPU.
     n_threads : int
         How many threads read, each a piece of 2 MiB at a time.
     """
 
     PIECE_NBYTES = 2 << 20
 
-    def __init__(self, path: Path, tensors: Iterable[torch.Tensor], n_threads: int) -> None:
-        self._path = path
+    def __init__(
+        self, files: Iterable[tuple[Path, Iterable[torch.Tensor]]], n_threads: int
+    ) -> None:
         self._n_threads = n_threads
-        self._pieces: list[tuple[memoryview, int]] = []
-        offset = 0
-        for tensor in tensors:
-            memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            view = memoryview(memory)
-            for begin in range(0, tensor.nbytes, self.PIECE_NBYTES):
-                piece = view[begin : begin + self.PIECE_NBYTES]
-                self._pieces.append((piece, offset + begin))
-            offset += tensor.nbytes
+        self._pieces: list[tuple[Path, memoryview, int]] = []
+        for path, tensors in files:
+            offset = 0
+            for tensor in tensors:
+                memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+                view = memoryview(memory)
+                for begin in range(0, tensor.nbytes, self.PIECE_NBYTES):
+                    piece = view[begin : begin + self.PIECE_NBYTES]
+                    self._pieces.append((path, piece, offset + begin))
+                offset += tensor.nbytes
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        with self._path.open("rb", buffering=0) as file:
+        with ExitStack() as stack:
+            streams = {
+                path: stack.enter_context(path.open("rb", buffering=0))
+                for path in {path for path, _, _ in self._pieces}
+            }
+            descriptors = {path: stream.fileno() for path, stream in streams.items()}
             threads = [
-                threading.Thread(target=self._read, args=(file.fileno(),))
+                threading.Thread(target=self._read, args=(descriptors,))
                 for _ in range(self._n_threads)
             ]
             for thread in threads:
@@ -83,11 +89,11 @@ class PageCacheRead:
         if self._pieces:
             raise RuntimeError("a read has failed")
 
-    def _read(self, fd: int) -> None:
+    def _read(self, descriptors: dict[Path, int]) -> None:
         while self._pieces:
             with self._lock:
                 if not self._pieces:
                     return
-                view, offset = self._pieces.pop()
-            if os.preadv(fd, [view], offset) != len(view):
+                path, view, offset = self._pieces.pop()
+            if os.preadv(descriptors[path], [view], offset) != len(view):
                 raise RuntimeError(f"a short read at {offset}")

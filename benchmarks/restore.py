@@ -169,7 +169,7 @@ def restorer(task: Task, objects: dict[str, Any]) -> Callable[[], None]:
     if task.contender in LIMIT_THREADS:
         found = [tensor for obj in objects.values() for tensor in tensors_in(obj.state_dict())]
         tensors = {tensor.data_ptr(): tensor for tensor in found}.values()  # tied ones once
-        read = _limits.PageCacheRead(Path(task.path), tensors, LIMIT_THREADS[task.contender])
+        read = _limits.PageCacheRead([(Path(task.path), tensors)], LIMIT_THREADS[task.contender])
         return read.run
     if task.checkpoint == "decoder":
         return lambda: restore_module(task.contender, task.path, objects["model"])

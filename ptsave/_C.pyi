@@ -259,3 +259,16 @@ def unpickle_weights_only(
     encoding: str,
     storages: StorageSource | None,
 ) -> Any: ...
+
+# Fills contiguous CPU tensors: (number of the file, offset, tensor).  Ranges of a file do not
+# overlap, nor do tensors.  A file is a descriptor, which stays the caller's, and its name.
+def read_ranges(
+    files: Sequence[tuple[int, bytes]],
+    ranges: Sequence[tuple[int, int, torch.Tensor]],
+    *,
+    n_threads: int,
+    progress: Progress,
+) -> None: ...
+
+# How many hold the storage in C++; its Python object is one of them.
+def storage_use_count(storage: torch.UntypedStorage) -> int: ...

@@ -21,6 +21,9 @@ from ptsave.optimizer_state import load_optimizer_state_dict
 from ptsave.prefixes import add_prefix, strip_prefix
 from ptsave.save_future import SaveFuture
 from ptsave.serialization import load, save
+from ptsave.sharded_saving import save_model
+from ptsave.weight_plan import LoadedWeights
+from ptsave.weights import load_model
 
 __version__: str = _torch_version.VERSION
 
@@ -30,6 +33,7 @@ __all__ = [
     "CheckpointWarning",
     "CorruptCheckpointError",
     "IncompatibleKeys",
+    "LoadedWeights",
     "NotCheckpointError",
     "SaveError",
     "SaveFuture",
@@ -44,6 +48,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_into",
+    "load_model",
     "load_optimizer_state_dict",
     "load_state_dict",
     "open",
@@ -51,6 +56,7 @@ __all__ = [
     "release_staging_memory",
     "save",
     "save_checkpoint",
+    "save_model",
     "strip_prefix",
     "uninstall",
 ]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
 
 __all__ = ["mismatch_message", "no_tensor_message", "raise_load_errors", "require_mapping"]
+
+
+class Shaped(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
 
 
 def require_mapping(state_dict: Any) -> None:
@@ -24,7 +31,7 @@ def no_tensor_message(key: str, source: Any) -> str:
     )
 
 
-def mismatch_message(key: str, target: Tensor, source: Tensor) -> str:
+def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
     """Return torch's words for shapes that differ."""
     return (
         f"size mismatch for {key}: copying a param with shape {source.shape} from "

@@ -18,5 +18,6 @@ void bind_reading(pybind11::module_& module);
 void bind_listing(pybind11::module_& module);
 void bind_pickling(pybind11::module_& module);
 void bind_staging(pybind11::module_& module);
+void bind_ranges(pybind11::module_& module);
 
 }  // namespace ptsave

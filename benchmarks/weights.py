@@ -1,0 +1,289 @@
+"""Filling a model from shards: the loop of inference engines, ptsave, the hardware.
+
+    python -m benchmarks.weights                        all workloads, 5 rounds
+    python -m benchmarks.weights warm --rounds 9
+    python -m benchmarks.weights --output benchmarks/results/weights.md
+
+In each round every workload runs once with every contender and with the hardware's limit, in a
+shuffled order.  Every figure comes from a fresh process in which the model is in memory already,
+and which has filled one small model before.  The loop is that of inference engines: safe_open for
+each shard, get_tensor for each name, and the parameter's weight_loader or copy_.  The limit is
+reading the same bytes: from the page cache, once, in a fresh process like any other and into the
+same tensors, with the number of threads (1, 2 or 4, a process for each) that has the best median;
+from a cold disk, past the page cache, from one file of the same size, with whichever of them is
+fastest.  Values are compared outside the clock, in the first round.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks import _limits
+from benchmarks._program import Program, table
+from benchmarks._system import (
+    MIB,
+    PeakMemory,
+    fetch_free_memory,
+    make_cold,
+    make_warm,
+)
+from benchmarks.restore import LIMIT_THREADS, Figure, make_decoder, measure_cold_limit, ratio
+
+LOOP, PTSAVE, LIMIT = "loop", "ptsave", "limit"
+N_SHARDS = 8
+ONE_FILE = "one-file.bin"  # all bytes of the shards, for the limit of the disk
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One way to fill a model, and what is asked of it."""
+
+    title: str
+    ratio_goal: float | None
+    cold: bool = False
+    loaders: bool = False
+    limit_goal: float | None = None
+    peak_goal_mib: float = 256
+
+
+WORKLOADS = {
+    "warm": Workload("8 shards, 1 GiB, warm", 1.3, limit_goal=0.8),
+    "cold": Workload("8 shards, 1 GiB, cold", 2, cold=True, limit_goal=0.8),
+    "loaders-warm": Workload("the same with weight_loaders, warm", None, loaders=True),
+    "loaders-cold": Workload("the same with weight_loaders, cold", None, cold=True, loaders=True),
+}
+
+
+# -------------------------------------------------------------------------------- the model's files
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def save_shards(folder: Path) -> None:
+    """Write the files, of about the same size."""
+    folder.mkdir()
+    shards: list[dict[str, Tensor]] = [{} for _ in range(N_SHARDS)]
+    nbytes = [0] * N_SHARDS
+    tensors = make_decoder(0).state_dict()
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        number = nbytes.index(min(nbytes))
+        shards[number][name] = tensor
+        nbytes[number] += tensor.nbytes
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        path = folder / f"model-{number + 1:05}-of-{N_SHARDS:05}.safetensors"
+        save_file(shard, path, {"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, path.name))
+    index = {"metadata": {"total_size": sum(nbytes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with (folder / ONE_FILE).open("wb") as one_file:
+        for path in shard_paths(folder):
+            one_file.write(path.read_bytes())
+
+
+def load(parameter: Tensor, tensor: Tensor) -> None:
+    """Be a parameter's weight_loader."""
+    parameter.data.copy_(tensor)
+
+
+# ------------------------------------------------------------------------- one figure, one process
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures, or the files it writes."""
+
+    contender: str
+    folder: str
+    save: bool = False
+    cold: bool = False
+    loaders: bool = False
+    compare: bool = False
+
+
+def fill(contender: str, folder: Path, model: nn.Module) -> None:
+    if contender == PTSAVE:
+        import ptsave
+
+        ptsave.load_model(model, folder)
+        return
+    parameters = dict(model.named_parameters())
+    for path in shard_paths(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                parameter = parameters[name]
+                getattr(parameter, "weight_loader", load)(parameter, file.get_tensor(name))
+
+
+def filler(task: Task, model: nn.Module) -> Callable[[], None]:
+    """Return what is measured."""
+    folder = Path(task.folder)
+    if task.contender not in LIMIT_THREADS:
+        return lambda: fill(task.contender, folder, model)
+    parameters = dict(model.named_parameters())
+    files: list[tuple[Path, list[Tensor]]] = []
+    for path in shard_paths(folder):
+        with safe_open(path, framework="pt") as file:
+            files.append((path, [parameters[name] for name in file.keys()]))  # noqa: SIM118
+    return _limits.PageCacheRead(files, LIMIT_THREADS[task.contender]).run
+
+
+def warm_up(contender: str, folder: Path) -> None:
+    """Fill something small, so that nobody's imports are measured."""
+    if contender in LIMIT_THREADS:
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        model = nn.Linear(2, 2)
+        save_file(dict(model.state_dict()), Path(scratch) / "model.safetensors")
+        fill(contender, Path(scratch), model)
+
+
+def check_values(folder: Path, model: nn.Module) -> None:
+    tensors = model.state_dict()
+    for path in shard_paths(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if not torch.equal(tensors.pop(name), file.get_tensor(name)):
+                    raise RuntimeError(f"{name} has other values")
+    if tensors:
+        raise RuntimeError(f"not in any file: {list(tensors)}")
+
+
+def measure(task: Task) -> Figure:
+    folder = Path(task.folder)
+    if task.save:
+        save_shards(folder)
+        return Figure(0.0)
+    warm_up(task.contender, folder)
+    model = make_decoder(1)
+    if task.loaders:
+        for parameter in model.parameters():
+            parameter.weight_loader = load  # type: ignore[attr-defined]
+    action = filler(task, model)
+    for path in shard_paths(folder):
+        make_cold(path) if task.cold else make_warm(path)
+    gc.collect()
+    fetch_free_memory(sum(path.stat().st_size for path in shard_paths(folder)))
+    memory = PeakMemory()
+    start = time.perf_counter()
+    action()
+    figure = Figure(time.perf_counter() - start, memory.above_baseline())
+    if task.compare:
+        check_values(folder, model)
+    return figure
+
+
+def run_task(task: Task) -> Figure:
+    return Figure(**PROGRAM.run_task(task))
+
+
+# --------------------------------------------------------------------------------------- the rounds
+
+Figures = dict[tuple[str, str], list[Figure]]  # by workload and contender
+
+
+def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
+    run_task(Task(LOOP, str(folder), save=True))
+    figures: Figures = {}
+    for number, name in tqdm(
+        list(itertools.product(range(rounds), names)), leave=False, disable=None
+    ):
+        workload = WORKLOADS[name]
+        contenders = [LOOP, PTSAVE, *([LIMIT] if workload.cold else LIMIT_THREADS)]
+        for contender in random.sample(contenders, len(contenders)):
+            if contender == LIMIT:
+                figure = measure_cold_limit(folder / ONE_FILE)
+            else:
+                figure = run_task(
+                    Task(
+                        contender,
+                        str(folder),
+                        cold=workload.cold,
+                        loaders=workload.loaders,
+                        compare=number == 0 and contender in (LOOP, PTSAVE),
+                    )
+                )
+            figures.setdefault((name, contender), []).append(figure)
+    for name in names:
+        if not WORKLOADS[name].cold:
+            figures[name, LIMIT] = min(
+                (figures[name, contender] for contender in LIMIT_THREADS),
+                key=lambda ours: median(figure.seconds for figure in ours),
+            )
+    return figures
+
+
+# ---------------------------------------------------------------------------------------- reporting
+
+TIMES_LOOP = "\N{MULTIPLICATION SIGN} loop"
+
+
+def speed_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
+    for name, contender in itertools.product(names, (LOOP, PTSAVE, LIMIT)):
+        ours = figures[name, contender]
+        seconds = [figure.seconds for figure in ours]
+        peak = max(figure.peak_nbytes for figure in ours) / MIB
+        yield [
+            WORKLOADS[name].title,
+            contender,
+            f"{median(seconds):.3f}",
+            f"{min(seconds):.3f} - {max(seconds):.3f}",
+            f"{ratio(ours, figures[name, LOOP]):.2f}",
+            f"{ratio(ours, figures[name, LIMIT]):.2f}",
+            "" if contender == LIMIT else f"{peak:.0f}",
+        ]
+
+
+def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
+    for name in names:
+        workload, ours = WORKLOADS[name], figures[name, PTSAVE]
+        peak = max(figure.peak_nbytes for figure in ours) / MIB
+        goals: list[tuple[str, float, bool]] = []
+        if workload.ratio_goal is not None:
+            times = ratio(ours, figures[name, LOOP])
+            goal = workload.ratio_goal
+            goals.append((f"≥ {goal:g} {TIMES_LOOP}", times, times >= goal))
+        if workload.limit_goal is not None:
+            part = ratio(ours, figures[name, LIMIT])
+            goal = workload.limit_goal
+            goals.append((f"≥ {goal:g} of the limit", part, part >= goal))
+        goal = workload.peak_goal_mib
+        goals.append((f"≤ {goal:g} MiB above the model", peak, peak <= goal))
+        for goal_text, value, met in goals:
+            yield [workload.title, goal_text, f"{value:.2f}", "yes" if met else "**no**"]
+
+
+def report(names: list[str], rounds: int, folder: Path) -> str:
+    figures = run_rounds(names, rounds, folder / "model")
+    header = ["workload", "", "s", "min - max", TIMES_LOOP, "of limit", "MiB above the model"]
+    speeds = table(header, speed_rows(names, figures), n_texts=2)
+    goals = table(["workload", "goal", "ptsave", "met"], goal_rows(names, figures), n_texts=2)
+    return "\n\n".join([speeds, goals])
+
+
+def run(**task: Any) -> dict[str, Any]:
+    return asdict(measure(Task(**task)))
+
+
+PROGRAM = Program("weights", "Weights benchmark", __doc__ or "", run, report, [*WORKLOADS])
+
+if __name__ == "__main__":
+    PROGRAM.main()

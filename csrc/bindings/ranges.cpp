@@ -1,0 +1,66 @@
+// ptsave._C.read_ranges(), and whether memory that was read into is still in use.
+#include <ATen/core/Tensor.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "core/file.h"
+#include "core/range_read.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+namespace {
+
+// The memory of a tensor that holds its bytes as a file does.
+std::byte* bytes_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous() ||
+      tensor.is_conj() || tensor.is_neg()) {
+    throw py::value_error("can only read into a contiguous tensor in CPU memory");
+  }
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+void read_ranges(const std::vector<std::pair<int, std::string>>& files,
+                 const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
+                 std::size_t n_threads, const py::object& callback) {
+  std::vector<FileRange> file_ranges;
+  file_ranges.reserve(ranges.size());
+  for (const auto& [file, offset, object] : ranges) {
+    if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
+    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    file_ranges.push_back({file, offset, tensor.nbytes(), bytes_of(tensor)});
+  }
+  // What outlives the GIL's absence is C++'s alone: `ranges` holds the tensors.
+  std::vector<ArchiveSource> sources;
+  sources.reserve(files.size());
+  for (const auto& [fd, name] : files) sources.emplace_back(File::reopen_for_reading(fd, name), 0);
+  RangeRead read(std::move(sources), std::move(file_ranges));
+  const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
+  without_gil([&] { read.run(n_threads, poll); });
+}
+
+// How many there are that hold the storage: one is the object itself.
+std::size_t storage_use_count(const py::object& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
+  return THPStorage_Unpack(storage.ptr()).use_count();
+}
+
+}  // namespace
+
+void bind_ranges(py::module_& module) {
+  module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
+             py::arg("n_threads"), py::arg("progress"));
+  module.def("storage_use_count", &storage_use_count, py::arg("storage"));
+}
+
+}  // namespace ptsave

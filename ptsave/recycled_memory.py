@@ -1,0 +1,79 @@
+"""Memory for tensors that are needed for a moment, and that somebody may keep all the same."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+
+__all__ = ["RecycledMemory"]
+
+_MIN_NBYTES = 1 << 20  # below this malloc has memory whose pages are there
+_MAX_LENT = 256  # of more, the oldest are their keepers' for good
+
+
+class RecycledMemory:
+    """Lends tensors; the memory of those that nobody refers to any more is lent again.
+
+    Fresh pages cost more than what is copied into them, and a model has many tensors of one size.
+    Memory is lent again for the same number of bytes only, so that what is kept has no more than
+    its own.  One thread at a time.
+
+    Parameters
+    ----------
+    max_nbytes : int
+        How much memory is held, lent or not.  (What is lent may be more.)
+
+    Examples
+    --------
+    >>> memory = RecycledMemory(1 << 24)
+    >>> tensor = memory.tensor(torch.Size([1024, 512]), torch.float32)
+    >>> place = tensor.data_ptr()
+    >>> del tensor
+    >>> memory.tensor(torch.Size([1 << 19]), torch.int32).data_ptr() == place
+    True
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._storages: list[torch.UntypedStorage] = []
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor in CPU memory, with any values."""
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes < _MIN_NBYTES:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        contiguous = torch.empty(shape, dtype=dtype, device="meta").stride()
+        return tensor.set_(self._storage(nbytes), 0, shape, contiguous)
+
+    def _storage(self, nbytes: int) -> torch.UntypedStorage:
+        lent, idle = self._sorted_by_use()
+        found = next((storage for storage in idle if storage.nbytes() == nbytes), None)
+        if found is None:
+            found = torch.UntypedStorage(nbytes, device="cpu")
+        else:
+            idle = [storage for storage in idle if storage is not found]
+        room_nbytes = self._max_nbytes - nbytes - sum(storage.nbytes() for storage in lent)
+        self._storages = [*lent[-_MAX_LENT:], found]
+        for storage in idle:
+            room_nbytes -= storage.nbytes()
+            if room_nbytes >= 0:
+                self._storages.append(storage)
+        return found
+
+    def _sorted_by_use(self) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
+        lent: list[torch.UntypedStorage] = []
+        idle: list[torch.UntypedStorage] = []
+        for number in range(len(self._storages)):
+            # Two references: the list's, and the one that is counted.  A tensor, or whatever else
+            # has the memory in C++, counts in the other way.
+            is_idle = (
+                sys.getrefcount(self._storages[number]) <= 2
+                and _C.storage_use_count(self._storages[number]) == 1
+            )
+            (idle if is_idle else lent).append(self._storages[number])
+        return lent, idle

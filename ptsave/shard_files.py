@@ -1,0 +1,215 @@
+"""Which files hold a model: one file, or a directory of shards with or without an index."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ptsave.errors import CorruptCheckpointError
+
+__all__ = [
+    "FORMATS",
+    "INDEX_SUFFIX",
+    "ShardFiles",
+    "ShardFormat",
+    "find_shards",
+    "refuse_what_is_no_checkpoint",
+]
+
+INDEX_SUFFIX = ".index.json"
+_MAX_INDEX_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """How the Hugging Face layout names the files of one format."""
+
+    stem: str
+    suffix: str
+    pattern: re.Pattern[str]  # what counts as a shard where there is no index
+
+    @property
+    def single(self) -> str:
+        """The file of a model that is not split."""
+        return self.stem + self.suffix
+
+    @property
+    def index(self) -> str:
+        return self.single + INDEX_SUFFIX
+
+
+# In the order in which they are preferred, as transformers and inference engines do.
+FORMATS = {
+    "safetensors": ShardFormat("model", ".safetensors", re.compile(r"[^.].*\.safetensors")),
+    "bin": ShardFormat("pytorch_model", ".bin", re.compile(r"pytorch_model.*\.bin")),
+    "pt": ShardFormat("model", ".pt", re.compile(r"[^.].*\.pt")),
+}
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)")
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The files of a model.
+
+    Attributes
+    ----------
+    paths : list of str
+        In the order of their names.
+    weight_map : dict of str to str or None
+        Which of them, as a path, holds which tensor, if there is an index that says so.
+    index_path : str
+        The index, or "".
+    """
+
+    paths: list[str]
+    weight_map: dict[str, str] | None = None
+    index_path: str = ""
+
+
+def find_shards(path: str) -> ShardFiles:
+    """Return the files of the model at `path`, all of which exist.
+
+    A directory with several formats is read as the first of safetensors, ``pytorch_model*.bin``
+    and ``*.pt``.  Within a format, an unsplit ``model.safetensors`` (``pytorch_model.bin``) beside
+    an index, or beside numbered shards, is the model, as it is for transformers.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is nothing, or if an index, or the names of the others, promise a file that is not
+        there.
+    CorruptCheckpointError
+        If an index is damaged.
+    """
+    if not os.path.isdir(path):
+        if path.endswith(INDEX_SUFFIX):
+            return _indexed(path)
+        os.stat(path)  # raises what is wrong, with the file's name
+        return ShardFiles([path])
+    names = sorted(os.listdir(path))
+    for shard_format in FORMATS.values():
+        found = _find_format(path, names, shard_format)
+        if found is not None:
+            return found
+    raise FileNotFoundError(
+        errno.ENOENT, "no *.safetensors, pytorch_model*.bin or *.pt in this directory", path
+    )
+
+
+def _find_format(directory: str, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
+    indices = [name for name in names if name.endswith(shard_format.suffix + INDEX_SUFFIX)]
+    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+    if shard_format.single in names and (indices or _belong(numbered, shard_format)):
+        return ShardFiles([os.path.join(directory, shard_format.single)])
+    if indices:
+        standard = shard_format.index
+        if standard not in indices and len(indices) > 1:
+            raise ValueError(
+                f"{directory} holds several models: {', '.join(indices)}; pass the path of one"
+            )
+        return _indexed(os.path.join(directory, standard if standard in indices else indices[0]))
+    shards = [name for name in names if shard_format.pattern.fullmatch(name)]
+    _require_all_numbers(directory, shards)
+    return ShardFiles([os.path.join(directory, name) for name in shards]) if shards else None
+
+
+def _belong(numbered: Iterable[str], shard_format: ShardFormat) -> bool:
+    """Whether a set of shards has names that begin and end like those of an unsplit model."""
+    ours = (shard_format.stem, shard_format.suffix)
+    return any(name.startswith(ours[0]) and name.endswith(ours[1]) for name in numbered)
+
+
+def _require_all_numbers(directory: str, names: Iterable[str]) -> None:
+    """Refuse a set that its names, ``...-00002-of-00008...``, say is not complete."""
+    present = set(names)
+    for match in filter(None, map(_NUMBERED.fullmatch, sorted(present))):
+        width, count = len(match["number"]), int(match["count"])
+        if count > 99_999:
+            continue
+        for number in range(1, count + 1):
+            wanted = f"{match['stem']}-{number:0{width}}-of-{match['count']}{match['suffix']}"
+            if wanted not in present:
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"a shard is missing: there is {match[0]}, but not this one of its set",
+                    os.path.join(directory, wanted),
+                )
+
+
+def _indexed(index_path: str) -> ShardFiles:
+    directory = os.path.dirname(index_path)
+    weight_map = {
+        tensor: os.path.join(directory, name) for tensor, name in _read_index(index_path).items()
+    }
+    missing: dict[str, list[str]] = {}
+    for tensor, shard in weight_map.items():
+        missing.setdefault(shard, []).append(tensor)
+    for shard, tensors in sorted(missing.items()):
+        if not os.path.exists(shard):
+            more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"a shard is missing that {index_path} names, with {', '.join(tensors[:3])}{more}",
+                shard,
+            )
+    return ShardFiles(sorted(missing), weight_map, index_path)
+
+
+def _read_index(path: str) -> dict[str, str]:
+    refuse_what_is_no_checkpoint(path)
+    if os.stat(path).st_size > _MAX_INDEX_NBYTES:
+        raise CorruptCheckpointError(f"{path}: too large for an index of shards", path=path)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            index: Any = json.load(stream)
+    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
+        raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError(f"{path}: an index of shards has a weight_map", path=path)
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not _is_inside(name):
+            raise CorruptCheckpointError(
+                f"{path}: the file of {tensor} must be one in this directory, not {name!r}",
+                path=path,
+            )
+    return weight_map
+
+
+def _is_inside(name: str) -> bool:
+    parts = name.split("/")
+    return "\0" not in name and all(part not in ("", ".", "..") for part in parts)
+
+
+# ------------------------------------------------------------------------ what comes in place of it
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MARKUP = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
+
+
+def refuse_what_is_no_checkpoint(path: str) -> None:
+    """Raise for a file that a download has left in place of the one that was wanted.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If it is a git-lfs pointer, a web page, or empty.
+    OSError
+        If it cannot be opened, or is a directory.
+    """
+    with open(path, "rb") as stream:
+        start = stream.read(512)
+    if start.startswith(_LFS_POINTER):
+        reason = "a git-lfs pointer, not the file itself: run `git lfs pull` to get that"
+    elif start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_MARKUP):
+        reason = "a web page, probably an error message: download the file again"
+    elif not start:
+        reason = "empty"
+    else:
+        return
+    raise CorruptCheckpointError(f"{path}: this is {reason}", path=path)

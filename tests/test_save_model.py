@@ -1,0 +1,378 @@
+"""save_model: what stock readers make of it, and what a reader finds while a set is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _weights import assert_equal, tied_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import ptsave
+from ptsave import sharded_saving
+
+pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
+
+FORMATS: Any = ("safetensors", "pt")
+SUFFIX = {"safetensors": ".safetensors", "pt": ".bin"}
+INDEX = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
+SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
+
+
+def make_model(seed: int = 0, n_layers: int = 4) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(n_layers)))
+
+
+def read_stock(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Read a set with torch and the safetensors library alone, each tensor where the index says."""
+    load: Callable[[Path], Any] = load_file if kind == "safetensors" else torch.load
+    if not (folder / INDEX[kind]).exists():
+        return dict(load(folder / SINGLE[kind]))
+    index = json.loads((folder / INDEX[kind]).read_text())
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(index["weight_map"].values())):
+        shard = load(folder / name)
+        assert set(shard) == {key for key, value in index["weight_map"].items() if value == name}
+        tensors.update(shard)
+    return tensors
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+# ------------------------------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_model_in_one_file(tmp_path: Path, kind: Any) -> None:
+    model = make_model()
+    ptsave.save_model(model, tmp_path / "new" / "folder", format=kind)
+    assert names_in(tmp_path / "new" / "folder") == [SINGLE[kind]]
+    assert_equal(read_stock(tmp_path / "new" / "folder", kind), model.state_dict())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("fsync", [False, True])
+def test_shards_are_full_but_for_what_does_not_fit(tmp_path: Path, kind: Any, fsync: bool) -> None:
+    model = make_model()
+    ptsave.save_model(model, str(tmp_path), max_shard_size=2500, format=kind, fsync=fsync)
+    stem = SINGLE[kind].removesuffix(SUFFIX[kind])
+    shards = [f"{stem}-{number:05}-of-00002{SUFFIX[kind]}" for number in (1, 2)]
+    assert names_in(tmp_path) == sorted([*shards, INDEX[kind]])
+    assert_equal(read_stock(tmp_path, kind), model.state_dict())
+    index = json.loads((tmp_path / INDEX[kind]).read_text())
+    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert index["metadata"] == {"total_size": nbytes}
+    assert index["weight_map"]["0.weight"] == shards[0]
+    assert index["weight_map"]["3.bias"] == shards[1]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path: Path, kind: Any) -> None:
+    tensors = {"a": torch.randn(2), "b": torch.randn(1000), "c": torch.randn(2)}
+    ptsave.save_model(tensors, tmp_path, max_shard_size=100, format=kind)
+    index = json.loads((tmp_path / INDEX[kind]).read_text())
+    assert len(set(index["weight_map"].values())) == 3
+    assert_equal(read_stock(tmp_path, kind), tensors)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [1 << 30, 3000, 1])
+def test_load_model_reads_it(tmp_path: Path, kind: Any, size: int) -> None:
+    model, other = make_model(0), make_model(1)
+    ptsave.save_model(model, tmp_path, max_shard_size=size, format=kind)
+    ptsave.load_model(other, tmp_path)
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_a_model_without_tensors(tmp_path: Path) -> None:
+    for kind in FORMATS:
+        ptsave.save_model(nn.ReLU(), tmp_path, format=kind)
+        assert read_stock(tmp_path, kind) == {}
+    assert not any(ptsave.load_model(nn.ReLU(), tmp_path))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_tied_weights_are_stored_once(tmp_path: Path, kind: Any) -> None:
+    model = tied_model()
+    for size in (1 << 30, 64):
+        ptsave.save_model(model, tmp_path, max_shard_size=size, format=kind)
+        found = read_stock(tmp_path, kind)
+        state = model.state_dict()
+        if kind == "pt":
+            assert_equal(found, state)
+            assert found["first.weight"].data_ptr() == found["second.weight"].data_ptr()
+        else:
+            assert_equal(found, {name: state[name] for name in ("first.weight", "one")})
+        other = tied_model()
+        ptsave.load_model(other, tmp_path)
+        assert_equal(other.state_dict(), state)
+
+
+def test_safetensors_files_say_what_they_are_and_what_is_tied(tmp_path: Path) -> None:
+    ptsave.save_model(tied_model(), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {
+            "format": "pt",
+            "second.weight": "first.weight",
+            "two": "one",
+        }
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_layouts_of_memory(tmp_path: Path, kind: Any) -> None:
+    base = torch.randn(6, 8)
+    tensors = {
+        "whole": base,
+        "part": base[1:3],
+        "overlapping": base[2:5],
+        "transposed": base.t(),
+        "strided": base[:, ::2],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "parameter": nn.Parameter(torch.randn(2)),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "other empty": torch.zeros(0, 3),
+        "bfloat16": torch.randn(3).bfloat16(),
+        "float8": torch.randn(3).to(torch.float8_e4m3fn),
+    }
+    ptsave.save_model(tensors, tmp_path, format=kind)
+    found = read_stock(tmp_path, kind)
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype, name
+        if tensor.dtype == torch.float8_e4m3fn:
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+        else:
+            assert torch.equal(found[name], tensor.detach()), name
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert (tmp_path / SINGLE[kind]).stat().st_size < stored + 6000
+
+
+# -------------------------------------------------------------------------------- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("2GiB", 2 << 30),
+        ("1.5 kib", 1536),
+        ("100", 100),
+        (7, 7),
+    ],
+)
+def test_sizes(size: int | str, nbytes: int) -> None:
+    assert sharded_saving._parse_size(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "5 bytes", "1e9", 0, -5, 2.5, None, True, "0"])
+def test_sizes_that_are_none(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ValueError, match="max_shard_size"):
+        ptsave.save_model(make_model(), tmp_path, max_shard_size=size)
+    assert names_in(tmp_path) == []
+
+
+def test_a_format_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'gguf'"):
+        ptsave.save_model(make_model(), tmp_path, format="gguf")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": 1},
+        {1: torch.ones(1)},
+        [torch.ones(1)],
+        {"a": torch.ones(2, 2).to_sparse()},
+        {"a": torch.ones(2, device="meta")},
+    ],
+)
+def test_what_is_no_state_dict_of_tensors(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(TypeError):
+        ptsave.save_model(state, tmp_path)
+    assert names_in(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------- replacing a set
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("before", [1 << 30, 3000, 1000])
+@pytest.mark.parametrize("after", [1 << 30, 3000, 1000])
+def test_a_set_takes_the_place_of_another(
+    tmp_path: Path, kind: Any, before: int, after: int
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    ptsave.save_model(make_model(0, 6), tmp_path, max_shard_size=before, format=kind)
+    model = make_model(1)
+    ptsave.save_model(model, tmp_path, max_shard_size=after, format=kind)
+    assert_equal(read_stock(tmp_path, kind), model.state_dict())
+    used = {"config.json", SINGLE[kind]}
+    if (tmp_path / INDEX[kind]).exists():
+        index = json.loads((tmp_path / INDEX[kind]).read_text())
+        used = {"config.json", INDEX[kind], *index["weight_map"].values()}
+    assert set(names_in(tmp_path)) == used
+
+
+def steps_of_the_file_system(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Return a list; what is in it is called before each step that others can see."""
+    watchers: list[Callable[[], None]] = []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            for watcher in watchers:
+                watcher()
+            return call(*arguments, **keywords)
+
+        return step
+
+    monkeypatch.setattr(os, "rename", watched(os.rename))
+    monkeypatch.setattr(os, "unlink", watched(os.unlink))
+    monkeypatch.setattr("ptsave.sharded_saving.save", watched(ptsave.save))
+    return watchers
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("before", [1 << 30, 3000, 1000])
+@pytest.mark.parametrize("after", [1 << 30, 3000, 1000])
+def test_a_reader_finds_the_old_set_or_the_new_one_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, before: int, after: int
+) -> None:
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", "1")
+    old, new = make_model(0), make_model(1)
+    ptsave.save_model(old, tmp_path, max_shard_size=before, format=kind)
+    seen: list[int] = []
+
+    def look() -> None:
+        model = make_model(2)
+        ptsave.load_model(model, tmp_path)
+        weight = model.state_dict()["0.weight"]
+        seen.append(0 if torch.equal(weight, old.state_dict()["0.weight"]) else 1)
+        assert_equal(model.state_dict(), (old, new)[seen[-1]].state_dict())
+
+    with monkeypatch.context() as patch:
+        steps_of_the_file_system(patch).append(look)
+        ptsave.save_model(new, tmp_path, max_shard_size=after, format=kind)
+    look()
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("before", [0, 1 << 30, 3000])
+@pytest.mark.parametrize("after", [1 << 30, 3000])
+def test_a_save_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, before: int, after: int
+) -> None:
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", "1")
+    if before:
+        ptsave.save_model(make_model(0), tmp_path, max_shard_size=before, format=kind)
+    files = {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)}
+    n_steps = 0
+
+    def fail() -> None:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == (1 if after > 3000 else 2):
+            raise OSError(28, "No space left on device", "somewhere")
+
+    with monkeypatch.context() as patch:
+        steps_of_the_file_system(patch).append(fail)
+        with pytest.raises(ptsave.SaveError, match="No space left"):
+            ptsave.save_model(make_model(1), tmp_path, max_shard_size=after, format=kind)
+    assert {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)} == files
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys, torch, ptsave\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    ptsave.save_model({'a': torch.ones(1 << 20)}, sys.argv[1])\n"
+        "except ptsave.SaveError as error:\n"
+        "    print(error.errno, error.filename)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert result.stdout.split() == ["27", str(tmp_path / "model.safetensors")]
+    assert names_in(tmp_path) == []
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path: Path) -> None:
+    leftover = tmp_path / ".model.safetensors.0123456789abcdef.ptsave"
+    leftover.write_bytes(b"half")
+    stale = tmp_path / "model-deadbeef-00001-of-00009.safetensors"
+    stale.write_bytes(b"half")
+    model = make_model()
+    ptsave.save_model(model, tmp_path)
+    assert names_in(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("place", ["file", "missing/../file/x"])
+def test_where_no_directory_can_be(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ptsave.SaveError) as caught:
+        ptsave.save_model(make_model(), tmp_path / place)
+    assert caught.value.errno
+    assert caught.value.filename
+
+
+# ------------------------------------------------------------------------------------- transformers
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread that stays
+    return pytest.importorskip("transformers")
+
+
+def tiny_gpt2(transformers: Any) -> Any:
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        vocab_size=64,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_from_pretrained_reads_it(tmp_path: Path, transformers: Any, kind: Any, size: str) -> None:
+    model = tiny_gpt2(transformers)
+    model.config.save_pretrained(tmp_path)
+    ptsave.save_model(model, tmp_path, max_shard_size=size, format=kind)
+    loaded, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path, output_loading_info=True, use_safetensors=kind == "safetensors"
+    )
+    assert not any(report.values())
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_load_model_reads_what_save_pretrained_writes(
+    tmp_path: Path, transformers: Any, size: str
+) -> None:
+    model, other = tiny_gpt2(transformers), tiny_gpt2(transformers)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert not any(ptsave.load_model(other, tmp_path))
+    assert_equal(other.state_dict(), model.state_dict())
