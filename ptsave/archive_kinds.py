@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pickle import UnpicklingError
 from typing import Any
 
 from torch import _weights_only_unpickler
 
 from ptsave.archive_contents import Contents, LoadedContents, UnreadContents, metadata_of
 from ptsave.checking import check_compressed_members, check_version
-from ptsave.errors import NotCheckpointError
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zip, what_it_is
 from ptsave.reading import RecordReader, open_archive, real_file
 from ptsave.safetensors_contents import SafetensorsContents
@@ -40,19 +41,38 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
     verify : bool
         Whether checksums are compared.
     """
+    if storage_options and not is_url(f):
+        raise TypeError("storage_options are for URLs")
+    is_file = all(hasattr(f, method) for method in ("read", "seek", "tell"))
+    if not is_file and not isinstance(f, (str, os.PathLike)):
+        raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
+    with _as_corrupt(path):
+        return _open(f, path, storage_options, verify)
+
+
+def _open(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
     if is_url(f):
         source = FsspecFile(f, storage_options)
         return _open_source(source, verify, source.open)
-    if storage_options:
-        raise TypeError("storage_options are for URLs")
     if isinstance(f, (str, os.PathLike)):
         return _open_path(os.fspath(f), path, verify)
-    if not all(hasattr(f, method) for method in ("read", "seek", "tell")):
-        raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
     if type(f) is io.BytesIO or real_file(f) is not None:
         return _open_stream(f, path, verify)
     stream = FileObject(f, path)
     return _open_source(stream, verify, stream.rewind)
+
+
+@contextmanager
+def _as_corrupt(path: str) -> Iterator[None]:
+    """Turn what torch raises for damage that it does not expect into what says so."""
+    try:
+        yield
+    except (CorruptCheckpointError, UnpicklingError, OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be loaded ({type(error).__name__}: {error})", path=path
+        ) from error
 
 
 def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:

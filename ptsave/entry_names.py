@@ -97,10 +97,11 @@ class EntryNames:
 
     def number_of(self, name: str | Path, tensor: Tensor) -> int:
         """Return the number of a tensor that `find` has found."""
-        number = self._numbers.get(name)
-        if number is not None and self.tensors[number] is tensor:
-            return number
-        # A tuple in place of a dotted name, or a second way to the same tensor.
+        for each in (name, dotted(name) if isinstance(name, tuple) else name):
+            number = self._numbers.get(each)
+            if number is not None and self.tensors[number] is tensor:
+                return number
+        # A second way to a container.
         return next(i for i, other in enumerate(self.tensors) if other is tensor)
 
     def _follow(self, path: Path) -> Any:

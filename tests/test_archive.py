@@ -250,6 +250,25 @@ def test_info(tmp_path: Path) -> None:
         assert archive.info("no elements").offset is None
 
 
+def test_tied_tensors_keep_their_names(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    path = write(tmp_path, {"model": {"in.weight": weight, "out.weight": weight}})
+    with ptsave.open(path) as archive:
+        for name in ("model.out.weight", ("model", "out.weight")):
+            info = archive.info(name)
+            assert info.name == "model.out.weight"
+            assert info.shared_with == ("model.in.weight",)
+        model = archive["model"]
+        assert model["in.weight"] is model["out.weight"]
+
+
+def test_device(tmp_path: Path) -> None:
+    path = write(tmp_path, {"weight": torch.ones(3)})
+    with ptsave.open(path) as archive:
+        assert archive.get_tensor("weight", device="cpu").device.type == "cpu"
+        assert archive.get_tensor("weight", torch.device("meta")).device.type == "meta"
+
+
 def test_location_is_where_it_was_saved(tmp_path: Path) -> None:
     """A file from a machine with accelerators: its location is in the pickle."""
     path = write(tmp_path, {"a": torch.ones(3), "b": torch.zeros(2), "c": torch.ones(1)})

@@ -177,6 +177,16 @@ def test_files_that_load_as_a_whole(kind: str, fetched: list[int]) -> None:
         assert torch.equal(archive["sparse"].to_dense(), torch.eye(3))
 
 
+def test_damage_that_torch_does_not_expect() -> None:
+    stream = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, stream)
+    for old, new in ((b"little", b"middle"), (b"weight", b"w\xffight")):
+        data = stream.getvalue().replace(old, new)
+        for damaged in (io.BytesIO(data), Stream(data)):
+            with pytest.raises(ptsave.CorruptCheckpointError):
+                ptsave.open(damaged, verify=False)
+
+
 def test_storage_options_are_for_urls() -> None:
     with pytest.raises(TypeError, match="storage_options are for URLs"):
         ptsave.open("model.pt", storage_options={"anon": True})
