@@ -31,6 +31,7 @@ std::unique_ptr<PinnedPool::Buffer> PinnedPool::try_acquire() {
       return buffer;
     }
     if (count_ == max_count_) return nullptr;
+    free_.reserve(count_ + 1);  // release() must not throw
     ++count_;
   }
   try {

@@ -61,6 +61,8 @@ c10::Stream SideStreams::acquire(c10::Device device) {
   const c10::impl::VirtualGuardImpl impl(device.type());
   const c10::Stream stream = impl.getStreamFromGlobalPool(device);
   callers_.at(device.index()).block(stream);
+  const std::lock_guard lock(mutex_);
+  free_.reserve(++count_);  // release() must not throw
   return stream;
 }
 

@@ -53,6 +53,7 @@ class SideStreams {
 
   std::map<c10::DeviceIndex, c10::Event> callers_;
   std::mutex mutex_;
+  std::size_t count_ = 0;
   std::vector<c10::Stream> free_;
 };
 
