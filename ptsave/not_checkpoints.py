@@ -6,7 +6,14 @@ import codecs
 import re
 import struct
 
-__all__ = ["HEAD_NBYTES", "is_legacy", "is_safetensors", "is_zip", "what_it_is"]
+__all__ = [
+    "HEAD_NBYTES",
+    "is_legacy",
+    "is_safetensors",
+    "is_zip",
+    "what_came_instead",
+    "what_it_is",
+]
 
 HEAD_NBYTES = 512
 
@@ -26,7 +33,9 @@ _SIGNATURES = {
     b"%PDF": "it is a PDF document",
     b"PK\x05\x06": "it is an empty zip archive",
 }
-_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(!doctype\s+html|html|head|body)\b", re.I)
+_PAGE = re.compile(
+    rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body|(?P<xml>\?xml))\b", re.I
+)
 _NAME_OFFSET = 30  # of the first member's name in a zip archive
 
 
@@ -62,23 +71,39 @@ def what_it_is(head: bytes, nbytes: int) -> str | None:
     str or None
         None if it begins as a checkpoint does.
     """
-    if nbytes == 0:
-        return "it is empty: whatever wrote it has failed, or has not finished"
     if is_zip(head):
         return _what_zip_it_is(head)
-    if head.startswith(_LFS_POINTER):
-        return _what_is_in_lfs(head)
-    if _HTML.match(head):
-        return (
-            "it is an HTML page, such as a server sends in place of a file that is not there or "
-            "needs a login: download it again, from the address of the file itself"
-        )
+    if instead := what_came_instead(head, nbytes):
+        return instead
     for signature, what in _SIGNATURES.items():
         if head.startswith(signature):
             return what
     if head[257:262] == b"ustar":
         return "it is a tar archive: unpack it first (ptsave.load reads those of torch 0.1)"
     return _what_text_it_is(head)
+
+
+def what_came_instead(head: bytes, nbytes: int) -> str | None:
+    """Say what a download has left in place of a file of any kind; None if it seems to be there.
+
+    Parameters
+    ----------
+    head : bytes
+        The first `HEAD_NBYTES` bytes, or all there are.
+    nbytes : int
+        The file's size.
+    """
+    if nbytes == 0:
+        return "it is empty: whatever wrote it has failed, or has not finished"
+    if head.startswith(_LFS_POINTER):
+        return _what_is_in_lfs(head)
+    if page := _PAGE.match(head):
+        kind = "an XML document" if page["xml"] else "an HTML page"
+        return (
+            f"it is {kind}, such as a server sends in place of a file that is not there or "
+            "needs a login: download it again, from the address of the file itself"
+        )
+    return None
 
 
 def _what_is_in_lfs(head: bytes) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.not_checkpoints import HEAD_NBYTES, what_came_instead
 
 __all__ = [
     "FORMATS",
@@ -186,30 +187,18 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and all(part not in ("", ".", "..") for part in parts)
 
 
-# ------------------------------------------------------------------------ what comes in place of it
-
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_MARKUP = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
-
-
 def refuse_what_is_no_checkpoint(path: str) -> None:
     """Raise for a file that a download has left in place of the one that was wanted.
 
     Raises
     ------
-    CorruptCheckpointError
+    NotCheckpointError
         If it is a git-lfs pointer, a web page, or empty.
     OSError
         If it cannot be opened, or is a directory.
     """
     with open(path, "rb") as stream:
-        start = stream.read(512)
-    if start.startswith(_LFS_POINTER):
-        reason = "a git-lfs pointer, not the file itself: run `git lfs pull` to get that"
-    elif start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_MARKUP):
-        reason = "a web page, probably an error message: download the file again"
-    elif not start:
-        reason = "empty"
-    else:
-        return
-    raise CorruptCheckpointError(f"{path}: this is {reason}", path=path)
+        head = stream.read(HEAD_NBYTES)
+        instead = what_came_instead(head, os.fstat(stream.fileno()).st_size or len(head))
+    if instead is not None:
+        raise NotCheckpointError(f"{path} is no checkpoint: {instead}", path=path)
