@@ -75,7 +75,7 @@ def unpickle(
     if overall_storage is not None or not _fills_storages(map_location):
         return load(_faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
-        return _unpickle_to_places(reader, map_location, pickle_module)
+        return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
     for exact_offsets in (False, True):
         try:
             with reader.reading_storages(exact_offsets=exact_offsets):
@@ -146,12 +146,17 @@ def unpickle_unread(
     return _load(reader, stay, module, None, {"encoding": "utf-8"})
 
 
-def _unpickle_to_places(reader: RecordReader, map_location: Any, pickle_module: Any) -> Any:
+def _unpickle_to_places(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    pickle_load_args: dict[str, Any],
+) -> Any:
     """Make the object with storages on their devices, and then read their bytes into them."""
     reader.reserve_storages()
     module = _faster(pickle_module, reader, storages_are_plain=True)
     placement = Placement(reader, map_location, verify=reader.verifies_storages(stacklevel=6))
-    result = _load(reader, placement, module, None, {"encoding": "utf-8"})
+    result = _load(reader, placement, module, None, pickle_load_args)
     placement.finish()
     reader.release_storages()
     return result

@@ -107,6 +107,14 @@ def test_unknown_locations(
         assert str(ours.value) == str(stock.value)
 
 
+def test_arguments_of_the_unpickler(devices: list[str], tmp_path: Path) -> None:
+    path = saved([torch.arange(10).to(devices[0])], tmp_path / "tensor.pt")
+    for load in (torch.load, ptsave.load):
+        assert len(load(path, weights_only=False, encoding="latin1")) == 1
+        with pytest.raises(TypeError):
+            load(path, weights_only=False, nonsense=1)
+
+
 def test_damage_is_found(devices: list[str], tmp_path: Path) -> None:
     tensor = torch.arange(1_000_000).to(devices[0])
     path = saved({"weight": tensor}, tmp_path / "tensor.pt")
