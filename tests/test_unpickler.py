@@ -467,7 +467,7 @@ def test_no_references_are_left(subjects: dict[str, Subject]) -> None:
 
 
 def test_other_threads_run_and_signals_are_handled() -> None:
-    data = b"\x80\x02](" + b"K\x01" * 3_000_000 + b"e."
+    data = b"\x80\x02](" + b"K\x01" * 12_000_000 + b"e."
     ticks = []
     done = threading.Event()
 
@@ -483,7 +483,7 @@ def test_other_threads_run_and_signals_are_handled() -> None:
     end = time.perf_counter()
     done.set()
     thread.join()
-    assert loaded == [1] * 3_000_000
+    assert loaded == [1] * 12_000_000
     assert sum(begin < tick < end for tick in ticks) >= 2
 
 
