@@ -29,7 +29,7 @@ py::tuple tuple_of(at::IntArrayRef numbers) {
 
 // A torch.Size: torch does not export what makes one.
 py::object shape_of(const at::Tensor& tensor) {
-  PyObject* const type = reinterpret_cast<PyObject*>(&THPSizeType);
+  auto* const type = reinterpret_cast<PyObject*>(&THPSizeType);
   PyObject* const shape = PyObject_CallOneArg(type, tuple_of(tensor.sizes()).ptr());
   if (shape == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(shape);

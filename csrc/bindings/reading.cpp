@@ -175,6 +175,7 @@ class Reader final : public StorageSource {
     const auto records = index().records();
     py::list result(records.size());
     std::vector<py::object> locations;
+    locations.reserve(places_.size());
     for (const Place& place : places_) locations.push_back(py::str(place.location));
     for (std::size_t i = 0; i < records.size(); ++i) {
       const bool known = i < locations_.size() && locations_[i] != kNoPlace;
