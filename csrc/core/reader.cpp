@@ -76,8 +76,7 @@ std::vector<DamagedRecord> ArchiveReader::read_records(std::vector<std::size_t> 
                                                        std::size_t n_threads, bool verify,
                                                        const Poll& poll) const {
   std::ranges::sort(records);
-  const auto [first, last] = std::ranges::unique(records);
-  records.erase(first, last);
+  records.erase(std::unique(records.begin(), records.end()), records.end());
   for (const bool exact_offsets : {false, true}) {
     const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
     auto scatter = std::make_shared<Scatter>(wanted, destinations, verify, nullptr, nullptr);
@@ -155,9 +154,11 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
       transfer_->cancel();
       return damaged;
     } catch (const LayoutMismatch&) {
-      // What is under way must not arrive after what is right.
-      if (unstager != nullptr) unstager->drain();
       if (exact_offsets) throw;
+      // What is under way must not arrive after what is right, and leases that workers have left
+      // behind are needed again.
+      if (unstager != nullptr) unstager->drain();
+      transfer_.reset();
     } catch (...) {
       transfer_->cancel();  // nothing is written to anybody's memory after this returns
       throw;

@@ -134,7 +134,7 @@ class StagerDouble final : public Stager {
                                       std::span<const PayloadPiece> pieces) override {
     EXPECT_FALSE(pieces.empty());
     note(chunk);
-    auto staged = std::make_unique<Pieces>(*this);
+    auto staged = std::make_unique<Pieces>(count_);
     auto event = std::make_shared<Event>();
     const std::vector<PayloadPiece> wanted(pieces.begin(), pieces.end());
     const bool fails = chunk == failing_chunk;
@@ -152,25 +152,30 @@ class StagerDouble final : public Stager {
   void overwrite() {
     for (std::string& payload : payloads_) std::ranges::fill(payload, 'X');
   }
-  std::size_t max_in_memory() const { return max_in_memory_; }
+  std::size_t max_in_memory() const { return count_->max; }
 
   std::size_t failing_chunk = ~std::size_t{0};
 
  private:
+  // Of pieces, which may outlive the stager.
+  struct Count {
+    std::atomic<std::size_t> now{0};
+    std::atomic<std::size_t> max{0};
+  };
   struct Pieces final : StagedPieces {
-    explicit Pieces(StagerDouble& stager) : owner(stager) {
-      const std::size_t n = ++owner.in_memory_;
-      std::size_t before = owner.max_in_memory_;
-      while (before < n && !owner.max_in_memory_.compare_exchange_weak(before, n)) {
+    explicit Pieces(std::shared_ptr<Count> pieces) : count(std::move(pieces)) {
+      const std::size_t n = ++count->now;
+      std::size_t before = count->max;
+      while (before < n && !count->max.compare_exchange_weak(before, n)) {
       }
     }
     ~Pieces() override {
       std::ranges::fill(bytes, 'Y');
-      --owner.in_memory_;
+      --count->now;
     }
     const std::byte* data() const override { return std::as_bytes(std::span(bytes)).data(); }
 
-    StagerDouble& owner;
+    std::shared_ptr<Count> count;
     std::string bytes;
   };
 
@@ -183,8 +188,7 @@ class StagerDouble final : public Stager {
   const std::set<std::size_t> staged_;
   std::mutex mutex_;
   std::set<std::size_t> chunks_;
-  std::atomic<std::size_t> in_memory_{0};
-  std::atomic<std::size_t> max_in_memory_{0};
+  const std::shared_ptr<Count> count_ = std::make_shared<Count>();
   Engines engines_;
 };
 
