@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -43,9 +42,20 @@ from benchmarks._system import (
     make_cold,
     make_warm,
 )
-from benchmarks.restore import LIMIT_THREADS, Figure, make_decoder, measure_cold_limit, ratio
+from benchmarks.restore import (
+    LIMIT,
+    LIMIT_THREADS,
+    PTSAVE,
+    Figure,
+    Figures,
+    choose_limits,
+    make_decoder,
+    measure_cold_limit,
+    ratio,
+    speed_rows,
+)
 
-LOOP, PTSAVE, LIMIT = "loop", "ptsave", "limit"
+LOOP = "loop"
 N_SHARDS = 8
 ONE_FILE = "one-file.bin"  # all bytes of the shards, for the limit of the disk
 
@@ -197,8 +207,6 @@ def run_task(task: Task) -> Figure:
 
 # --------------------------------------------------------------------------------------- the rounds
 
-Figures = dict[tuple[str, str], list[Figure]]  # by workload and contender
-
 
 def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
     run_task(Task(LOOP, str(folder), save=True))
@@ -222,34 +230,13 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
                     )
                 )
             figures.setdefault((name, contender), []).append(figure)
-    for name in names:
-        if not WORKLOADS[name].cold:
-            figures[name, LIMIT] = min(
-                (figures[name, contender] for contender in LIMIT_THREADS),
-                key=lambda ours: median(figure.seconds for figure in ours),
-            )
+    choose_limits([name for name in names if not WORKLOADS[name].cold], figures)
     return figures
 
 
 # ---------------------------------------------------------------------------------------- reporting
 
 TIMES_LOOP = "\N{MULTIPLICATION SIGN} loop"
-
-
-def speed_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
-    for name, contender in itertools.product(names, (LOOP, PTSAVE, LIMIT)):
-        ours = figures[name, contender]
-        seconds = [figure.seconds for figure in ours]
-        peak = max(figure.peak_nbytes for figure in ours) / MIB
-        yield [
-            WORKLOADS[name].title,
-            contender,
-            f"{median(seconds):.3f}",
-            f"{min(seconds):.3f} - {max(seconds):.3f}",
-            f"{ratio(ours, figures[name, LOOP]):.2f}",
-            f"{ratio(ours, figures[name, LIMIT]):.2f}",
-            "" if contender == LIMIT else f"{peak:.0f}",
-        ]
 
 
 def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
@@ -272,9 +259,10 @@ def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
 
 
 def report(names: list[str], rounds: int, folder: Path) -> str:
+    titles = {name: WORKLOADS[name].title for name in names}
     figures = run_rounds(names, rounds, folder / "model")
     header = ["workload", "", "s", "min - max", TIMES_LOOP, "of limit", "MiB above the model"]
-    speeds = table(header, speed_rows(names, figures), n_texts=2)
+    speeds = table(header, speed_rows(titles, LOOP, figures), n_texts=2)
     goals = table(["workload", "goal", "ptsave", "met"], goal_rows(names, figures), n_texts=2)
     return "\n\n".join([speeds, goals])
 
