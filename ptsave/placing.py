@@ -10,7 +10,7 @@ import torch
 from ptsave import _C
 from ptsave.reading import RecordReader
 
-__all__ = ["Placement", "follows_torchs_rules", "may_reach_accelerator"]
+__all__ = ["Placement", "may_reach_accelerator"]
 
 _CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
         As for :func:`torch.load`.  A callable wants to see the storages on the CPU first.
     """
     accelerator = torch.accelerator.current_accelerator()  # of torch's build: nothing starts
-    if accelerator is None or not follows_torchs_rules():
+    if accelerator is None or not _follows_torchs_rules():
         return False
     name = accelerator.type
     if type(map_location) in (str, torch.device):
@@ -39,7 +39,7 @@ def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
     )
 
 
-def follows_torchs_rules() -> bool:
+def _follows_torchs_rules() -> bool:
     """Whether nobody has registered a way of their own to bring storages to devices."""
     return all(
         _function_of(deserialize).__module__ == "torch.serialization"

@@ -1,7 +1,7 @@
-// What the parts of the Python module share.  Only pybind11 here: convert, release the GIL, map
-// errors.
+// What the parts of the Python module share: convert, release the GIL, map errors.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -11,6 +11,9 @@ namespace ptsave {
 // Bytes of a hostile file are kept: not valid UTF-8 becomes surrogates, and back.
 pybind11::str decode(const std::string& text);
 std::string encode(const pybind11::str& text);
+
+// Of a torch.device; TypeError for anything else.
+c10::Device unpack_device(const pybind11::handle& device);
 
 void register_errors(pybind11::module_& module);
 void bind_writing(pybind11::module_& module);

@@ -30,6 +30,12 @@
 namespace py = pybind11;
 
 namespace ptsave {
+
+c10::Device unpack_device(const py::handle& device) {
+  if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
+  return reinterpret_cast<THPDevice*>(device.ptr())->device;
+}
+
 namespace {
 
 // A uint8 tensor over a whole storage: the form in which torch's own reader hands storages out.
@@ -55,11 +61,6 @@ std::span<std::byte> writable_bytes(const py::handle& object) {
   }
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
           static_cast<std::size_t>(tensor.numel())};
-}
-
-c10::Device unpack_device(const py::handle& device) {
-  if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
-  return reinterpret_cast<THPDevice*>(device.ptr())->device;
 }
 
 // Where what was saved at a location goes.

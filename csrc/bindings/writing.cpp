@@ -1,7 +1,6 @@
 // ptsave._C.WritePlan.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/Device.h>
 
 #include <algorithm>
 #include <bit>
@@ -275,10 +274,7 @@ class WritePlan {
 void bind_writing(py::module_& module) {
   module.def(
       "can_stage",
-      [](const py::handle& device) {
-        if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
-        return SideStreams::are_supported(reinterpret_cast<THPDevice*>(device.ptr())->device);
-      },
+      [](const py::handle& device) { return SideStreams::are_supported(unpack_device(device)); },
       py::arg("device"));
   py::class_<PlanOptions>(module, "WriteOptions")
       .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes,
