@@ -166,7 +166,7 @@ class CleanBuildPy(build_py):
 
 setup(
     license="MIT",
-    install_requires=[torch_requirement(), "tqdm"],
+    install_requires=[torch_requirement(), "click>=8.1", "tqdm"],
     extras_require={"safetensors": ["safetensors>=0.4"]},  # load_model, save_model
     ext_modules=[Extension("ptsave._C", sources=[])],
     cmdclass={

@@ -1,0 +1,1 @@
+"""The ``ptsave`` command: one module for each of its commands."""

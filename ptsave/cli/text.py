@@ -1,0 +1,41 @@
+"""How sizes, shapes and dtypes are written for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["dtype_text", "shape_text", "size_text"]
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    >>> size_text(1000), size_text(1536), size_text(3 << 40)
+    ('1000 B', '1.50 KiB', '3.00 TiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in _UNITS:
+        size /= 1024
+        if size < 1000 or unit == _UNITS[-1]:
+            break
+    return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as ``[2, 3]``; a number is ``[]``."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return a dtype without the name of the module.
+
+    >>> dtype_text(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
