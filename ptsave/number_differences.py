@@ -1,0 +1,257 @@
+"""How much two equally long rows of numbers differ, whatever their dtypes: pure arithmetic.
+
+Differences of whole numbers are exact; all others are computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["NumberDifference", "Tolerance", "number_difference"]
+
+_BLOCK_NUMEL = 1 << 17  # whose float64 copies stay in the cache
+_WORD = 1 << 32
+_INTEGERS = {
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
+    *(torch.uint32, torch.int32, torch.uint64, torch.int64),
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What counts as equal: ``abs(a - b) <= atol + rtol * abs(b)``, as for assert_close."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True)
+class NumberDifference:
+    """How much numbers differ; those of parts add up to that of the whole.
+
+    Attributes
+    ----------
+    numel : int
+        How many there are on each side.
+    n_different : int
+        How many have other bits or, between two dtypes, another value.
+    n_outside : int
+        How many are not within the tolerance; without one, the same as `n_different`.
+    n_nan_a, n_nan_b : int
+        How many are NaN on this side alone; no other field but the counts looks at them.
+    max_abs : int, float or None
+        The largest absolute difference: an int between whole numbers, which is exact.  0 where only
+        bits differ: 0.0 and -0.0, NaN and another NaN.  None for dtypes that torch cannot compute
+        with.
+    max_rel : float or None
+        The largest difference divided by the absolute value in b; inf where that is 0.
+    """
+
+    numel: int = 0
+    n_different: int = 0
+    n_outside: int = 0
+    n_nan_a: int = 0
+    n_nan_b: int = 0
+    max_abs: int | float | None = 0
+    max_rel: float | None = 0.0
+
+    def __add__(self, other: NumberDifference) -> NumberDifference:
+        return NumberDifference(
+            self.numel + other.numel,
+            self.n_different + other.n_different,
+            self.n_outside + other.n_outside,
+            self.n_nan_a + other.n_nan_a,
+            self.n_nan_b + other.n_nan_b,
+            _larger(self.max_abs, other.max_abs),
+            _larger(self.max_rel, other.max_rel),
+        )
+
+    def times(self, n: int) -> NumberDifference:
+        """Return the difference of n such rows."""
+        return NumberDifference(
+            self.numel * n,
+            self.n_different * n,
+            self.n_outside * n,
+            self.n_nan_a * n,
+            self.n_nan_b * n,
+            self.max_abs,
+            self.max_rel,
+        )
+
+
+def _larger(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else max(a, b)
+
+
+def number_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None = None) -> NumberDifference:
+    """Return how much two rows of numbers differ.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        Contiguous, of shape (N,), on the CPU, and not conjugated lazily.
+    tolerance : Tolerance, optional
+        Without it, numbers are equal that have the same bits; between two dtypes, the same value.
+
+    Raises
+    ------
+    TypeError
+        If the dtypes differ, and torch cannot compute with one of them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> a, b = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.5, 4.0])
+    >>> found = number_difference(a, b)
+    >>> found.n_different, found.max_abs, found.max_rel
+    (1, 0.5, 0.2)
+    """
+    total = NumberDifference()
+    for begin in range(0, a.numel(), _BLOCK_NUMEL):
+        end = begin + _BLOCK_NUMEL
+        total += _block_difference(a[begin:end], b[begin:end], tolerance)
+    return total
+
+
+def _block_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None) -> NumberDifference:
+    n_different = _count(_bits_differ(a, b)) if a.dtype == b.dtype else None
+    if n_different == 0:
+        return NumberDifference(a.numel())
+    if {a.dtype, b.dtype} <= _INTEGERS:
+        measured = _of_integers(a, b, tolerance)
+    elif (numbers := _as_floats(a, b)) is not None:
+        measured = _of_floats(*numbers, tolerance)
+    else:
+        n = a.numel() if n_different is None else n_different
+        return NumberDifference(a.numel(), n, n, 0, 0, None, None)
+    n_unequal, n_far, n_nan_a, n_nan_b, max_abs, max_rel = measured
+    if n_different is None:
+        n_different = n_unequal
+    n_outside = n_different if tolerance is None else n_far
+    return NumberDifference(a.numel(), n_different, n_outside, n_nan_a, n_nan_b, max_abs, max_rel)
+
+
+# How many values differ, how many are not within the tolerance, how many are NaN in a and in b
+# alone, the largest absolute difference, and the largest relative one.
+_Measured = tuple[int, int, int, int, int | float, float]
+
+
+def _count(mask: Tensor) -> int:
+    return int(mask.count_nonzero())
+
+
+def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
+    bits = _BITS[a.itemsize]
+    differ = a.view(bits) != b.view(bits)
+    return differ.view(-1, 2).any(1) if a.itemsize == 16 else differ
+
+
+# ----------------------------------------------------------------------------------- whole numbers
+
+
+def _of_integers(a: Tensor, b: Tensor, tolerance: Tolerance | None) -> _Measured:
+    if a.itemsize == 8 or b.itemsize == 8:
+        max_abs, distance = _wide_distance(a, b)
+    else:
+        narrow = (a.to(torch.int64) - b.to(torch.int64)).abs_()
+        max_abs, distance = int(narrow.max()), narrow.double()
+    magnitude = _magnitude(b)
+    unequal = _count(distance)
+    far = 0
+    if tolerance is not None:
+        far = _count(distance > tolerance.atol + tolerance.rtol * magnitude)
+    return unequal, far, 0, 0, max_abs, _max_ratio(distance, magnitude)
+
+
+def _words(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x as ``high * 2**32 + low``, where 0 <= low < 2**32."""
+    if x.dtype != torch.uint64:
+        x = x.to(torch.int64)
+        return x >> 32, x & (_WORD - 1)
+    x = x.view(torch.int64)
+    return (x >> 32) & (_WORD - 1), x & (_WORD - 1)
+
+
+def _wide_distance(a: Tensor, b: Tensor) -> tuple[int, Tensor]:
+    """Return the largest absolute difference, which int64 may not hold, and all in float64."""
+    (a_high, a_low), (b_high, b_low) = _words(a), _words(b)
+    low = a_low - b_low
+    high = a_high - b_high + (low >> 32)
+    low &= _WORD - 1
+    negative = high < 0
+    borrow = (negative & (low != 0)).to(torch.int64)
+    high = torch.where(negative, -high - borrow, high)
+    low = torch.where(negative, (_WORD - low) & (_WORD - 1), low)
+    highest = int(high.max())
+    max_abs = highest * _WORD + int(low[high == highest].max())
+    return max_abs, high.double() * _WORD + low.double()
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    if x.dtype != torch.uint64:
+        return x.double().abs_()
+    high, low = _words(x)
+    return high.double() * _WORD + low.double()
+
+
+# ------------------------------------------------------------------------------- all other numbers
+
+
+def _as_floats(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return both as float64 or as complex128; None if torch cannot convert them."""
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    try:
+        return _to(a, wide), _to(b, wide)
+    except (NotImplementedError, RuntimeError):  # dtypes that are only names for bytes
+        if a.dtype == b.dtype:
+            return None
+    raise TypeError(f"torch cannot convert {a.dtype} and {b.dtype} to compare their values")
+
+
+def _to(x: Tensor, wide: torch.dtype) -> Tensor:
+    if x.dtype in (torch.complex32,):  # of which torch warns that few operators know it
+        x = torch.view_as_real(x).float()
+        return torch.view_as_complex(x).to(wide)
+    return x.to(wide)
+
+
+def _of_floats(a: Tensor, b: Tensor, tolerance: Tolerance | None) -> _Measured:
+    distance = _distance(a, b)
+    magnitude = b.abs()
+    n_nan_a = n_nan_b = 0
+    far = torch.zeros((), dtype=torch.bool)
+    if bool(distance.max().isnan()):  # so is one of the two, or both are infinite
+        a_is_nan, b_is_nan = a.isnan(), b.isnan()
+        far = a_is_nan ^ b_is_nan
+        n_nan_a, n_nan_b = _count(a_is_nan & ~b_is_nan), _count(b_is_nan & ~a_is_nan)
+        distance = distance.masked_fill_(a_is_nan | b_is_nan | (a == b), 0.0)
+        distance.nan_to_num_(nan=math.inf, posinf=math.inf)
+    unequal = _count((distance != 0) | far)
+    if tolerance is not None:
+        near = distance <= tolerance.atol + tolerance.rtol * magnitude
+        far = far | ~((near & distance.isfinite()) | (distance == 0))
+    max_abs = float(distance.max())
+    return unequal, _count(far), n_nan_a, n_nan_b, max_abs, _max_ratio(distance, magnitude)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_complex():
+        return (a - b).abs_()
+    parts = torch.view_as_real(a), torch.view_as_real(b)
+    distances = (parts[0] - parts[1]).masked_fill_(parts[0] == parts[1], 0.0)
+    return torch.hypot(distances[:, 0], distances[:, 1])  # infinite parts that agree do not matter
+
+
+def _max_ratio(distance: Tensor, magnitude: Tensor) -> float:
+    ratio = distance / magnitude
+    largest = float(ratio.max())
+    if not math.isnan(largest):
+        return largest
+    # 0 / 0, inf / inf, or NaN on one side, where the distance is 0.
+    ratio.masked_fill_(distance == 0, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
+    return float(ratio.max())
