@@ -13,8 +13,9 @@ from torch import Tensor
 
 __all__ = ["NumberDifference", "Tolerance", "number_difference"]
 
-_BLOCK_NUMEL = 1 << 17  # whose float64 copies stay in the cache
+_BLOCK_NUMEL = 1 << 15  # one thread of torch: many short loops in several wait for each other
 _WORD = 1 << 32
+_HALF = 1 << 62
 _INTEGERS = {
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.uint32, torch.int32, torch.uint64, torch.int64),
@@ -118,31 +119,57 @@ def number_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None = None) 
     return total
 
 
+@dataclass(frozen=True)
+class _Distances:
+    """How far numbers are from each other, in float64.
+
+    Attributes
+    ----------
+    each : torch.Tensor
+        0 for two NaNs, and for a NaN on one side.
+    largest : int or float
+        Of them; an int is exact.
+    magnitudes : torch.Tensor
+        Absolute values of b.
+    nan_a, nan_b : torch.Tensor or None
+        Where one side alone is NaN.
+    """
+
+    each: Tensor
+    largest: int | float
+    magnitudes: Tensor
+    nan_a: Tensor | None = None
+    nan_b: Tensor | None = None
+
+
 def _block_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None) -> NumberDifference:
     n_different = _count(_bits_differ(a, b)) if a.dtype == b.dtype else None
     if n_different == 0:
         return NumberDifference(a.numel())
     if {a.dtype, b.dtype} <= _INTEGERS:
-        measured = _of_integers(a, b, tolerance)
+        found = _integer_distances(a, b)
     elif (numbers := _as_floats(a, b)) is not None:
-        measured = _of_floats(*numbers, tolerance)
+        found = _float_distances(*numbers)
     else:
-        n = a.numel() if n_different is None else n_different
-        return NumberDifference(a.numel(), n, n, 0, 0, None, None)
-    n_unequal, n_far, n_nan_a, n_nan_b, max_abs, max_rel = measured
+        assert n_different is not None
+        return NumberDifference(a.numel(), n_different, n_different, 0, 0, None, None)
+    n_nan_a, n_nan_b = _count(found.nan_a), _count(found.nan_b)
+    n_nan = n_nan_a + n_nan_b
     if n_different is None:
-        n_different = n_unequal
-    n_outside = n_different if tolerance is None else n_far
-    return NumberDifference(a.numel(), n_different, n_outside, n_nan_a, n_nan_b, max_abs, max_rel)
+        n_different = n_nan + _count(found.each)
+    n_outside = n_different
+    if tolerance is not None:
+        allowed = tolerance.atol + tolerance.rtol * found.magnitudes
+        near = (found.each <= allowed) & found.each.isfinite()
+        n_outside = n_nan + _count(~near & (found.each != 0))
+    max_rel = _max_ratio(found.each, found.magnitudes)
+    return NumberDifference(
+        a.numel(), n_different, n_outside, n_nan_a, n_nan_b, found.largest, max_rel
+    )
 
 
-# How many values differ, how many are not within the tolerance, how many are NaN in a and in b
-# alone, the largest absolute difference, and the largest relative one.
-_Measured = tuple[int, int, int, int, int | float, float]
-
-
-def _count(mask: Tensor) -> int:
-    return int(mask.count_nonzero())
+def _count(mask: Tensor | None) -> int:
+    return 0 if mask is None else int(mask.count_nonzero())
 
 
 def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
@@ -154,18 +181,21 @@ def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------- whole numbers
 
 
-def _of_integers(a: Tensor, b: Tensor, tolerance: Tolerance | None) -> _Measured:
-    if a.itemsize == 8 or b.itemsize == 8:
-        max_abs, distance = _wide_distance(a, b)
-    else:
+def _integer_distances(a: Tensor, b: Tensor) -> _Distances:
+    if _fits_int64(a) and _fits_int64(b):
         narrow = (a.to(torch.int64) - b.to(torch.int64)).abs_()
-        max_abs, distance = int(narrow.max()), narrow.double()
-    magnitude = _magnitude(b)
-    unequal = _count(distance)
-    far = 0
-    if tolerance is not None:
-        far = _count(distance > tolerance.atol + tolerance.rtol * magnitude)
-    return unequal, far, 0, 0, max_abs, _max_ratio(distance, magnitude)
+        largest, each = int(narrow.max()), narrow.double()
+    else:
+        largest, each = _wide_distances(a, b)
+    return _Distances(each, largest, _magnitudes(b))
+
+
+def _fits_int64(x: Tensor) -> bool:
+    """Whether a difference of two such numbers is an int64."""
+    if x.dtype not in (torch.int64, torch.uint64):
+        return True
+    smallest, largest = x.view(torch.int64).aminmax()
+    return int(smallest) >= -_HALF and int(largest) < _HALF and x.dtype == torch.int64
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +207,7 @@ def _words(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x >> 32) & (_WORD - 1), x & (_WORD - 1)
 
 
-def _wide_distance(a: Tensor, b: Tensor) -> tuple[int, Tensor]:
+def _wide_distances(a: Tensor, b: Tensor) -> tuple[int, Tensor]:
     """Return the largest absolute difference, which int64 may not hold, and all in float64."""
     (a_high, a_low), (b_high, b_low) = _words(a), _words(b)
     low = a_low - b_low
@@ -192,7 +222,7 @@ def _wide_distance(a: Tensor, b: Tensor) -> tuple[int, Tensor]:
     return max_abs, high.double() * _WORD + low.double()
 
 
-def _magnitude(x: Tensor) -> Tensor:
+def _magnitudes(x: Tensor) -> Tensor:
     if x.dtype != torch.uint64:
         return x.double().abs_()
     high, low = _words(x)
@@ -214,29 +244,22 @@ def _as_floats(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _to(x: Tensor, wide: torch.dtype) -> Tensor:
-    if x.dtype in (torch.complex32,):  # of which torch warns that few operators know it
+    if x.dtype == torch.complex32:  # of which torch warns that few operators know it
         x = torch.view_as_real(x).float()
         return torch.view_as_complex(x).to(wide)
     return x.to(wide)
 
 
-def _of_floats(a: Tensor, b: Tensor, tolerance: Tolerance | None) -> _Measured:
-    distance = _distance(a, b)
-    magnitude = b.abs()
-    n_nan_a = n_nan_b = 0
-    far = torch.zeros((), dtype=torch.bool)
-    if bool(distance.max().isnan()):  # so is one of the two, or both are infinite
-        a_is_nan, b_is_nan = a.isnan(), b.isnan()
-        far = a_is_nan ^ b_is_nan
-        n_nan_a, n_nan_b = _count(a_is_nan & ~b_is_nan), _count(b_is_nan & ~a_is_nan)
-        distance = distance.masked_fill_(a_is_nan | b_is_nan | (a == b), 0.0)
-        distance.nan_to_num_(nan=math.inf, posinf=math.inf)
-    unequal = _count((distance != 0) | far)
-    if tolerance is not None:
-        near = distance <= tolerance.atol + tolerance.rtol * magnitude
-        far = far | ~((near & distance.isfinite()) | (distance == 0))
-    max_abs = float(distance.max())
-    return unequal, _count(far), n_nan_a, n_nan_b, max_abs, _max_ratio(distance, magnitude)
+def _float_distances(a: Tensor, b: Tensor) -> _Distances:
+    each, magnitudes = _distance(a, b), b.abs()
+    largest = float(each.max())
+    if not math.isnan(largest):
+        return _Distances(each, largest, magnitudes)
+    # One of two is NaN, or both are infinite.
+    a_is_nan, b_is_nan = a.isnan(), b.isnan()
+    each.masked_fill_(a_is_nan | b_is_nan | (a == b), 0.0).nan_to_num_(math.inf, math.inf)
+    nan_a, nan_b = a_is_nan & ~b_is_nan, b_is_nan & ~a_is_nan
+    return _Distances(each, float(each.max()), magnitudes, nan_a, nan_b)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""A checkpoint, of one file or of a directory of shards, as one object whose tensors are unread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ptsave.archive_contents import Contents
+from ptsave.archive_kinds import open_contents
+from ptsave.entry_names import EntryNames, dotted
+from ptsave.errors import CorruptCheckpointError
+from ptsave.safetensors_contents import SafetensorsContents
+from ptsave.shard_files import INDEX_SUFFIX, ShardFiles, find_shards
+from ptsave.sources import is_url
+
+__all__ = ["CheckpointSource", "flat"]
+
+
+class CheckpointSource:
+    """What is in a checkpoint, and reading it.  Safe for concurrent use.
+
+    Parameters
+    ----------
+    path : str
+        A file, a directory of shards, an index of shards, or a URL of a file.
+
+    Attributes
+    ----------
+    path : str
+        As it was given.
+    obj : object
+        What the file holds; of shards, and of a safetensors file, a dict of tensors.
+    is_flat : bool
+        Whether it cannot hold more than a dict of tensors.
+
+    Raises
+    ------
+    OSError, CorruptCheckpointError, NotCheckpointError, pickle.UnpicklingError
+        As :func:`ptsave.open` does; and if a shard is missing.
+    ValueError
+        If a name is in two shards and no index says which one counts.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._contents_of: dict[int, Contents] = {}
+        if is_url(path) or not (os.path.isdir(path) or path.endswith(INDEX_SUFFIX)):
+            contents = open_contents(path, path, {}, True)
+            self.obj = contents.obj
+            self._default = contents
+            self.is_flat = isinstance(contents, SafetensorsContents)
+        else:
+            self.is_flat = True
+            self.obj = self._merge(find_shards(path))
+
+    def _merge(self, files: ShardFiles) -> dict[str, Tensor]:
+        merged: dict[str, Tensor] = {}
+        shard_of: dict[str, str] = {}
+        for shard in files.paths:
+            contents = open_contents(shard, shard, {}, True)
+            self._default = contents
+            for name, tensor in flat(contents.obj, shard).items():
+                if files.weight_map is not None and files.weight_map.get(name, shard) != shard:
+                    continue
+                if name in merged:
+                    raise ValueError(
+                        f"{self.path}: {name} is in {shard_of[name]} and in {shard}: "
+                        "compare single files"
+                    )
+                merged[name] = tensor
+                shard_of[name] = shard
+                self._contents_of[id(tensor)] = contents
+        for name, shard in (files.weight_map or {}).items():
+            if name not in merged:
+                raise CorruptCheckpointError(
+                    f"{shard}: there is no tensor {name} in this shard, where {files.index_path} "
+                    "puts it",
+                    path=shard,
+                    entries=[name],
+                )
+        return merged
+
+    def contents_of(self, tensor: Tensor) -> Contents:
+        """Return what reads a tensor."""
+        return self._contents_of.get(id(tensor), self._default)
+
+    def has_values(self, tensor: Tensor) -> bool:
+        """Whether the file holds values of a tensor, which it does not of those on ``meta``."""
+        return not tensor.is_meta or isinstance(self.contents_of(tensor), SafetensorsContents)
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Read whole tensors."""
+        found: dict[int, Tensor] = {}
+        for contents, group in self._by_contents(tensors):
+            values = contents.read(group, None)
+            found.update((id(t), v) for t, v in zip(group, values, strict=True))
+        return [found[id(tensor)] for tensor in tensors]
+
+    def read_slice(self, tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
+        """Read a part of a tensor."""
+        return self.contents_of(tensor).read_slice(tensor, index, None)
+
+    def places_of(self, tensors: Sequence[Tensor]) -> list[tuple[int, object]]:
+        """Return of each tensor what tells its storage from others, in one file and across them."""
+        keys: dict[int, tuple[int, object]] = {}
+        for contents, group in self._by_contents(tensors):
+            for tensor, place in zip(group, contents.places_of(group), strict=True):
+                keys[id(tensor)] = id(contents), place[0]
+        return [keys[id(tensor)] for tensor in tensors]
+
+    def _by_contents(self, tensors: Sequence[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
+        groups: dict[int, tuple[Contents, list[Tensor]]] = {}
+        for tensor in tensors:
+            contents = self.contents_of(tensor)
+            groups.setdefault(id(contents), (contents, []))[1].append(tensor)
+        return [*groups.values()]
+
+
+def flat(obj: Any, path: str) -> dict[str, Tensor]:
+    """Return the tensors of an object by their dotted names, as a safetensors file has them.
+
+    Raises
+    ------
+    ValueError
+        If two would have the same name.
+    """
+    names = EntryNames(obj, path)
+    result: dict[str, Tensor] = {}
+    for name, tensor in zip(names.names, names.tensors, strict=True):
+        text = name if isinstance(name, str) else dotted(name)
+        if text in result:
+            raise ValueError(f"{path}: two tensors are called {text!r} when their names are dotted")
+        result[text] = tensor
+    return result

@@ -1,0 +1,262 @@
+"""What two objects have in common: their entries side by side, without any values of tensors."""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ptsave.entry_names import Path, dotted
+from ptsave.number_differences import NumberDifference, Tolerance
+
+__all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
+
+Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
+Detail = Literal["names", "shapes", "values"]
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_MAX_DEPTH = 200  # as for names of entries: paths grow with each level
+
+
+@dataclass(frozen=True, eq=False)
+class EntryDifference:
+    """One thing in which two checkpoints differ.
+
+    Attributes
+    ----------
+    kind : str
+        ``"only in a"``, ``"only in b"``, ``"type"``, ``"value"``, ``"dtype"``, ``"shape"`` or
+        ``"numbers"``.
+    name : str
+        The entry's dotted name; ``""`` for the whole object.
+    a, b : object
+        What the two have: tensors without values, or anything else.  None where there is nothing.
+    top : str
+        Of an entry that one side has alone: the name of the outermost container that is missing
+        as a whole, or its own.
+    moved : str or None
+        Of such an entry, too: what the other side calls it, as far as the names tell.
+    numbers : NumberDifference or None
+        How much values of tensors differ.
+    """
+
+    kind: Kind
+    name: str
+    a: Any = None
+    b: Any = None
+    top: str = ""
+    moved: str | None = None
+    numbers: NumberDifference | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPair:
+    """Two tensors of one name whose values can be compared."""
+
+    name: str
+    a: Tensor
+    b: Tensor
+
+
+class EntryComparer:
+    """Walks through two objects together.
+
+    Parameters
+    ----------
+    has_values : callable
+        Whether a tensor of a has values, and one of b.
+    wanted : callable
+        Which names to look at.
+    detail : {"names", "shapes", "values"}
+        How much to compare.
+    ignore_dtype : bool
+        Whether tensors of two dtypes are a pair, and Python's numbers of two types are compared.
+    ignore_types : bool
+        Whether a tensor and a parameter are the same.
+    tolerance : Tolerance or None
+        For numbers that are no tensors.
+
+    Attributes
+    ----------
+    differences : list of EntryDifference
+        What was found, in the order of a; what b has alone comes where it would belong.
+    pairs : list of TensorPair
+        Whose values remain to be compared.
+    """
+
+    def __init__(
+        self,
+        has_values: tuple[Callable[[Tensor], bool], Callable[[Tensor], bool]],
+        *,
+        wanted: Callable[[str], bool],
+        detail: Detail,
+        ignore_dtype: bool,
+        ignore_types: bool,
+        tolerance: Tolerance | None,
+    ) -> None:
+        self._has_values = has_values
+        self._wanted = wanted
+        self._detail = detail
+        self._ignore_dtype = ignore_dtype
+        self._ignore_types = ignore_types
+        self._tolerance = tolerance
+        self._seen: set[tuple[int, int]] = set()
+        self._kept: list[Any] = []  # what was made on the way: ids must stay those of one object
+        self.differences: list[EntryDifference] = []
+        self.pairs: list[TensorPair] = []
+
+    def compare(self, a: Any, b: Any, path: Path = ()) -> None:
+        """Compare two entries, and what is in them."""
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(f"containers are nested deeper than {_MAX_DEPTH} levels")
+        a, b = _opened(a), _opened(b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if self._wanted(dotted(path)):
+                self._compare_tensors(a, b, dotted(path))
+            return
+        parts = _parts(a), _parts(b)
+        if type(a) is not type(b) and not self._are_numbers(a, b):
+            self._note("type", path, a, b)
+            if parts[0] is None or parts[1] is None or _is_named(a) != _is_named(b):
+                return
+        if parts[0] is None or parts[1] is None:
+            if self._detail == "values" and self._wanted(dotted(path)):
+                self._compare_values(a, b, path)
+        elif (id(a), id(b)) not in self._seen:
+            self._seen.add((id(a), id(b)))
+            self._kept += a, b
+            self._compare_parts(parts[0], parts[1], path)
+
+    def _compare_parts(self, a: dict[Any, Any], b: dict[Any, Any], path: Path) -> None:
+        for key, value in a.items():
+            if key in b:
+                self.compare(value, b[key], (*path, key))
+            else:
+                self._note_alone("only in a", value, (*path, key))
+        for key, value in b.items():
+            if key not in a:
+                self._note_alone("only in b", value, (*path, key))
+
+    def _note(self, kind: Kind, path: Path, a: Any, b: Any) -> None:
+        if self._wanted(dotted(path)):
+            self.differences.append(EntryDifference(kind, dotted(path), a, b))
+
+    def _note_alone(self, kind: Kind, value: Any, path: Path) -> None:
+        for leaf_path, leaf in _leaves(value, path, set()):
+            name = dotted(leaf_path)
+            if self._wanted(name):
+                a, b = (leaf, None) if kind == "only in a" else (None, leaf)
+                self.differences.append(EntryDifference(kind, name, a, b, top=dotted(path)))
+
+    def _compare_tensors(self, a: Tensor, b: Tensor, name: str) -> None:
+        if a.is_nested and b.is_nested:
+            self._kept += a, b
+            self.compare([*a.unbind()], [*b.unbind()], (name,))
+            return
+        valued = self._has_values[0](a), self._has_values[1](b)
+        same_class = self._ignore_types or type(a) is type(b)
+        alike = same_class and valued[0] == valued[1] and _same_layout(a, b)
+        if not alike:
+            self.differences.append(EntryDifference("type", name, a, b))
+        if self._detail == "names" or a.is_nested != b.is_nested:
+            return
+        differs = len(self.differences)
+        if a.dtype != b.dtype and not self._ignore_dtype:
+            self.differences.append(EntryDifference("dtype", name, a, b))
+        if a.shape != b.shape:
+            self.differences.append(EntryDifference("shape", name, a, b))
+        comparable = all(valued) and a.layout == b.layout and a.is_quantized == b.is_quantized
+        if self._detail == "values" and len(self.differences) == differs and comparable:
+            self.pairs.append(TensorPair(name, a, b))
+
+    def _are_numbers(self, a: Any, b: Any) -> bool:
+        return self._ignore_dtype and {type(a), type(b)} <= {int, float, complex}
+
+    def _compare_values(self, a: Any, b: Any, path: Path) -> None:
+        if {type(a), type(b)} <= {int, float, complex}:
+            equal = _are_close(a, b, self._tolerance)
+        else:
+            try:
+                equal = bool(a == b)
+            except Exception as error:
+                raise TypeError(
+                    f"{dotted(path)}: values of type {type(a).__name__} cannot be compared "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+        if not equal:
+            self.differences.append(EntryDifference("value", dotted(path), a, b))
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    if a.layout != b.layout or a.is_quantized != b.is_quantized or a.is_nested != b.is_nested:
+        return False
+    return not a.is_quantized or quantizer_of(a) == quantizer_of(b)
+
+
+def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what turns the integers of a quantized tensor into numbers."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    axis = tensor.q_per_channel_axis()
+    return tensor.qscheme(), tuple(scales.tolist()), tuple(zero_points.tolist()), axis
+
+
+def _opened(value: Any) -> Any:
+    """Return storages as the tensors over them."""
+    if isinstance(value, torch.TypedStorage):
+        dtype, value = value.dtype, value._untyped_storage
+        if dtype in _QUANTIZED:  # tensors of which need more than a storage
+            dtype = torch.uint8
+        return torch.empty(0, dtype=dtype, device=value.device).set_(value)
+    if isinstance(value, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+    return value
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the entries of a container by their keys; None for anything else."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return {**value, **_attributes(value)}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return {**dict(enumerate(value)), **_attributes(value)}
+    # Without an idea of its own of what is equal, an object is what its attributes are.
+    has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
+    return None if has_equality else _attributes(value) or None
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return attributes such as ``_metadata`` of state dicts."""
+    found = getattr(value, "__dict__", {})
+    return dict(found) if not isinstance(value, type) else {}
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _leaves(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Any]]:
+    value = _opened(value)
+    parts = _parts(value)
+    if not parts or id(value) in above or len(path) > _MAX_DEPTH:
+        yield path, value
+        return
+    above.add(id(value))  # and never removed: a container that is there twice is named once
+    for key, part in parts.items():
+        yield from _leaves(part, (*path, key), above)
+
+
+def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:
+    if a == b or (cmath.isnan(a) and cmath.isnan(b)):
+        return True
+    if tolerance is None:
+        return False
+    try:
+        return abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b) < float("inf")
+    except OverflowError:  # integers that no float holds
+        return False

@@ -1,0 +1,89 @@
+"""Which names that only one of two checkpoints has are the other's under another prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+__all__ = ["moved_names", "prefixes_of"]
+
+# What wrappers put into names, at any depth.
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
+
+
+def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[str, str]:
+    """Return which name in `b` each of the names in `a` has become, as far as that is clear.
+
+    What wrappers put into names (``module.``, ``_orig_mod.``) is left out of the comparison.  Then
+    one name has to end in the whole of the other (``model.fc.weight``, ``fc.weight``), or both
+    in the same two parts or more; of several candidates, the longest common end decides.
+
+    Parameters
+    ----------
+    a, b : mapping of str to hashable
+        Names, and what has to be equal for two to be the same entry: dtype and shape.
+
+    Examples
+    --------
+    >>> moved_names({"fc.weight": 1, "fc.bias": 2}, {"module.fc.weight": 1, "module.fc.bias": 3})
+    {'fc.weight': 'module.fc.weight'}
+    """
+    by_end: dict[tuple[str, Hashable], list[str]] = {}
+    for name, fact in b.items():
+        for end in _ends(name):
+            by_end.setdefault((end, fact), []).append(name)
+    moved: dict[str, str] = {}
+    for name, fact in a.items():
+        found = _partner([by_end.get((end, fact), []) for end in _ends(name)])
+        if found is not None:
+            moved[name] = found
+    return _one_to_one(moved)
+
+
+def _ends(name: str) -> list[str]:
+    """Return what a name ends in, the longest first."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return [".".join(parts[begin:]) for begin in range(len(parts))]
+
+
+def _partner(candidates: list[list[str]]) -> str | None:
+    n_parts = len(candidates)
+    begin = next((i for i, names in enumerate(candidates) if names), n_parts)
+    if begin == n_parts:
+        return None
+    n_common, names = n_parts - begin, candidates[begin]
+    if len(names) > 1:
+        # A name may be the end of many others: the one that has nothing more is meant.
+        names = [other for other in names if len(_ends(other)) == n_common]
+    if len(names) != 1:
+        return None
+    is_whole = n_common == min(n_parts, len(_ends(names[0])))
+    return names[0] if is_whole or n_common >= 2 else None
+
+
+def _one_to_one(moved: dict[str, str]) -> dict[str, str]:
+    """Leave out what several names would have become."""
+    count: dict[str, int] = {}
+    for other in moved.values():
+        count[other] = count.get(other, 0) + 1
+    return {name: other for name, other in moved.items() if count[other] == 1}
+
+
+def prefixes_of(name: str, other: str) -> tuple[str, str]:
+    """Return what two names begin with where the common end of their parts begins.
+
+    Examples
+    --------
+    >>> prefixes_of("module.fc.weight", "fc.weight"), prefixes_of("a.w", "b.w")
+    (('module.', ''), ('a.', 'b.'))
+    """
+    parts, others = name.split("."), other.split(".")
+    n = 0
+    while n < min(len(parts), len(others)) and parts[-1 - n] == others[-1 - n]:
+        n += 1
+    return _joined(parts[: len(parts) - n]), _joined(others[: len(others) - n])
+
+
+def _joined(parts: list[str]) -> str:
+    return "".join(f"{part}." for part in parts)

@@ -1,0 +1,268 @@
+"""Comparing the values of tensors of two checkpoints, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ptsave import config
+from ptsave.checkpoint_source import CheckpointSource
+from ptsave.entry_comparison import TensorPair, quantizer_of
+from ptsave.number_differences import NumberDifference, Tolerance, number_difference
+
+__all__ = ["compare_tensors"]
+
+# Of one side.  There are two sides, and while one piece is compared the next one is read.
+_PIECE_NBYTES = 32 << 20
+_N_PIECES = 2
+_PART_NUMEL = 1 << 20  # of a piece, for one thread
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is read at once: several whole tensors, or a part of one.
+
+    Attributes
+    ----------
+    pairs : list of TensorPair
+        Only one, if there is an index.
+    index : tuple of slice or None
+        The part.
+    times : int
+        How often the part is there, in tensors that are expanded on both sides.
+    is_last : bool
+        Whether this completes its tensors.
+    """
+
+    pairs: list[TensorPair]
+    index: tuple[slice, ...] | None = None
+    times: int = 1
+    is_last: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Of the first side."""
+        if self.index is None:
+            return sum(int(pair.a.numel() * pair.a.itemsize) for pair in self.pairs)
+        numel = prod(int(part.stop - part.start) for part in self.index)
+        return numel * self.times * self.pairs[0].a.itemsize
+
+
+def compare_tensors(
+    a: CheckpointSource,
+    b: CheckpointSource,
+    pairs: Iterable[TensorPair],
+    tolerance: Tolerance | None,
+    done: Callable[[int], None],
+) -> Iterator[tuple[TensorPair, NumberDifference]]:
+    """Yield how much the values of each pair differ, in their order.
+
+    Parameters
+    ----------
+    a, b : CheckpointSource
+        Where the tensors of the pairs come from.
+    pairs : iterable of TensorPair
+        Of equal shapes and layouts.
+    tolerance : Tolerance or None
+        As for :func:`number_difference`.
+    done : callable
+        Is told after each piece how many bytes of a have been compared with it.
+    """
+    total = NumberDifference()
+    n_threads = config.current().n_threads
+    with ThreadPoolExecutor(2) as readers, ThreadPoolExecutor(n_threads) as workers:
+        for piece, values in _read_ahead(_pieces(pairs), a, b, readers):
+            for pair, x, y in zip(piece.pairs, *values, strict=True):
+                numbers = _difference(pair.name, x, y, tolerance, workers)
+                total += numbers.times(piece.times)
+                if piece.is_last:
+                    yield pair, total
+                    total = NumberDifference()
+            done(piece.nbytes)
+
+
+_Values = tuple[list[Tensor], list[Tensor]]
+
+
+def _read_ahead(
+    pieces: Iterator[_Piece], a: CheckpointSource, b: CheckpointSource, readers: ThreadPoolExecutor
+) -> Iterator[tuple[_Piece, _Values]]:
+    """Yield pieces with their values, while the next ones are being read."""
+    queue: deque[tuple[_Piece, Future[list[Tensor]], Future[list[Tensor]]]] = deque()
+
+    def read_next() -> None:
+        for piece in pieces:
+            of_a = readers.submit(_read, a, [pair.a for pair in piece.pairs], piece.index)
+            of_b = readers.submit(_read, b, [pair.b for pair in piece.pairs], piece.index)
+            queue.append((piece, of_a, of_b))
+            return
+
+    try:
+        for _ in range(_N_PIECES):
+            read_next()
+        while queue:
+            piece, of_a, of_b = queue.popleft()
+            yield piece, (of_a.result(), of_b.result())
+            read_next()
+    finally:
+        for _, *futures in queue:
+            for future in futures:
+                future.cancel()
+
+
+def _read(
+    source: CheckpointSource, tensors: list[Tensor], index: tuple[slice, ...] | None
+) -> list[Tensor]:
+    if index is None:
+        return source.read(tensors)
+    return [source.read_slice(tensors[0], index)]
+
+
+# ------------------------------------------------------------------------------------------ pieces
+
+
+def _pieces(pairs: Iterable[TensorPair]) -> Iterator[_Piece]:
+    batch: list[TensorPair] = []
+    nbytes = 0
+    for pair in pairs:
+        size = max(_nbytes_read(pair.a), _nbytes_read(pair.b))
+        if batch and nbytes + size > _PIECE_NBYTES:
+            yield _Piece(batch)
+            batch, nbytes = [], 0
+        if size <= _PIECE_NBYTES or not (_is_strided(pair.a) and _is_strided(pair.b)):
+            batch.append(pair)
+            nbytes += size
+        else:
+            if batch:  # differences come in the order of the pairs
+                yield _Piece(batch)
+                batch, nbytes = [], 0
+            yield from _parts(pair)
+    if batch:
+        yield _Piece(batch)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _nbytes_read(tensor: Tensor) -> int:
+    """Return how much memory reading a tensor together with others takes at most.
+
+    Reading several takes what lies between those of one storage, too, and expanded tensors are
+    larger than their storage once they are rows of numbers.
+    """
+    nbytes = int(tensor.numel() * tensor.itemsize)
+    if not _is_strided(tensor) or tensor.is_meta:  # meta: of a safetensors file, which is dense
+        return nbytes
+    return max(nbytes, tensor.untyped_storage().nbytes())
+
+
+def _parts(pair: TensorPair) -> Iterator[_Piece]:
+    """Cut a pair along the dimensions with the largest strides, whose parts lie together."""
+    strides = pair.a.stride(), pair.b.stride()
+    repeated = [x == 0 == y for x, y in zip(*strides, strict=True)]
+    shape = [1 if same else n for n, same in zip(pair.a.shape, repeated, strict=True)]
+    times = pair.a.numel() // max(1, prod(shape))
+    itemsize = max(pair.a.itemsize, pair.b.itemsize)
+    dims = sorted(range(len(shape)), key=strides[0].__getitem__, reverse=True)
+    previous: tuple[slice, ...] | None = None
+    for index in _boxes(shape, dims, max(1, _PIECE_NBYTES // itemsize)):
+        if previous is not None:
+            yield _Piece([pair], previous, times, is_last=False)
+        previous = index
+    yield _Piece([pair], previous, times)
+
+
+def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of at most so many elements, cutting dimensions in the order given."""
+    box = [slice(0, n) for n in shape]
+    if not dims:
+        yield tuple(box)
+        return
+    dim, *inner = dims
+    inner_numel = prod(shape[d] for d in inner)
+    step = max(1, max_numel // max(1, inner_numel))
+    for begin in range(0, shape[dim], step):
+        end = min(begin + step, shape[dim])
+        if inner_numel <= max_numel:
+            box[dim] = slice(begin, end)
+            yield tuple(box)
+            continue
+        for part in _boxes([1 if d == dim else n for d, n in enumerate(shape)], inner, max_numel):
+            yield (*part[:dim], slice(begin, end), *part[dim + 1 :])
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+def _difference(
+    name: str, a: Tensor, b: Tensor, tolerance: Tolerance | None, workers: ThreadPoolExecutor
+) -> NumberDifference:
+    try:
+        if a.layout != torch.strided:
+            a, b = _of_same_pattern(a.detach(), b.detach())
+        elif a.is_quantized:
+            if torch.equal(a.int_repr(), b.int_repr()) and quantizer_of(a) == quantizer_of(b):
+                return NumberDifference(a.numel())
+            a, b = a.dequantize(), b.dequantize()
+        a, b = _rows(a.detach(), b.detach())
+        if a.dtype == b.dtype and _same_bytes(a, b):
+            return NumberDifference(a.numel())
+        if a.numel() <= _PART_NUMEL:
+            return number_difference(a, b, tolerance)
+        parts = a.split(_PART_NUMEL), b.split(_PART_NUMEL)
+        found = workers.map(lambda x, y: number_difference(x, y, tolerance), *parts)
+        return sum(found, NumberDifference())
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise TypeError(
+            f"{name}: values of {type(a).__name__} of {a.dtype} and {type(b).__name__} of "
+            f"{b.dtype} cannot be compared ({error})"
+        ) from error
+
+
+def _rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of two tensors, in an order in which those of the first need no copy."""
+    dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
+    return _row(a.permute(dims)), _row(b.permute(dims))
+
+
+def _row(tensor: Tensor) -> Tensor:
+    row = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # The stride of a single number may be anything, which views of other dtypes do not allow.
+    return row.as_strided(row.shape, (1,)) if row.numel() == 1 else row
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two rows have the same bytes, which torch finds out fastest in whole words."""
+    nbytes = a.nbytes
+    words = nbytes // 8 * 8
+    x, y = a.view(torch.uint8), b.view(torch.uint8)
+    aligned = x.storage_offset() % 8 == y.storage_offset() % 8 == 0
+    if not aligned or words == 0:
+        return torch.equal(x, y)
+    if not torch.equal(x[:words].view(torch.int64), y[:words].view(torch.int64)):
+        return False
+    return torch.equal(x[words:], y[words:])
+
+
+def _of_same_pattern(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of two sparse tensors at the places where either has one."""
+    a, b = (x.to_sparse_coo().coalesce() for x in (a, b))
+    if a.sparse_dim() != b.sparse_dim():
+        return a.to_dense(), b.to_dense()
+    both = torch.cat([a.indices(), b.indices()], dim=1)
+    if both.numel() == 0:
+        return a.values(), b.values()
+    places, numbers = torch.unique(both, dim=1, return_inverse=True)
+    rows = []
+    for x, its_numbers in ((a, numbers[: a._nnz()]), (b, numbers[a._nnz() :])):
+        row = torch.zeros((places.shape[1], *x.values().shape[1:]), dtype=x.dtype)
+        row[its_numbers] = x.values()
+        rows.append(row)
+    return rows[0], rows[1]
