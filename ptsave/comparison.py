@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ptsave.checkpoint_source import CheckpointSource, flat
 from ptsave.entry_comparison import Detail, EntryComparer, EntryDifference, TensorPair
+from ptsave.entry_names import nearest_names
+from ptsave.errors import EntryNotFoundError
 from ptsave.moved_names import moved_names
 from ptsave.number_differences import Tolerance
 from ptsave.progress import progress_bar
@@ -95,6 +97,8 @@ def compare(
     ------
     ValueError
         If a tolerance is negative or NaN, or names are ambiguous.
+    EntryNotFoundError
+        If no entry matches `patterns`; a KeyError.
     TypeError
         If values are of a kind that cannot be compared.
     OSError, CorruptCheckpointError, pickle.UnpicklingError
@@ -115,15 +119,17 @@ def compare(
     sources = CheckpointSource(a), CheckpointSource(b)
     result = Comparison()
     objects = _objects(sources, result)
+    wanted = _Wanted(patterns)
     comparer = EntryComparer(
         (sources[0].has_values, sources[1].has_values),
-        wanted=_matcher(patterns),
+        wanted=wanted,
         detail=detail,
         ignore_dtype=ignore_dtype,
         ignore_types=sources[0].is_flat or sources[1].is_flat,
         tolerance=tolerance,
     )
     comparer.compare(*objects)
+    wanted.require_any()
     result.differences = _with_moved(comparer.differences)
     _compare_values(sources, comparer.pairs, tolerance, result, progress)
     result.remarks += _remarks_on_sharing(sources, comparer.pairs)
@@ -139,10 +145,32 @@ def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
     return Tolerance(rtol or 0.0, atol or 0.0)
 
 
-def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    if not patterns:
-        return lambda name: True
-    return lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+class _Wanted:
+    """Says which names match, and remembers those that do not until one does."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+        self._others: list[str] = []
+        self._found = not patterns
+
+    def __call__(self, name: str) -> bool:
+        if not self._patterns:
+            return True
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+            self._found = True
+            self._others.clear()
+            return True
+        if not self._found:
+            self._others.append(name)
+        return False
+
+    def require_any(self) -> None:
+        if self._found:
+            return
+        wanted = ", ".join(self._patterns)
+        nearest = nearest_names(self._patterns[0], dict.fromkeys(self._others))
+        hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+        raise EntryNotFoundError(f"no entry of either checkpoint is called {wanted}{hint}")
 
 
 def _objects(

@@ -252,11 +252,13 @@ def _leaves(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Any
 
 
 def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:
-    if a == b or (cmath.isnan(a) and cmath.isnan(b)):
+    if a == b:
         return True
-    if tolerance is None:
-        return False
     try:
+        if cmath.isnan(a) and cmath.isnan(b):
+            return True
+        if tolerance is None:
+            return False
         return abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b) < float("inf")
     except OverflowError:  # integers that no float holds
         return False

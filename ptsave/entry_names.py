@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
 
-__all__ = ["EntryNames", "Path", "dotted"]
+__all__ = ["EntryNames", "Path", "dotted", "nearest_names"]
 
 Path: TypeAlias = tuple[Any, ...]
 
@@ -117,7 +117,9 @@ class EntryNames:
 
     def _missing(self, name: str | Path) -> EntryNotFoundError:
         wanted = dotted(name) if isinstance(name, tuple) else name
-        nearest = _nearest(wanted, [other for other in self._numbers if isinstance(other, str)])
+        nearest = nearest_names(
+            wanted, [other for other in self._numbers if isinstance(other, str)]
+        )
         hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
         return EntryNotFoundError(f"{self._path}: no entry {name!r}{hint}")
 
@@ -181,6 +183,7 @@ def _keys_called(value: Any, text: str) -> list[Any]:
     return []
 
 
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
+def nearest_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return the names that somebody may have meant by one that is not there."""
     similar = [other for other in names if 2 * abs(len(other) - len(name)) <= len(name) + 8]
     return difflib.get_close_matches(name, similar[:_MAX_COMPARED], n=_MAX_SUGGESTED)
