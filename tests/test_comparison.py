@@ -225,6 +225,7 @@ def test_expanded_tensors_are_read_once(diff: Diff) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")
 def test_sparse_and_quantized(diff: Diff) -> None:
     dense = torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 3.0]])
     other = torch.tensor([[0.0, 1.0, 4.0], [2.0, 0.0, 3.5]])
