@@ -114,8 +114,9 @@ class EntryComparer:
             raise ValueError(f"containers are nested deeper than {_MAX_DEPTH} levels")
         a, b = _opened(a), _opened(b)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if self._wanted(dotted(path)):
-                self._compare_tensors(a, b, dotted(path))
+            name = dotted(path)
+            if self._wanted(name):
+                self._compare_tensors(a, b, name)
             return
         parts = _parts(a), _parts(b)
         if type(a) is not type(b) and not self._are_numbers(a, b):
