@@ -7,23 +7,17 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._system import describe_machine
+from ptsave.bench.report import TIMES_STOCK, table
+from ptsave.bench.system import describe_machine
 
 __all__ = ["TIMES_STOCK", "Program", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int = 1) -> str:
-    """Return a markdown table; columns behind the first `n_texts` are numbers."""
-    rule = ["---"] * n_texts + ["---:"] * (len(header) - n_texts)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks._program import TIMES_STOCK, Program, table
-from benchmarks._system import MIB
+from ptsave.bench.system import MIB
 
 STOCK, PTSAVE, SAFETENSORS, FAST = "stock", "ptsave", "safetensors", "fastsafetensors"
 D2H, H2D, WRITE = "pinned d2h", "pinned h2d", "parallel write"

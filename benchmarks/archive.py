@@ -25,7 +25,7 @@ from statistics import median
 import torch
 
 from benchmarks import _limits
-from benchmarks._system import MIB, describe_machine, make_cold, make_warm
+from ptsave.bench.system import MIB, describe_machine, make_cold, make_warm
 
 TENSOR_NBYTES = 4 * MIB
 N_LISTED = 100_000

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from benchmarks import _limits
 from benchmarks._program import Program, table
-from benchmarks._system import MIB, PeakMemory, fetch_free_memory
+from ptsave.bench.system import MIB, PeakMemory, fetch_free_memory
 
 STOCK, PTSAVE, LIMIT, NOTHING = "stock", "ptsave", "limit", "nothing"
 CONTENDERS = {"blocked": (STOCK, PTSAVE, LIMIT), "loop": (NOTHING, STOCK, PTSAVE)}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks._system import fetch_free_memory
+from ptsave.bench.system import fetch_free_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 50257

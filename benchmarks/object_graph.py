@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks._program import TIMES_STOCK, Program, table
-from benchmarks._system import fetch_free_memory
+from ptsave.bench.system import fetch_free_memory
 
 STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
 FETCHED_NBYTES = 512 << 20

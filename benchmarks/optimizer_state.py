@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import ptsave
 from benchmarks._program import TIMES_STOCK, Program, table
-from benchmarks._system import fetch_free_memory
+from ptsave.bench.system import fetch_free_memory
 
 STOCK, PTSAVE, BY_NAME = "stock", "ptsave", "ptsave, by name"
 FETCHED_NBYTES = 512 << 20

@@ -32,14 +32,14 @@ from tqdm import tqdm
 
 from benchmarks import _limits
 from benchmarks._program import TIMES_STOCK, Program, table
-from benchmarks._system import (
+from benchmarks.demo import Decoder, equal
+from ptsave.bench.system import (
     MIB,
     PeakMemory,
     fetch_free_memory,
     make_cold,
     make_warm,
 )
-from benchmarks.demo import Decoder, equal
 
 STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
 LIMIT_THREADS = {f"limit with {n} threads": n for n in _limits.THREAD_COUNTS}

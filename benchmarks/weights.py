@@ -35,13 +35,6 @@ from tqdm import tqdm
 
 from benchmarks import _limits
 from benchmarks._program import Program, table
-from benchmarks._system import (
-    MIB,
-    PeakMemory,
-    fetch_free_memory,
-    make_cold,
-    make_warm,
-)
 from benchmarks.restore import (
     LIMIT,
     LIMIT_THREADS,
@@ -53,6 +46,13 @@ from benchmarks.restore import (
     measure_cold_limit,
     ratio,
     speed_rows,
+)
+from ptsave.bench.system import (
+    MIB,
+    PeakMemory,
+    fetch_free_memory,
+    make_cold,
+    make_warm,
 )
 
 LOOP = "loop"

@@ -1,4 +1,4 @@
-"""One figure, in a fresh process: ``python -m benchmarks._worker TASK`` (JSON) prints JSON.
+"""One figure, in a fresh process: ``python -m ptsave.bench.worker TASK`` (JSON) prints JSON.
 
 What comes before the timed call (imports, faulting in the tensors to save, bringing the file into
 the page cache or out of it, fetching free memory from the host of a virtual machine) and after it
@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from benchmarks._system import (
+from ptsave.bench.system import (
     PeakMemory,
     fetch_free_memory,
     make_cold,
     make_warm,
     sync_file_and_directory,
 )
-from benchmarks._task import Figure, Task
+from ptsave.bench.task import Figure, Task
 
 StateDict = dict[str, torch.Tensor]
 VOCABULARY = 50257
@@ -129,6 +129,7 @@ def load_call(task: Task) -> Callable[[], StateDict]:
 
 
 def measure_save(task: Task) -> Figure:
+    """Save the tensors once."""
     tensors = state_dict(task.nbytes)
     checksum = touch_every_page(tensors)
     save = save_call(task)
@@ -143,10 +144,14 @@ def measure_save(task: Task) -> Figure:
 
 
 def measure_load(task: Task) -> Figure:
+    """Load a file once, and touch every page."""
     load = load_call(task)
     touch_every_page({"": torch.zeros(PAGE)})  # the operator's first call initialises torch
     path = Path(task.path)
-    make_cold(path) if task.page_cache == "cold" else make_warm(path)
+    if task.page_cache == "cold":
+        make_cold(path, drop_all=task.drop_all)
+    else:
+        make_warm(path)
     gc.collect()
     fetch_free_memory(FREE_MEMORY_FACTOR * path.stat().st_size)
     memory = PeakMemory()
@@ -168,6 +173,7 @@ def probe(task: Task) -> Figure:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     task = Task(**json.loads(sys.argv[1]))
     measure = {"probe": probe, "save": measure_save, "load": measure_load}[task.action]
     print(json.dumps(asdict(measure(task))))

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shlex
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,15 +33,18 @@ def cached_fraction(path: Path) -> float:
     return sum(page & 1 for page in resident) / len(resident)
 
 
-def make_cold(path: Path) -> None:
-    """Drop the file from the page cache; raise if it cannot be dropped."""
+def make_cold(path: Path, *, drop_all: bool = True) -> None:
+    """Drop the file from the page cache; raise if it cannot be dropped.
+
+    With `drop_all`, root drops all files if need be.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-    if cached_fraction(path) > 0 and os.geteuid() == 0:
+    if drop_all and cached_fraction(path) > 0 and os.geteuid() == 0:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
     if (left := cached_fraction(path)) > 0:
@@ -89,7 +93,8 @@ def fetch_free_memory(nbytes: int) -> None:
     """
     # Private: only private memory comes in the huge pages that are what the host takes back.
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # kernels without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
 
 

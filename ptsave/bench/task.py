@@ -16,6 +16,7 @@ class Task:
     fsync: bool = False
     page_cache: str = "warm"  # or "cold", for a load
     mmap: bool = False
+    drop_all: bool = False  # from the page cache, if the file alone cannot be
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""What the hardware can do at best: threads that do nothing but read or write.
+
+``python -m ptsave.bench.limits MODE PATH NBYTES THREADS...`` prints JSON.  MODE is one of
+
+* ``direct-write``: a fresh, preallocated file, past the page cache, then fdatasync;
+* ``buffered-write``: a fresh, preallocated file, into the page cache;
+* ``tmpfs-write``: the same without preallocation, which on tmpfs is a write of its own;
+* ``direct-read``: the file at PATH, past the page cache, which it is dropped from first;
+* ``cached-read``: the cached file at PATH into fresh memory made of huge pages.
+
+Where the file system has no direct I/O, its files go through the page cache.  Python is fast enough
+for that, as each call moves 8 MiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from ptsave.bench.system import fetch_free_memory, make_cold
+
+__all__ = ["THREAD_COUNTS", "measure"]
+
+THREAD_COUNTS = (1, 2, 4)
+_CHUNK_NBYTES = 8 << 20
+_ROOT = Path(__file__).resolve().parents[2]
+
+# Moves the bytes of a file from a position on: the thread's number, the position, how many.
+_Move: TypeAlias = Callable[[int, int, int], None]
+
+
+def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
+    """Measure a mode in a fresh process.
+
+    Parameters
+    ----------
+    mode : str
+        See the module.
+    path : Path
+        What to read, or what to write and remove.
+    nbytes : int
+        How much to write; a file is read as a whole.
+
+    Returns
+    -------
+    tuple of int and dict
+        The bytes that were moved, and the seconds that took, by the number of threads.
+
+    Raises
+    ------
+    RuntimeError
+        If that fails; the message is the last line that the process wrote.
+    """
+    command = [sys.executable, "-m", "ptsave.bench.limits", mode, str(path), str(nbytes)]
+    command += map(str, THREAD_COUNTS)
+    result = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True)
+    if result.returncode != 0:
+        said = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+        raise RuntimeError(f"measuring the limit ({mode}) has failed: {said}")
+    answer = json.loads(result.stdout)
+    return answer["nbytes"], answer["seconds"]
+
+
+def main(arguments: list[str]) -> None:
+    """Measure a mode with each number of threads."""
+    mode, path, nbytes = arguments[0], Path(arguments[1]), int(arguments[2])
+    if mode.endswith("-read"):
+        nbytes = path.stat().st_size
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    writes = mode.endswith("-write")
+    source = _memory(nbytes) if writes else None
+    if source is not None:
+        _fill(source)
+    seconds = {}
+    for n_threads in map(int, arguments[3:]):
+        if source is not None:
+            seconds[str(n_threads)] = _write(mode, path, source, n_threads)
+        elif mode == "direct-read":
+            seconds[str(n_threads)] = _read_cold(path, nbytes, n_threads)
+        else:
+            seconds[str(n_threads)] = _read_cached(path, nbytes, n_threads)
+    print(json.dumps({"nbytes": nbytes, "seconds": seconds}))
+
+
+def _write(mode: str, path: Path, source: mmap.mmap, n_threads: int) -> float:
+    path.unlink(missing_ok=True)
+    os.sync()
+    fetch_free_memory(len(source))
+    direct = mode == "direct-write"
+    view = memoryview(source)
+    start = time.perf_counter()
+    with _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct) as fd:
+        if mode != "tmpfs-write":
+            with suppress(OSError):  # file systems that cannot preallocate do without
+                os.posix_fallocate(fd, 0, len(source))
+
+        def write(thread: int, begin: int, nbytes: int) -> None:
+            if os.pwrite(fd, view[begin : begin + nbytes], begin) != nbytes:
+                raise OSError(f"{path}: a short write at {begin}")
+
+        _in_threads(len(source), n_threads, write)
+        if direct:
+            os.fdatasync(fd)
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds
+
+
+def _read_cold(path: Path, nbytes: int, n_threads: int) -> float:
+    make_cold(path, drop_all=False)
+    buffers = [_memory(_CHUNK_NBYTES) for _ in range(n_threads)]
+    for buffer in buffers:
+        _fill(buffer)
+    start = time.perf_counter()
+    with _open(path, os.O_RDONLY, direct=True) as fd:
+
+        def read(thread: int, begin: int, length: int) -> None:
+            os.preadv(fd, [memoryview(buffers[thread])[:length]], begin)
+
+        _in_threads(nbytes, n_threads, read)
+    return time.perf_counter() - start
+
+
+def _read_cached(path: Path, nbytes: int, n_threads: int) -> float:
+    fetch_free_memory(nbytes)
+    start = time.perf_counter()
+    with closing(_memory(nbytes)) as target, _open(path, os.O_RDONLY, direct=False) as fd:
+        with memoryview(target) as view:
+
+            def read(thread: int, begin: int, length: int) -> None:
+                with view[begin : begin + length] as part:
+                    os.preadv(fd, [part], begin)
+
+            _in_threads(nbytes, n_threads, read)
+        return time.perf_counter() - start  # what freeing the memory takes does not count
+
+
+@contextmanager
+def _open(path: Path, flags: int, direct: bool) -> Iterator[int]:
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o666)
+    except OSError as error:
+        if not direct or error.errno != errno.EINVAL:
+            raise
+        path_flags = flags & ~os.O_EXCL  # the failed attempt may have made the file
+        fd = os.open(path, path_flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # kernels without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _fill(memory: mmap.mmap) -> None:
+    """Fault memory in, with contents that no storage layer can compress or deduplicate."""
+    with memoryview(memory) as view:
+
+        def fill(thread: int, begin: int, nbytes: int) -> None:
+            view[begin : begin + nbytes] = os.urandom(nbytes)
+
+        _in_threads(len(memory), len(os.sched_getaffinity(0)), fill)
+
+
+def _in_threads(nbytes: int, n_threads: int, move: _Move) -> None:
+    """Move all chunks from some threads; raise the first error."""
+    begins = itertools.count(0, _CHUNK_NBYTES)
+    errors: list[Exception] = []
+
+    def work(thread: int) -> None:
+        try:
+            for begin in begins:  # one call, which no other thread gets into
+                if begin >= nbytes or errors:
+                    return
+                move(thread, begin, min(_CHUNK_NBYTES, nbytes - begin))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,274 @@
+"""Rounds in which contenders and the hardware take turns, every figure from a fresh process."""
+
+from __future__ import annotations
+
+import filecmp
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+from ptsave.bench.system import MIB, make_warm
+from ptsave.bench.task import Figure, Task
+
+__all__ = [
+    "CONTENDERS",
+    "LIMIT",
+    "PTSAVE",
+    "SAFETENSORS",
+    "STOCK",
+    "Bench",
+    "MeasureLimit",
+    "Results",
+    "Workload",
+    "is_available",
+    "run_rounds",
+]
+
+# From here the package can be imported, installed or not.
+_ROOT = Path(__file__).resolve().parents[2]
+STOCK, SAFETENSORS, PTSAVE, LIMIT = "stock", "safetensors", "ptsave", "limit"
+CONTENDERS = (STOCK, SAFETENSORS, PTSAVE)
+
+# Takes a mode, a path and a number of bytes; returns the bytes moved, and the seconds by number of
+# threads.
+MeasureLimit: TypeAlias = Callable[[str, Path, int], tuple[int, Mapping[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One thing that users do.
+
+    Attributes
+    ----------
+    title : str
+        What it is called in tables.
+    action : str
+        ``"save"`` or ``"load"``.
+    limit_mode, limit_title : str
+        What the hardware does at best, for `MeasureLimit` and for people.
+    fsync : bool
+        Whether a save has to be on the disk when it ends.
+    page_cache : str
+        ``"warm"`` or ``"cold"``, for a load.
+    mmap : bool
+        Whether a load maps the file.
+    on_tmpfs : bool
+        Whether a save goes to the folder in memory.
+    """
+
+    title: str
+    action: str
+    limit_mode: str
+    limit_title: str
+    fsync: bool = False
+    page_cache: str = "warm"
+    mmap: bool = False
+    on_tmpfs: bool = False
+
+    def limit_label(self) -> str:
+        """Return what the row of the limit is called."""
+        return f"limit: {self.limit_title}"
+
+
+@dataclass
+class Results:
+    """All figures of one workload, by contender, one per round."""
+
+    figures: dict[str, list[Figure]] = field(default_factory=dict)
+    best_threads: Counter[str] = field(default_factory=Counter)
+
+    def add(self, contender: str, figure: Figure) -> None:
+        self.figures.setdefault(contender, []).append(figure)
+
+    def speeds(self, contender: str) -> list[float]:
+        """Return GB/s of every round."""
+        return [figure.nbytes / figure.seconds / 1e9 for figure in self.figures[contender]]
+
+    def ratio(self, contender: str, reference: str) -> float:
+        """Return the median over the rounds of how many times faster the contender is."""
+        pairs = zip(self.speeds(contender), self.speeds(reference), strict=True)
+        return median(speed / reference_speed for speed, reference_speed in pairs)
+
+    def peaks_mib(self, contender: str) -> list[float]:
+        return [figure.peak_nbytes / MIB for figure in self.figures[contender]]
+
+
+# ------------------------------------------------------------------------------------------ running
+
+
+def _run_worker(task: Task) -> Figure:
+    """Run one task in a fresh process.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails, with the last line that it wrote.
+    """
+    result = subprocess.run(
+        [sys.executable, "-m", "ptsave.bench.worker", json.dumps(asdict(task))],
+        cwd=_ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode != 0:
+        said = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+        raise RuntimeError(f"{task.action} with {task.contender} has failed: {said}")
+    return Figure(**json.loads(result.stdout.splitlines()[-1]))
+
+
+def is_available(contender: str) -> bool:
+    """Whether a contender can be imported."""
+    try:
+        _run_worker(Task("probe", contender))
+    except RuntimeError:
+        return False
+    return True
+
+
+class Bench:
+    """Runs workloads on files in a directory on disk and one on tmpfs.
+
+    Parameters
+    ----------
+    disk, tmpfs : Path
+        Folders that are there, and empty.
+    nbytes : int
+        How many bytes of tensors to move, at least.
+    contenders : sequence of str
+        Of `CONTENDERS`; stock is always among them.
+    measure_limit : callable
+        Measures what the hardware can do.
+    drop_all : bool, default False
+        Whether all files may be dropped from the page cache, where one alone cannot be.
+    """
+
+    def __init__(
+        self,
+        disk: Path,
+        tmpfs: Path,
+        nbytes: int,
+        contenders: Sequence[str],
+        measure_limit: MeasureLimit,
+        *,
+        drop_all: bool = False,
+    ) -> None:
+        self._disk = disk
+        self._tmpfs = tmpfs
+        self._nbytes = nbytes
+        self._contenders = contenders
+        self._measure_limit = measure_limit
+        self._drop_all = drop_all
+        self._checksum = 0
+
+    def prepare(self) -> None:
+        """Write the files that loads read, and the one that saves are compared with."""
+        for contender in {STOCK, *self._contenders} - {PTSAVE}:
+            path = self.loaded_file(contender)
+            path.parent.mkdir(exist_ok=True)
+            figure = _run_worker(Task("save", contender, str(path), self._nbytes, fsync=True))
+            self._checksum = figure.checksum
+
+    def run(self, workload: Workload, contender: str, results: Results) -> None:
+        """Run a workload once with one contender, or its limit, and keep the figure."""
+        os.sync()  # nothing that ran before may still be on its way to the disk
+        if contender == LIMIT:
+            self._run_limit(workload, results)
+        elif workload.action == "save":
+            self._run_save(workload, contender, results)
+        else:
+            self._run_load(workload, contender, results)
+
+    def loaded_file(self, contender: str) -> Path:
+        """Return the file that a contender loads."""
+        # One name in several folders: a file's name is part of its bytes.
+        name = "model.safetensors" if contender == SAFETENSORS else "model.pt"
+        return self._disk / "loaded" / name
+
+    def _saved_file(self, workload: Workload, contender: str) -> Path:
+        folder = (self._tmpfs if workload.on_tmpfs else self._disk) / "saved"
+        folder.mkdir(exist_ok=True)
+        return folder / self.loaded_file(contender).name
+
+    def _run_limit(self, workload: Workload, results: Results) -> None:
+        path, nbytes = self.loaded_file(STOCK), self._nbytes
+        if workload.action == "save":
+            nbytes = path.stat().st_size
+            path = self._saved_file(workload, STOCK)
+        if workload.page_cache == "warm" and workload.action == "load":
+            make_warm(path)
+        moved_nbytes, seconds = self._measure_limit(workload.limit_mode, path, nbytes)
+        threads = min(seconds, key=lambda count: seconds[count])
+        results.best_threads[threads] += 1
+        results.add(LIMIT, Figure(seconds[threads], moved_nbytes, 0, 0))
+
+    def _run_save(self, workload: Workload, contender: str, results: Results) -> None:
+        path = self._saved_file(workload, contender)
+        task = Task("save", contender, str(path), self._nbytes, workload.fsync)
+        results.add(contender, _run_worker(task))
+        is_first = len(results.figures[contender]) == 1
+        if is_first and not filecmp.cmp(path, self.loaded_file(contender), shallow=False):
+            raise RuntimeError(f"{contender} wrote a file that differs from stock's: {workload}")
+        path.unlink()
+
+    def _run_load(self, workload: Workload, contender: str, results: Results) -> None:
+        task = Task(
+            "load",
+            contender,
+            str(self.loaded_file(contender)),
+            page_cache=workload.page_cache,
+            mmap=workload.mmap,
+            drop_all=self._drop_all,
+        )
+        figure = _run_worker(task)
+        if figure.checksum != self._checksum:
+            raise RuntimeError(f"{contender} loaded other values: {workload}")
+        results.add(contender, figure)
+
+
+def run_rounds(
+    bench: Bench,
+    workloads: Mapping[str, Workload],
+    contenders: Sequence[str],
+    rounds: int,
+    *,
+    progress: bool | None = None,
+) -> dict[str, Results]:
+    """Run every workload once per round, its contenders and its limit in a shuffled order.
+
+    Parameters
+    ----------
+    bench : Bench
+        Prepared.
+    workloads : mapping of str to Workload
+        By short names.
+    contenders : sequence of str
+        Of `CONTENDERS`.
+    rounds : int
+        How often.
+    progress : bool, optional
+        Whether to show a progress bar; by default on a terminal.
+    """
+    from tqdm import tqdm
+
+    order = [*contenders, LIMIT]
+    results = {name: Results() for name in workloads}
+    total = rounds * len(workloads) * len(order)
+    hidden = None if progress is None else not progress
+    with tqdm(total=total, leave=False, disable=hidden, delay=1) as bar:
+        for _, name in itertools.product(range(rounds), workloads):
+            random.shuffle(order)
+            for contender in order:
+                bar.set_description(f"{name} {contender}")
+                bench.run(workloads[name], contender, results[name])
+                bar.update()
+    return results
