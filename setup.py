@@ -167,7 +167,10 @@ class CleanBuildPy(build_py):
 setup(
     license="MIT",
     install_requires=[torch_requirement(), "click>=8.1", "tqdm"],
-    extras_require={"safetensors": ["safetensors>=0.4"]},  # load_model, save_model
+    extras_require={
+        "safetensors": ["safetensors>=0.4"],  # load_model, save_model
+        "plot": ["matplotlib>=3.7"],  # ptsave bench --plot
+    },
     ext_modules=[Extension("ptsave._C", sources=[])],
     cmdclass={
         "build_ext": CMakeBuildExt,

@@ -1,0 +1,258 @@
+"""`measure_disk`: saves and loads in a directory, beside torch, safetensors and the hardware."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptsave.bench import limits
+from ptsave.bench.rounds import (
+    PTSAVE,
+    SAFETENSORS,
+    STOCK,
+    Bench,
+    Results,
+    Workload,
+    run_rounds,
+)
+from ptsave.bench.system import filesystem_of, make_cold
+
+__all__ = ["MIN_NBYTES", "Measurement", "Plan", "measure_disk", "plan_disk"]
+
+MIB = 1 << 20
+MIN_NBYTES = 32 * MIB  # the smallest model that the worker makes
+_DEFAULT_NBYTES = 1 << 30
+_MARGIN_NBYTES = 64 * MIB
+_N_LIMIT_WRITES = len(limits.THREAD_COUNTS)
+# Tensors, and the pages and the file that a worker has beside them.
+_MEMORY_FACTOR = 3
+
+WORKLOADS = {
+    "save-durable": Workload(
+        title="save, durable",
+        action="save",
+        limit_mode="direct-write",
+        limit_title="direct write + fdatasync",
+        fsync=True,
+    ),
+    "save": Workload(
+        title="save",
+        action="save",
+        limit_mode="buffered-write",
+        limit_title="parallel write to the page cache",
+    ),
+    "load-cold": Workload(
+        title="load, cold",
+        action="load",
+        limit_mode="direct-read",
+        limit_title="direct read",
+        page_cache="cold",
+    ),
+    "load-warm": Workload(
+        title="load, warm",
+        action="load",
+        limit_mode="cached-read",
+        limit_title="parallel read into fresh memory",
+    ),
+}
+_IN_MEMORY = {
+    "save": Workload(
+        title="save",
+        action="save",
+        limit_mode="tmpfs-write",
+        limit_title="parallel write to memory",
+    ),
+    "load-warm": WORKLOADS["load-warm"],
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is going to be measured.
+
+    Attributes
+    ----------
+    directory : Path
+        Where.
+    nbytes : int
+        Of tensors, in each file.
+    rounds : int
+        How often.
+    contenders : list of str
+        Those that can be imported.
+    workloads : dict of str to Workload
+        By short names; a file system in memory has fewer.
+    remarks : list of str
+        What is not measured, and why.
+    """
+
+    directory: Path
+    nbytes: int
+    rounds: int
+    contenders: list[str]
+    workloads: dict[str, Workload]
+    remarks: list[str]
+
+    @property
+    def n_files(self) -> int:
+        """How many files there are at once: those that are loaded, and the one that is saved."""
+        return 2 + (SAFETENSORS in self.contenders)
+
+    @property
+    def nbytes_on_disk(self) -> int:
+        return self.n_files * self.nbytes
+
+    @property
+    def nbytes_written(self) -> int:
+        """How much is written in all."""
+        n_saves = sum(workload.action == "save" for workload in self.workloads.values())
+        each_round = n_saves * (len(self.contenders) + _N_LIMIT_WRITES)
+        return (self.n_files - 1 + self.rounds * each_round) * self.nbytes
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured.
+
+    Attributes
+    ----------
+    workloads : dict of str to Workload
+        Those that could be.
+    results : dict of str to Results
+        Of each of them.
+    remarks : list of str
+        What was not measured, and why.
+    """
+
+    workloads: dict[str, Workload]
+    results: dict[str, Results]
+    remarks: list[str]
+
+
+def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Plan:
+    """Find out what can be measured in a directory, without writing anything.
+
+    Parameters
+    ----------
+    directory : str
+        One that exists.
+    nbytes : int, optional
+        How many bytes of tensors to save and load: 1 GiB by default, but at most a quarter of what
+        is free, in memory and in the directory.
+    rounds : int, default 3
+        How often.
+
+    Raises
+    ------
+    OSError
+        If the directory is not there, cannot be written to, or has not enough room.
+    MemoryError
+        If there is not enough memory.
+    ValueError
+        If `nbytes` is less than `MIN_NBYTES`.
+    """
+    folder = Path(directory)
+    _require_writable(folder)
+    free, memory = shutil.disk_usage(folder).free, _free_memory_nbytes()
+    if nbytes is None:
+        nbytes = max(MIN_NBYTES, min(_DEFAULT_NBYTES, free // 4, memory // 4))
+    elif nbytes < MIN_NBYTES:
+        raise ValueError(f"the size must be at least {MIN_NBYTES >> 20} MiB, not {nbytes} bytes")
+    has_safetensors = importlib.util.find_spec("safetensors") is not None
+    contenders = [STOCK, *([SAFETENSORS] if has_safetensors else []), PTSAVE]
+    remarks = [] if has_safetensors else ["safetensors is not installed: left out"]
+    kind = filesystem_of(folder).split(" ")[0]
+    workloads = WORKLOADS
+    if in_memory := kind in ("tmpfs", "ramfs"):
+        workloads = _IN_MEMORY
+        remarks.append(f"{directory} is in memory ({kind}): nothing there is durable, or cold")
+    plan = Plan(folder.resolve(), nbytes, rounds, contenders, dict(workloads), remarks)
+    _require_room(plan, directory, free, memory, in_memory=in_memory)
+    return plan
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:  # its name is that of a file in the directory
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
+def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memory: bool) -> None:
+    needed = plan.nbytes_on_disk + _MARGIN_NBYTES
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{plan.n_files} files of {plan.nbytes >> 20} MiB need {needed >> 20} MiB, and "
+            f"{free >> 20} MiB are free: choose a smaller size",
+            directory,
+        )
+    needed = _MEMORY_FACTOR * plan.nbytes + (plan.nbytes_on_disk if in_memory else 0)
+    if needed > memory:
+        raise MemoryError(
+            f"measuring {plan.nbytes >> 20} MiB of tensors needs {needed >> 20} MiB of memory, and "
+            f"{memory >> 20} MiB are free: choose a smaller size"
+        )
+
+
+def _free_memory_nbytes() -> int:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
+    """Measure what is planned; everything that is written is removed, whatever happens.
+
+    Parameters
+    ----------
+    plan : Plan
+        What `plan_disk` has returned.
+    progress : bool, default False
+        Whether to show a progress bar.
+
+    Raises
+    ------
+    OSError
+        If files cannot be written.
+    RuntimeError
+        If one of the processes that measure fails.
+    """
+    workloads, remarks = dict(plan.workloads), [*plan.remarks]
+    with _scratch_folder(plan.directory) as folder:
+        bench = Bench(folder, folder, plan.nbytes, plan.contenders, limits.measure)
+        bench.prepare()
+        try:
+            make_cold(bench.loaded_file(STOCK), drop_all=False)
+        except RuntimeError as error:
+            if workloads.pop("load-cold", None):
+                remarks.append(f"cold loads are left out: {error}")
+        results = run_rounds(bench, workloads, plan.contenders, plan.rounds, progress=progress)
+    return Measurement(workloads, results, remarks)
+
+
+@contextmanager
+def _scratch_folder(directory: Path) -> Iterator[Path]:
+    """Yield a folder that is gone afterwards, also after SIGTERM."""
+
+    def terminate(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = None
+    with suppress(ValueError):  # only the main thread may
+        before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".ptsave-bench-", dir=directory) as scratch:
+            yield Path(scratch)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,135 @@
+"""``ptsave bench``: how fast saves and loads are on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from ptsave.bench.disk import Measurement, Plan, measure_disk, plan_disk
+from ptsave.bench.plot import plot_speeds, require_matplotlib
+from ptsave.bench.report import SPEED_HEADER, aligned, speed_rows, table
+from ptsave.bench.rounds import LIMIT, STOCK
+from ptsave.bench.system import describe_machine
+from ptsave.cli.command import Command, note, shows_progress
+from ptsave.cli.text import size_text
+
+__all__ = ["command"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_EXAMPLES = """
+ptsave bench                                # in this directory
+ptsave bench /mnt/scratch --size 4GiB --rounds 5
+ptsave bench --plot speeds.png --markdown > speeds.md
+"""
+
+
+def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """Parse a size: 4GiB, 512M, 1.5g, 1000000."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.I | re.A)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size, such as 512MiB or 4GiB", ctx, option)
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@click.command("bench", cls=Command, examples=_EXAMPLES)
+@click.argument("directory", metavar="[DIR]", default=".")
+@click.option(
+    "--size",
+    callback=_size,
+    help="Tensors in each file.  [default: 1GiB, at most a quarter of free memory and disk]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--markdown", is_flag=True, help="Print a markdown report with the machine's data.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+@click.option("--plot", metavar="FILE", help="Write a picture, too: .png, .svg or .pdf.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    directory: str,
+    *,
+    size: int | None,
+    rounds: int,
+    markdown: bool,
+    as_json: bool,
+    plot: str | None,
+) -> None:
+    """Save and load in DIR with stock torch, safetensors, ptsave, and nothing but reads and writes.
+
+    A GPT-2-like model is saved durably (fsync) and not, and loaded from the disk (cold) and from
+    the page cache (warm).  Contenders take turns, in a shuffled order; each figure comes from a
+    fresh process, and a load ends when every page has been touched.  s and GB/s are medians;
+    ratios are medians of the ratios within a round.  Files are removed afterwards.
+    """
+    if plot is not None:
+        _require_plot(plot)
+    plan = plan_disk(directory, size, rounds)
+    note(
+        ctx,
+        f"writes {size_text(plan.nbytes_written)} in all to {directory}, "
+        f"{size_text(plan.nbytes_on_disk)} at a time, and removes them",
+    )
+    found = measure_disk(plan, progress=shows_progress(ctx))
+    for remark in found.remarks:
+        note(ctx, remark)
+    if as_json:
+        click.echo(json.dumps(_as_json(plan, found), indent=2))
+    else:
+        rows = [
+            row
+            for name, workload in found.workloads.items()
+            for row in speed_rows(workload, found.results[name])
+        ]
+        if markdown:
+            click.echo(f"{_machine(plan)}\n\n{table(SPEED_HEADER, rows, 2)}")
+        else:
+            click.echo(aligned(SPEED_HEADER, rows, 2))
+    if plot is not None:
+        title = f"{size_text(plan.nbytes)} of tensors, medians of {plan.rounds} rounds"
+        plot_speeds(plot, found.workloads, found.results, title)
+
+
+def _require_plot(path: str) -> None:
+    """Raise now what would only be raised after minutes of measuring."""
+    figure = require_matplotlib()()
+    formats = figure.canvas.get_supported_filetypes()
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    if suffix not in formats:
+        raise ValueError(f"{path}: matplotlib writes {', '.join(sorted(formats))}, not {suffix!r}")
+    is_new = not Path(path).exists()
+    with open(path, "ab"):
+        pass
+    if is_new:
+        Path(path).unlink()
+
+
+def _machine(plan: Plan) -> str:
+    command = ["ptsave", "bench", "--size", f"{plan.nbytes >> 20}MiB"]
+    return describe_machine(plan.directory, [*command, "--rounds", str(plan.rounds)])
+
+
+def _as_json(plan: Plan, found: Measurement) -> dict[str, Any]:
+    workloads: dict[str, Any] = {}
+    for name, results in found.results.items():
+        workloads[name] = {
+            contender: {
+                "nbytes": figures[0].nbytes,
+                "seconds": [figure.seconds for figure in figures],
+                "median_seconds": median(figure.seconds for figure in figures),
+                "times_torch": results.ratio(contender, STOCK),
+                "of_limit": results.ratio(contender, LIMIT),
+            }
+            for contender, figures in results.figures.items()
+        }
+    return {
+        "nbytes": plan.nbytes,
+        "rounds": plan.rounds,
+        "workloads": workloads,
+        "remarks": found.remarks,
+    }
