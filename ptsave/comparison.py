@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ptsave.checkpoint_source import CheckpointSource, flat
 from ptsave.entry_comparison import Detail, EntryComparer, EntryDifference, TensorPair
-from ptsave.entry_names import nearest_names
-from ptsave.errors import EntryNotFoundError
+from ptsave.entry_names import entry_not_found
 from ptsave.moved_names import moved_names
 from ptsave.number_differences import Tolerance
 from ptsave.progress import progress_bar
@@ -129,7 +128,7 @@ def compare(
         tolerance=tolerance,
     )
     comparer.compare(*objects)
-    wanted.require_any()
+    wanted.require_any(a, b)
     result.differences = _with_moved(comparer.differences)
     _compare_values(sources, comparer.pairs, tolerance, result, progress)
     result.remarks += _remarks_on_sharing(sources, comparer.pairs)
@@ -164,13 +163,12 @@ class _Wanted:
             self._others.append(name)
         return False
 
-    def require_any(self) -> None:
+    def require_any(self, *paths: str) -> None:
+        """Raise if nothing has matched."""
         if self._found:
             return
-        wanted = ", ".join(self._patterns)
-        nearest = nearest_names(self._patterns[0], dict.fromkeys(self._others))
-        hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-        raise EntryNotFoundError(f"no entry of either checkpoint is called {wanted}{hint}")
+        files = " and ".join(dict.fromkeys(paths))
+        raise entry_not_found(files, self._patterns[0], dict.fromkeys(self._others))
 
 
 def _objects(
@@ -213,7 +211,7 @@ def _compare_values(
     result.n_tensors = len(pairs)
     result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in pairs)
     n_done = 0
-    with progress_bar(progress, "comparing", result.nbytes) as callback:
+    with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
 
         def done(nbytes: int) -> None:
             nonlocal n_done

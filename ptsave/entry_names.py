@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
 
-__all__ = ["EntryNames", "Path", "dotted", "nearest_names"]
+__all__ = ["EntryNames", "Path", "dotted", "entry_not_found"]
 
 Path: TypeAlias = tuple[Any, ...]
 
@@ -116,12 +116,16 @@ class EntryNames:
         return value
 
     def _missing(self, name: str | Path) -> EntryNotFoundError:
-        wanted = dotted(name) if isinstance(name, tuple) else name
-        nearest = nearest_names(
-            wanted, [other for other in self._numbers if isinstance(other, str)]
+        return entry_not_found(
+            self._path, name, [other for other in self._numbers if isinstance(other, str)]
         )
-        hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-        return EntryNotFoundError(f"{self._path}: no entry {name!r}{hint}")
+
+
+def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
+    """Return what to raise for a name that is none of `names`: it suggests similar ones."""
+    nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
+    hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -183,7 +187,6 @@ def _keys_called(value: Any, text: str) -> list[Any]:
     return []
 
 
-def nearest_names(name: str, names: Iterable[str]) -> list[str]:
-    """Return the names that somebody may have meant by one that is not there."""
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
     similar = [other for other in names if 2 * abs(len(other) - len(name)) <= len(name) + 8]
     return difflib.get_close_matches(name, similar[:_MAX_COMPARED], n=_MAX_SUGGESTED)

@@ -151,7 +151,7 @@ def test_details_and_patterns(diff: Diff) -> None:
     assert diff(a, b, detail="names").equal
     assert kinds(diff(a, b, detail="shapes")) == [("dtype", "m.x"), ("shape", "m.x")]
     assert kinds(diff(a, b, patterns=["m.w", "other"])) == [("numbers", "m.w")]
-    with pytest.raises(EntryNotFoundError, match=r"is called m.v; did you mean 'm\.[wx]'"):
+    with pytest.raises(EntryNotFoundError, match=r"no entry 'm.v'; did you mean 'm\.[wx]'"):
         diff(a, b, patterns=["m.v"])
     with pytest.raises(ValueError, match="rtol must be 0 or more, not -1"):
         diff(a, b, rtol=-1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ptsave.cli.command import NEGATIVE, Command, note, shows_progress
-from ptsave.cli.text import dtype_text, shape_text, size_text
+from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
 from ptsave.comparison import Comparison, compare
 from ptsave.entry_comparison import Detail, EntryDifference, quantizer_of
 from ptsave.moved_names import prefixes_of
@@ -83,7 +83,7 @@ def command(
         click.echo(json.dumps(_as_json(a, b, found, top), indent=2))
     else:
         for remark in found.remarks:
-            note(ctx, _printable(remark))
+            note(ctx, printable(remark))
         for line in _lines(a, b, found, top):
             click.echo(click.style(line, fg=_COLORS.get(line[0])))
     if not found.equal:
@@ -119,10 +119,10 @@ def _alone_lines(a: str, b: str, alone: list[EntryDifference]) -> Iterator[str]:
         if each.kind == "only in a":
             prefixes.setdefault(prefixes_of(each.name, each.moved or ""), []).append(each)
     for (in_a, in_b), entries in prefixes.items():
-        example = f"{_printable(entries[0].name)} / {_printable(entries[0].moved or '')}"
+        example = f"{printable(entries[0].name)} / {printable(entries[0].moved or '')}"
         yield (
-            f"> {_count(len(entries), 'tensor')} called {_printable(in_a)}* in {a} may be "
-            f"{_printable(in_b)}* in {b}: {example}"
+            f"> {count_text(len(entries), 'tensor')} called {printable(in_a)}* in {a} may be "
+            f"{printable(in_b)}* in {b}: {example}"
         )
     missing: dict[tuple[str, str], list[EntryDifference]] = {}
     for each in alone:
@@ -130,7 +130,7 @@ def _alone_lines(a: str, b: str, alone: list[EntryDifference]) -> Iterator[str]:
             missing.setdefault((each.kind, each.top), []).append(each)
     for (kind, name), entries in missing.items():
         side, sign = (a, "-") if kind == "only in a" else (b, "+")
-        yield f"{sign} {_printable(name)}  only in {side}: {_content_text(name, entries)}"
+        yield f"{sign} {printable(name)}  only in {side}: {_content_text(name, entries)}"
 
 
 def _content_text(name: str, entries: list[EntryDifference]) -> str:
@@ -139,9 +139,9 @@ def _content_text(name: str, entries: list[EntryDifference]) -> str:
         return _text(entries[0], values[0])
     tensors = [value for value in values if isinstance(value, Tensor)]
     nbytes = sum(value.numel() * value.itemsize for value in tensors)
-    parts = [f"{_count(len(tensors), 'tensor')} ({size_text(nbytes)})"] if tensors else []
+    parts = [f"{count_text(len(tensors), 'tensor')} ({size_text(nbytes)})"] if tensors else []
     if len(tensors) < len(values):
-        parts.append(_count(len(values) - len(tensors), "value"))
+        parts.append(count_text(len(values) - len(tensors), "value"))
     return ", ".join(parts)
 
 
@@ -171,15 +171,15 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _value_text(value: Any) -> str:
-    return _printable(reprlib.repr(value))
+    return printable(reprlib.repr(value))
 
 
 def _numbers_text(difference: EntryDifference) -> str:
     numbers = difference.numbers
     assert numbers is not None
-    differ = f"{numbers.n_different} of {numbers.numel} differ"
+    differ = f"{numbers.n_different:,} of {numbers.numel:,} differ"
     if numbers.n_outside != numbers.n_different:
-        differ += f", {numbers.n_outside} by more than allowed"
+        differ += f", {numbers.n_outside:,} by more than allowed"
     if numbers.max_abs is None:
         return f"{differ} (torch cannot compute with this dtype)"
     parts = [differ, f"max abs {numbers.max_abs:.3g}", f"max rel {numbers.max_rel:.3g}"]
@@ -187,13 +187,13 @@ def _numbers_text(difference: EntryDifference) -> str:
         parts = [f"{differ}, in their bits only: the values are equal"]
     for n, side in ((numbers.n_nan_a, "A"), (numbers.n_nan_b, "B")):
         if n:
-            parts.append(f"{n} NaN only in {side}")
+            parts.append(f"{n:,} NaN only in {side}")
     return ", ".join(parts)
 
 
 def _summary(a: str, b: str, found: Comparison) -> str:
     kinds: Counter[str] = Counter(each.kind for each in found.differences)
-    compared = f"{_count(found.n_tensors, 'tensor')} compared ({size_text(found.nbytes)})"
+    compared = f"{count_text(found.n_tensors, 'tensor')} compared ({size_text(found.nbytes)})"
     if found.within_tolerance:
         compared += f", {len(found.within_tolerance)} of them equal within the tolerance"
     if found.equal:
@@ -212,16 +212,7 @@ def _summary(a: str, b: str, found: Comparison) -> str:
 
 
 def _name(difference: EntryDifference) -> str:
-    return _printable(difference.name) or "(the whole)"
-
-
-def _printable(text: str) -> str:
-    """Return text as it is, unless it could do something to a terminal."""
-    return text if text.isprintable() else repr(text)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
+    return printable(difference.name) or "(the whole)"
 
 
 def _largest(numbers: list[EntryDifference], top: int | None) -> list[EntryDifference]:
