@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import re
 import shutil
 import signal
 import sys
@@ -24,7 +23,7 @@ from ptsave.bench.rounds import (
     Workload,
     run_rounds,
 )
-from ptsave.bench.system import filesystem_of, make_cold
+from ptsave.bench.system import filesystem_of, free_memory_nbytes, make_cold
 
 __all__ = ["MIN_NBYTES", "Measurement", "Plan", "measure_disk", "plan_disk"]
 
@@ -162,7 +161,7 @@ def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Pla
     """
     folder = Path(directory)
     _require_writable(folder)
-    free, memory = shutil.disk_usage(folder).free, _free_memory_nbytes()
+    free, memory = shutil.disk_usage(folder).free, free_memory_nbytes()
     if nbytes is None:
         nbytes = max(MIN_NBYTES, min(_DEFAULT_NBYTES, free // 4, memory // 4))
     elif nbytes < MIN_NBYTES:
@@ -202,12 +201,6 @@ def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memo
             f"measuring {plan.nbytes >> 20} MiB of tensors needs {needed >> 20} MiB of memory, and "
             f"{memory >> 20} MiB are free: choose a smaller size"
         )
-
-
-def _free_memory_nbytes() -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
-    assert match is not None
-    return int(match[1]) * 1024
 
 
 def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
