@@ -9,7 +9,8 @@
 * ``cached-read``: the cached file at PATH into fresh memory made of huge pages.
 
 Where the file system has no direct I/O, its files go through the page cache.  Python is fast enough
-for that, as each call moves 8 MiB.
+for that, as each call moves 8 MiB, and needs no compiler where ptsave is installed from a wheel.
+What takes one (mapped pages, memcpy) is measured by ``benchmarks/cpp/io_limits.cpp`` alone.
 """
 
 from __future__ import annotations
