@@ -44,10 +44,13 @@ class Contents(Protocol):
         What was saved.  The values of its tensors may not be there.
     metadata : dict
         What the file says about itself.
+    nbytes : int
+        The size of the file.
     """
 
     obj: Any
     metadata: dict[str, str]
+    nbytes: int
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
@@ -66,6 +69,7 @@ class UnreadContents:
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
+        self.nbytes = reader.engine.nbytes
         self._first_at: dict[int, str] = {}
         # The unpickler keeps its reader until the next garbage collection.
         with (
@@ -191,11 +195,16 @@ class LoadedContents:
         The locations of its storages, by `storage_id`.
     metadata : dict
         As of `Contents`.
+    nbytes : int
+        As of `Contents`.
     """
 
-    def __init__(self, obj: Any, locations: dict[int, str], metadata: dict[str, str]):
+    def __init__(
+        self, obj: Any, locations: dict[int, str], metadata: dict[str, str], nbytes: int
+    ) -> None:
         self.obj = obj
         self.metadata = metadata
+        self.nbytes = nbytes
         self._locations = locations
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
 
-__all__ = ["EntryNames", "Path", "dotted"]
+__all__ = ["EntryNames", "Path", "dotted", "entry_not_found"]
 
 Path: TypeAlias = tuple[Any, ...]
 
@@ -116,10 +116,16 @@ class EntryNames:
         return value
 
     def _missing(self, name: str | Path) -> EntryNotFoundError:
-        wanted = dotted(name) if isinstance(name, tuple) else name
-        nearest = _nearest(wanted, [other for other in self._numbers if isinstance(other, str)])
-        hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-        return EntryNotFoundError(f"{self._path}: no entry {name!r}{hint}")
+        from ptsave.entry_tree import EntryTree
+
+        return entry_not_found(self._path, name, [node.name for node in EntryTree(self._obj).nodes])
+
+
+def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
+    """Return what to raise for a name that is none of `names`: it suggests similar ones."""
+    nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
+    hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

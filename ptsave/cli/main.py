@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import io
+import sys
 
 import click
 
@@ -11,7 +14,7 @@ import ptsave
 __all__ = ["commands", "main"]
 
 # A command, and the module of this package that has it.
-_MODULES: dict[str, str] = {}
+_MODULES: dict[str, str] = {"ls": "ls"}
 
 
 class _Commands(click.Group):
@@ -41,4 +44,9 @@ def commands() -> None:
 
 def main() -> None:
     """Run the command line."""
+    # At exit Python looks for garbage among all objects: not among those that torch has made.
+    gc.freeze()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may be in any script
     commands(prog_name="ptsave")

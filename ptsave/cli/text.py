@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["dtype_text", "shape_text", "size_text"]
+__all__ = ["count_text", "dtype_text", "printable", "shape_text", "size_text"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -39,3 +39,25 @@ def dtype_text(dtype: torch.dtype) -> str:
     'bfloat16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def count_text(n: int, noun: str) -> str:
+    """Return how many there are of something.
+
+    >>> count_text(1, "tensor"), count_text(100_000, "tensor")
+    ('1 tensor', '100,000 tensors')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    r"""Return text of a file with escapes for whatever does more to a terminal than to show.
+
+    >>> printable("weight\n")
+    'weight\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
