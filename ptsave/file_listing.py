@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,8 +117,7 @@ def _listing_of(contents: Contents, path: str) -> FileListing:
     sharing = {number: group for group in groups.values() for number in group}
     used = [min(found[4], found[5]) for found in facts]
     for first, group in groups.items():
-        views = {facts[number][1:4]: used[number] for number in group}
-        used[first] = min(sum(views.values()), facts[first][5])
+        used[first] = _used_nbytes({facts[number] for number in group}, facts[first][5])
     totals = Totals(
         len(facts),
         sum(found[4] for found in facts),
@@ -127,6 +127,19 @@ def _listing_of(contents: Contents, path: str) -> FileListing:
         contents.nbytes,
     )
     return FileListing(path, contents.metadata, tree, facts, places, sharing, totals)
+
+
+def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
+    """Return at most how many bytes of a storage are in some views."""
+    nbytes = end = 0
+    for _, shape, stride, begin, view_nbytes, _ in sorted(views, key=lambda view: view[3]):
+        n_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
+        if math.prod(shape) == n_elements:  # without gaps: what they have in common counts once
+            nbytes += max(begin + view_nbytes - max(begin, end), 0)
+            end = max(end, begin + view_nbytes)
+        else:
+            nbytes += view_nbytes
+    return min(nbytes, storage_nbytes)
 
 
 def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:

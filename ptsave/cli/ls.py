@@ -45,10 +45,10 @@ def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_
     FILE is a .pt or .safetensors file, a URL, or a directory of shards (or their index). NAMEs are
     names of entries, with all that is in them, or patterns such as '*.weight'. No tensor is read.
     """
-    # All objects live until the end: looking for garbage among them would take a third of the time.
-    gc.disable()
+    gc.disable()  # what is made lives until the end
     shards = files_at(file)
     listings = [list_file(path) for path in (shards.paths if shards else [file])]
+    _keep_until_exit(listings)
     chosen = select(listings, names)
     if as_json:
         objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
@@ -58,6 +58,13 @@ def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_
     else:
         text = "\n".join(_lines(listings, chosen, depth, sort, bool(shards)))
     sys.stdout.write(f"{text}\n")
+
+
+def _keep_until_exit(listings: list[FileListing]) -> None:
+    """Leave objects to the end of the process, which is faster than freeing each of 100,000."""
+    cycle: list[object] = [listings]
+    cycle.append(cycle)
+    gc.freeze()
 
 
 def _lines(
