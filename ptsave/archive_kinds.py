@@ -22,7 +22,7 @@ from ptsave.serialization import load
 from ptsave.sources import FileObject, FsspecFile, RangeSource, RemoteReader, is_url
 from ptsave.unpickling import can_defer_reading
 
-__all__ = ["directory_error", "open_contents"]
+__all__ = ["directory_error", "open_contents", "require_saved_object"]
 
 _LEGACY = {"format": "torch before 1.6"}
 _Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
@@ -129,15 +129,7 @@ def _require_checkpoint(head: bytes, nbytes: int, path: str) -> None:
 
 
 def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Contents:
-    if reader.has_record("constants.pkl"):
-        raise NotCheckpointError(
-            f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path
-        )
-    if not reader.has_record("data.pkl"):
-        raise NotCheckpointError(
-            f"{reader.path} is a zip archive that torch.save has not written: it has no data.pkl",
-            path=reader.path,
-        )
+    require_saved_object(reader)
     if not reader.engine.all_stored:
         check_compressed_members(reader)
         return _load_whole(
@@ -147,6 +139,19 @@ def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Conte
     if not can_defer_reading(reader, _weights_only_unpickler):
         return _load_whole(open_stream(), metadata_of(reader), reader.engine.nbytes, verify)
     return UnreadContents(reader)
+
+
+def require_saved_object(reader: RecordReader) -> None:
+    """Refuse an archive that `torch.save` has not written."""
+    if reader.has_record("constants.pkl"):
+        raise NotCheckpointError(
+            f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path
+        )
+    if not reader.has_record("data.pkl"):
+        raise NotCheckpointError(
+            f"{reader.path} is a zip archive that torch.save has not written: it has no data.pkl",
+            path=reader.path,
+        )
 
 
 def _load_whole(

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "shows_progress"]
+__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "report_error", "shows_progress"]
 
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
 NEGATIVE = 1
@@ -58,10 +58,7 @@ class Command(click.Command):
             _say("interrupted")
             ctx.exit(_INTERRUPTED)
         except Exception as error:
-            if ctx.ensure_object(Settings).debug:
-                traceback.print_exc()
-            else:
-                _say(one_line(error))
+            report_error(ctx, error)
             ctx.exit(FAILED)
 
 
@@ -81,6 +78,14 @@ def one_line(error: BaseException) -> str:
     else:
         text = str(error) or type(error).__name__
     return " ".join(text.split())
+
+
+def report_error(ctx: click.Context, error: Exception) -> None:
+    """Say in one line what has gone wrong; ``--debug`` shows where."""
+    if ctx.ensure_object(Settings).debug:
+        traceback.print_exception(error)
+    else:
+        _say(one_line(error))
 
 
 def _say(text: str) -> None:
