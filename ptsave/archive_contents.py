@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ptsave.entries import storage_id
 from ptsave.errors import CheckpointWarning
-from ptsave.progress import progress_bar
+from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading import RecordReader
 from ptsave.serialization import unpickling_errors
 from ptsave.slicing import blocks_of, span_of
@@ -159,15 +159,20 @@ class UnreadContents:
                 stacklevel=3,
             )
         with progress_bar(progress, "verifying", self.nbytes) as callback:
-            damage = find_damage(self._reader, self._spans, callback)
-        if not damage:
-            return
+            error = self._find_error(callback)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback refers to this frame, and that to the archive
+
+    def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
+        damage = find_damage(self._reader, self._spans, progress)
         crcs = [found.crcs for found in damage if found.crcs is not None]
-        raise (
-            self._reader.damage(crcs)
-            if len(crcs) == len(damage)
-            else next(found.error for found in damage if found.crcs is None)
-        )
+        others = [found.error for found in damage if found.crcs is None]
+        if others:
+            return others[0]
+        return self._reader.damage(crcs) if crcs else None
 
 
 class LoadedContents:
