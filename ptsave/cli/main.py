@@ -14,7 +14,7 @@ import ptsave
 __all__ = ["commands", "main"]
 
 # A command, and the module of this package that has it.
-_MODULES: dict[str, str] = {"ls": "ls", "verify": "verify"}
+_MODULES: dict[str, str] = {"ls": "ls", "verify": "verify", "extract": "extract"}
 
 
 class _Commands(click.Group):
