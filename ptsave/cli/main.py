@@ -14,7 +14,12 @@ import ptsave
 __all__ = ["commands", "main"]
 
 # A command, and the module of this package that has it.
-_MODULES: dict[str, str] = {"ls": "ls", "verify": "verify", "extract": "extract"}
+_MODULES: dict[str, str] = {
+    "ls": "ls",
+    "verify": "verify",
+    "globals": "globals",
+    "extract": "extract",
+}
 
 
 class _Commands(click.Group):
