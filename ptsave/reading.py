@@ -18,6 +18,7 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPick
 from ptsave.progress import ProgressCallback
 
 __all__ = [
+    "MINIZ_ADVICE",
     "RecordReader",
     "bare_message",
     "corrupt",
@@ -29,7 +30,7 @@ __all__ = [
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # What torch says when miniz fails; people search for it.
-_MINIZ_ADVICE = (
+MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
     "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
     "properly, was transferred incorrectly, or the file was modified after saving."
@@ -121,7 +122,7 @@ def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
     """Return what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
     reason, detail, record, offset = error.args
     by_torch = reason.startswith("Pytorch")
-    parts = [f"{reason}{_MINIZ_ADVICE if by_torch else ''} ({detail})"]
+    parts = [f"{reason}{MINIZ_ADVICE if by_torch else ''} ({detail})"]
     if record is not None:
         parts.append(f"record {record}")
     if offset is not None:
@@ -133,7 +134,7 @@ def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
 
 def bare_message(error: BaseException, path: str) -> str:
     """Return what an error about a file says, without the file, the record and torch's advice."""
-    text = str(error).replace(_MINIZ_ADVICE, "").removeprefix(f"{path}: ")
+    text = str(error).replace(MINIZ_ADVICE, "").removeprefix(f"{path}: ")
     record = getattr(error, "record", None)
     return text if record is None else text.removeprefix(f"record {record}: ")
 
@@ -229,7 +230,7 @@ class RecordReader:
         record = self.engine.find(name)
         if record is None:
             message = f"PytorchStreamReader failed locating file {name}: file not found"
-            self.fail(f"{message}{_MINIZ_ADVICE}", name)
+            self.fail(f"{message}{MINIZ_ADVICE}", name)
         return record
 
     def fail(self, message: str, record: str) -> NoReturn:

@@ -20,6 +20,8 @@ from torch import Tensor
 import ptsave
 from ptsave.cli.main import commands
 
+# The tests run in a folder of their own.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}
 BIG = torch.arange(10_000.0).view(100, 100)
 
 
@@ -93,7 +95,7 @@ def test_what_a_format_cannot_hold(path: Path, names: list[str], output: str) ->
 
 def test_standard_output(path: Path) -> None:
     command = [sys.executable, "-m", "ptsave", "extract", str(path), "model.a.bias", "-o", "-"]
-    data = subprocess.run(command, check=True, capture_output=True).stdout
+    data = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True).stdout
     Path("piped.pt").write_bytes(data)
     assert torch.equal(stock_load("piped.pt"), torch.zeros(3))
 
@@ -166,7 +168,7 @@ def test_url_and_shards(path: Path, tmp_path: Path) -> None:
 
 def test_completion_of_names(path: Path) -> None:
     environment = {
-        **os.environ,
+        **ENVIRONMENT,
         "_PTSAVE_COMPLETE": "bash_complete",
         "COMP_WORDS": f"ptsave extract {path} model.a",
         "COMP_CWORD": "3",
@@ -174,3 +176,6 @@ def test_completion_of_names(path: Path) -> None:
     command = [sys.executable, "-c", "from ptsave.cli.main import main; main()"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["plain,model.a.weight", "plain,model.a.bias"]
+    environment |= {"COMP_WORDS": "ptsave extract che", "COMP_CWORD": "2"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["file,che"]  # which bash completes itself

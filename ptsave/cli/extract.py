@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 
 import click
-from click.shell_completion import CompletionItem
 
 from ptsave.cli.command import Command, note
+from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.text import printable
 from ptsave.errors import CorruptCheckpointError
 from ptsave.extracting import default_output, read_entries, write_entries
-from ptsave.file_listing import files_at, list_file
 
 __all__ = ["command"]
 
@@ -23,32 +22,17 @@ ptsave extract checkpoint.pt epoch optimizer.param_groups -o some.pt
 ptsave extract s3://bucket/checkpoint.pt model.head    # reads only that
 ptsave extract damaged.pt model.embed.weight --no-verify
 """
-_MAX_COMPLETIONS = 1000
 
 
-def _complete_names(
-    ctx: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Return the names of entries that begin so, level by level."""
-    found: dict[str, None] = {}
-    try:
-        file = ctx.params["file"]
-        shards = files_at(file)
-        for path in shards.paths if shards else [file]:
-            for node in list_file(path).tree.nodes:
-                if node.name.startswith(incomplete) and node.name.isprintable():
-                    found[node.name] = None
-    except Exception:  # whatever is wrong with the file is said when the command runs
-        return []
-    return [CompletionItem(name) for name in list(found)[:_MAX_COMPLETIONS]]
-
-
-@click.command("extract", cls=Command, examples=_EXAMPLES)
-@click.argument("file")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=_complete_names)
+@click.command(
+    "extract", cls=Command, examples=_EXAMPLES, short_help="Parts of a file as a new one."
+)
+@click.argument("file", type=FILE)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_names)
 @click.option(
     "-o",
     "--output",
+    type=FILE,
     help="A .pt, .safetensors or .npy file, or - for standard output. Default: NAME.pt, here.",
 )
 @click.option("-f", "--force", is_flag=True, help="Replace the file if it is there.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ptsave.cli.command import NEGATIVE, Command
+from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable
 from ptsave.required_globals import (
     code_to_allow,
@@ -25,8 +26,8 @@ Only if you know what each of them does, and trust whoever made the file:
 """
 
 
-@click.command("globals", cls=Command, examples=_EXAMPLES)
-@click.argument("file")
+@click.command("globals", cls=Command, examples=_EXAMPLES, short_help="What code a file needs.")
+@click.argument("file", type=FILE)
 @click.option("--all", "show_all", is_flag=True, help="Show those that are allowed, too.")
 @click.pass_context
 def command(ctx: click.Context, file: str, show_all: bool) -> None:

@@ -10,6 +10,7 @@ import sys
 import click
 
 from ptsave.cli.command import Command
+from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
 from ptsave.cli.text import printable
@@ -28,9 +29,9 @@ ptsave ls checkpoint.pt --json | jq '.tensors[].name'
 """
 
 
-@click.command("ls", cls=Command, examples=_EXAMPLES)
-@click.argument("file")
-@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.command("ls", cls=Command, examples=_EXAMPLES, short_help="What a file holds.")
+@click.argument("file", type=FILE)
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_names)
 @click.option("--depth", type=click.IntRange(1), help="How many levels to show.")
 @click.option(
     "--sort",

@@ -19,6 +19,7 @@ _MODULES: dict[str, str] = {
     "verify": "verify",
     "globals": "globals",
     "extract": "extract",
+    "completion": "completion",
 }
 
 
@@ -40,9 +41,8 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(ptsave.__version__, prog_name="ptsave")
 def commands() -> None:
-    r"""Look into, check, convert and compare PyTorch checkpoints.
+    """Look into, check, convert and compare PyTorch checkpoints.
 
-    \b
     Each command has examples: ptsave COMMAND --help
     """
 

@@ -17,6 +17,7 @@ from ptsave.cli.command import (
     report_error,
     shows_progress,
 )
+from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable, size_text
 from ptsave.file_listing import files_at
 from ptsave.file_verification import Problem, Verification, compare_with_index, verify_file
@@ -35,8 +36,8 @@ ptsave verify path/to/model          # a directory of shards, and its index
 _N_SHOWN = 5
 
 
-@click.command("verify", cls=Command, examples=_EXAMPLES)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.command("verify", cls=Command, examples=_EXAMPLES, short_help="Whether files are whole.")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
 @click.pass_context
 def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
