@@ -15,7 +15,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from comparison import stock_load
+from comparison import stock_load, typed_storage
 from safetensors.torch import save_file
 
 import ptsave
@@ -173,6 +173,16 @@ def test_url() -> None:
     with fsspec.open("memory://ls/checkpoint.pt", "wb") as stream:
         torch.save(checkpoint(), stream)
     assert rows_of(ls("memory://ls/checkpoint.pt"))["epoch"] == ["int", "3"]
+
+
+def test_storages(path: Path) -> None:
+    tensor = torch.ones(300)
+    torch.save({"untyped": tensor.untyped_storage(), "typed": typed_storage(tensor)}, path)
+    rows = rows_of(ls(path))
+    assert rows == {
+        "untyped": ["UntypedStorage", "1.17 KiB"],
+        "typed": ["TypedStorage", "1.17 KiB"],
+    }
 
 
 def test_tensors_that_are_loaded_as_a_whole(path: Path) -> None:

@@ -39,8 +39,8 @@ std::size_t storage_nbytes_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() : 0;
 }
 
-// (dtype, shape, stride, offset in its storage, its size, the storage's size; all three in bytes) of
-// each; None for one that is not strided.
+// (dtype, shape, stride, offset in its storage, its size, the storage's size; all three in bytes)
+// of each; None for one that is not strided.
 py::list tensor_facts(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {

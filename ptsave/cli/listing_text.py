@@ -151,7 +151,9 @@ def value_text(value: Any) -> str:
     >>> value_text([*range(1000)]), value_text((0.9, 0.999)), value_text("text")
     ('[0, 1, 2, ..., 997, 998, 999]', '(0.9, 0.999)', "'text'")
     """
-    if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+    if isinstance(value, torch.TypedStorage):
+        value = value._untyped_storage  # asking itself would warn
+    if isinstance(value, torch.UntypedStorage):
         return size_text(value.nbytes())
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
