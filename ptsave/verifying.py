@@ -42,7 +42,10 @@ def find_damage(
         if len(checked) < len(stored):
             others = [i for i in stored if i not in with_crcs]
             damage += spans.find_damage(others, verify=False)
-        damage += _find_damage_of_compressed(reader, [i for i in batch if i not in set(stored)])
+        if len(stored) < len(batch):
+            damage += _find_damage_of_compressed(
+                reader, [i for i in batch if not _is_readable(reader, i)]
+            )
         if progress is not None:
             progress(reader.engine.record(batch[-1]).limit)
     return sorted(damage, key=lambda found: found.offset)

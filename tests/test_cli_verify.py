@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,13 @@ def test_a_flip_of_any_byte_that_is_checked(path: Path) -> None:
         if result.exit_code == 0:
             again = stock_load(path)
             assert all(torch.equal(loaded[key], again[key]) for key in loaded), offset
+
+
+def test_many_records_take_linear_time(path: Path) -> None:
+    torch.save([torch.ones(1) for _ in range(20_000)], path)
+    begin = time.perf_counter()
+    assert len(verify_file(path).whole or []) == 20_000
+    assert time.perf_counter() - begin < 5  # quadratic: 12 s
 
 
 def test_damaged_header(path: Path) -> None:
