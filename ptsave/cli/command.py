@@ -17,6 +17,7 @@ import click
 from ptsave.cli.text import printable
 from ptsave.errors import CorruptCheckpointError
 from ptsave.reading import MINIZ_ADVICE
+from ptsave.sources import is_url
 
 __all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "report_error", "shows_progress"]
 
@@ -95,7 +96,7 @@ def one_line(error: BaseException) -> str:
         text = f"no entry {error}"
     else:
         text = str(error).replace(MINIZ_ADVICE, "") or type(error).__name__
-        if isinstance(error, CorruptCheckpointError):
+        if type(error) is CorruptCheckpointError and not is_url(error.path):
             text += " (`ptsave verify FILE` says what is whole)"
     line = printable(" ".join(text.partition(_CPP_FRAMES)[0].split()))
     return (
