@@ -47,37 +47,46 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     and which are whole. Files without checksums (safetensors, torch before 1.6) are checked as far
     as that goes.
     """
-    code = 0
+    codes = [0]
     models = []
     for file in files:
         try:
             models.append(_model_at(file))
         except Exception as error:
-            code = FAILED
+            codes.append(FAILED)
             report_error(ctx, error)
-    paths = [path for model in models for path in model.paths]
-    with progress_bar(
-        shows_progress(ctx), "verifying", sum(map(_nbytes_of, paths)), delay=1
-    ) as bar:
+    nbytes = sum(_nbytes_of(path) for model in models for path in model.paths)
+    with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
         for model in models:
-            shards = []
-            for path in model.paths:
-                try:
-                    shards.append(verify_file(path, _from(bar, done)))
-                except Exception as error:
-                    code = FAILED
-                    report_error(ctx, error)
-                    continue
-                finally:
-                    done += _nbytes_of(path)
-                _print(ctx, shards[-1], list_all)
-            problems = [*model.problems, *compare_with_index(model.files, shards)]
-            for problem in problems:
-                click.echo(f"{printable(model.name)}: DAMAGED: {printable(problem.reason)}")
-            if problems or any(shard.problems for shard in shards):
-                code = code or NEGATIVE
-    ctx.exit(code)
+            codes.append(_verify_model(ctx, model, list_all, _from(bar, done)))
+            done += sum(map(_nbytes_of, model.paths))
+    ctx.exit(max(codes))
+
+
+def _verify_model(
+    ctx: click.Context, model: _Model, list_all: bool, progress: ProgressCallback | None
+) -> int:
+    """Print what there is to say about a file, or a set of shards; return the exit code."""
+    codes = [0]
+    shards = []
+    done = 0
+    for path in model.paths:
+        try:
+            found = verify_file(path, _from(progress, done))
+        except Exception as error:
+            codes.append(FAILED)
+            report_error(ctx, error)
+            continue
+        shards.append(found)
+        done += found.nbytes
+        _print(ctx, found, list_all)
+    problems = [*model.problems, *compare_with_index(model.files, shards)]
+    for problem in problems:
+        click.echo(f"{printable(model.name)}: DAMAGED: {printable(problem.reason)}")
+    if problems or any(shard.problems for shard in shards):
+        codes.append(NEGATIVE)
+    return max(codes)
 
 
 @dataclass(frozen=True)
