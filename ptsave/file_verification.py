@@ -13,7 +13,7 @@ from ptsave.archive_contents import UnreadContents
 from ptsave.archive_kinds import open_contents, require_saved_object
 from ptsave.checking import check_version
 from ptsave.cut_archives import CutArchive
-from ptsave.entries import entries_using
+from ptsave.entries import entries_with_records
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, is_zip
@@ -173,7 +173,7 @@ def _verify_archive(reader: RecordReader, progress: ProgressCallback | None) -> 
     users: dict[str | None, list[str]] = {}
     try:
         require_saved_object(reader)
-        tensors, users = _users_of_records(reader, damaged)
+        tensors, users = _users_of_records(reader)
     except NotCheckpointError as error:
         if not reader.has_record("constants.pkl"):
             raise
@@ -209,10 +209,8 @@ _WITHOUT_CHECKSUMS = (
 )
 
 
-def _users_of_records(
-    reader: RecordReader, damaged: set[str]
-) -> tuple[list[str], dict[str | None, list[str]]]:
-    """Return the names of all tensors, and, of the damaged records, those of the tensors in each.
+def _users_of_records(reader: RecordReader) -> tuple[list[str], dict[str | None, list[str]]]:
+    """Return the names of all tensors, and of those in each record.
 
     Raises
     ------
@@ -224,14 +222,16 @@ def _users_of_records(
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return [], {}
     check_version(reader)
+    users: dict[str | None, list[str]] = {}
     if not can_defer_reading(reader, _weights_only_unpickler):
-        names = entries_using(reader, set(reader.get_all_records()))
-        if not names:
+        found = entries_with_records(reader, set(reader.get_all_records()))
+        if not found:
             raise UnpicklingError
-        return names, {record: entries_using(reader, {record}) for record in damaged}
+        for name, record in found:
+            users.setdefault(record, []).append(name)
+        return [name for name, _ in found], users
     contents = UnreadContents(reader)
     tree = EntryTree(contents.obj)
-    users: dict[str | None, list[str]] = {}
     names = [tree.nodes[number].name or "the tensor itself" for number in tree.tensor_nodes]
     for name, place in zip(names, contents.places_of(tree.tensors), strict=True):
         users.setdefault(place[1], []).append(name)
