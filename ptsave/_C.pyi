@@ -234,11 +234,11 @@ MAX_TAIL_NBYTES: int
 # Offset and size of the central directory in an archive of `nbytes` bytes that ends with `tail`.
 def find_central_directory(tail: bytes, nbytes: int) -> tuple[int, int]: ...
 
-# (dtype, shape, stride, offset in the storage in bytes, size in bytes) of each tensor; None for one
-# that is not strided.
+# (dtype, shape, stride, offset in the storage, size, size of the storage; all three in bytes) of
+# each tensor; None for one that is not strided.
 def tensor_facts(
     tensors: list[torch.Tensor],
-) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int] | None]: ...
+) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int] | None]: ...
 
 # mapped_nbytes: memory of the pool; used_nbytes: of it, in use; n_mappings: how often it has grown.
 def staging_statistics() -> dict[str, int]: ...

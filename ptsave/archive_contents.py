@@ -11,23 +11,21 @@ import torch
 from torch import Tensor, _weights_only_unpickler
 from torch.nn import Parameter
 
-from ptsave import _C
 from ptsave.entries import storage_id
 from ptsave.errors import CheckpointWarning
-from ptsave.progress import progress_bar
+from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading import RecordReader
 from ptsave.serialization import unpickling_errors
 from ptsave.slicing import blocks_of, span_of
-from ptsave.sources import RemoteReader
-from ptsave.spans import EngineSpans, FetchedSpans, Span, SpanReader
+from ptsave.spans import Span, spans_of
 from ptsave.unpickling import unpickle_unread
+from ptsave.verifying import find_damage
 
 __all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 _MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
 _ALIGNMENT = 16  # the largest size of an element
-_VERIFIED_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
 
 
 # Where in a file a storage lies: what tells it from others, the archive's record, the offset in
@@ -44,10 +42,13 @@ class Contents(Protocol):
         What was saved.  The values of its tensors may not be there.
     metadata : dict
         What the file says about itself.
+    nbytes : int
+        The size of the file.
     """
 
     obj: Any
     metadata: dict[str, str]
+    nbytes: int
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
@@ -66,6 +67,7 @@ class UnreadContents:
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
+        self.nbytes = reader.engine.nbytes
         self._first_at: dict[int, str] = {}
         # The unpickler keeps its reader until the next garbage collection.
         with (
@@ -74,9 +76,7 @@ class UnreadContents:
         ):
             self.obj = unpickle_unread(unpickled, _weights_only_unpickler, set(), self._first_at)
         self.metadata = metadata_of(reader)
-        self._spans: SpanReader = (
-            FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
-        )
+        self._spans = spans_of(reader)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         engine = self._reader.engine
@@ -151,33 +151,28 @@ class UnreadContents:
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
-        engine = self._reader.engine
-        with progress_bar(progress, "verifying", engine.nbytes) as callback:
-            batch: list[int] = []
-            nbytes = 0
-            for number, record in self._records_with_checksums():
-                batch.append(number)
-                nbytes += record.nbytes
-                if callback is not None and nbytes >= _VERIFIED_AT_ONCE_NBYTES:
-                    self._spans.check(batch)
-                    batch, nbytes = [], 0
-                    callback(record.limit)
-            if batch:
-                self._spans.check(batch)
+        if not self._reader.engine.storages_have_crcs:
+            warnings.warn(
+                f"{self._reader.path} was written without checksums of its storages "
+                "(set_crc32_options(False) or skip_data()): they cannot be verified",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+        with progress_bar(progress, "verifying", self.nbytes) as callback:
+            error = self._find_error(callback)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback refers to this frame, and that to the archive
 
-    def _records_with_checksums(self) -> list[tuple[int, _C.Record]]:
-        engine = self._reader.engine
-        records = list(enumerate(engine.records()))
-        if engine.storages_have_crcs:
-            return records
-        warnings.warn(
-            f"{self._reader.path} was written without checksums of its storages "
-            "(set_crc32_options(False) or skip_data()): they cannot be verified",
-            CheckpointWarning,
-            stacklevel=4,
-        )
-        others = set(engine.other_names()) if engine.has_crcs else set()
-        return [(number, record) for number, record in records if record.name in others]
+    def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
+        damage = find_damage(self._reader, self._spans, progress)
+        crcs = [found.crcs for found in damage if found.crcs is not None]
+        others = [found.error for found in damage if found.crcs is None]
+        if others:
+            return others[0]
+        return self._reader.damage(crcs) if crcs else None
 
 
 class LoadedContents:
@@ -191,11 +186,16 @@ class LoadedContents:
         The locations of its storages, by `storage_id`.
     metadata : dict
         As of `Contents`.
+    nbytes : int
+        As of `Contents`.
     """
 
-    def __init__(self, obj: Any, locations: dict[int, str], metadata: dict[str, str]):
+    def __init__(
+        self, obj: Any, locations: dict[int, str], metadata: dict[str, str], nbytes: int
+    ) -> None:
         self.obj = obj
         self.metadata = metadata
+        self.nbytes = nbytes
         self._locations = locations
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:

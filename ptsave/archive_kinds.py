@@ -22,8 +22,9 @@ from ptsave.serialization import load
 from ptsave.sources import FileObject, FsspecFile, RangeSource, RemoteReader, is_url
 from ptsave.unpickling import can_defer_reading
 
-__all__ = ["open_contents"]
+__all__ = ["directory_error", "open_contents", "require_saved_object"]
 
+_LEGACY = {"format": "torch before 1.6"}
 _Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
 
 
@@ -77,12 +78,13 @@ def _as_corrupt(path: str) -> Iterator[None]:
 
 def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
     if stat.S_ISDIR(os.stat(name).st_mode):
-        raise _directory(name, path)
+        raise directory_error(name, path)
     with io.FileIO(name) as stream:
         return _open_stream(stream, path, verify)
 
 
-def _directory(name: str | bytes, path: str) -> OSError:
+def directory_error(name: str | bytes, path: str) -> OSError:
+    """Return what to raise for a directory that is opened as a file."""
     hint = "open one of the files in it"
     if ".metadata" in map(os.fsdecode, os.listdir(name)):
         hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
@@ -100,7 +102,7 @@ def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
         return SafetensorsContents(stream, path, begin)
     _require_checkpoint(head, nbytes, path)
     if is_legacy(head):
-        return _load_whole(nullcontext(stream), {"format": "torch before 1.6"}, verify)
+        return _load_whole(nullcontext(stream), _LEGACY, nbytes, verify)
     engine = open_archive(stream)
     if engine is None:
         raise OSError(f"{path} cannot be read at any position: it is no regular file")
@@ -113,7 +115,7 @@ def _open_source(source: RangeSource, verify: bool, open_stream: _Opener) -> Con
         raise OSError(f"{source.name}: a safetensors file has to be a local one: copy it first")
     _require_checkpoint(head, source.nbytes, source.name)
     if is_legacy(head):
-        return _load_whole(open_stream(), {"format": "torch before 1.6"}, verify)
+        return _load_whole(open_stream(), _LEGACY, source.nbytes, verify)
     return _open_zip(RemoteReader(source, verify=verify), open_stream, verify)
 
 
@@ -127,6 +129,20 @@ def _require_checkpoint(head: bytes, nbytes: int, path: str) -> None:
 
 
 def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Contents:
+    require_saved_object(reader)
+    if not reader.engine.all_stored:
+        check_compressed_members(reader)
+        return _load_whole(
+            open_stream(), {"format": "pt, compressed"}, reader.engine.nbytes, verify
+        )
+    check_version(reader)
+    if not can_defer_reading(reader, _weights_only_unpickler):
+        return _load_whole(open_stream(), metadata_of(reader), reader.engine.nbytes, verify)
+    return UnreadContents(reader)
+
+
+def require_saved_object(reader: RecordReader) -> None:
+    """Refuse an archive that `torch.save` has not written."""
     if reader.has_record("constants.pkl"):
         raise NotCheckpointError(
             f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path
@@ -136,17 +152,10 @@ def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Conte
             f"{reader.path} is a zip archive that torch.save has not written: it has no data.pkl",
             path=reader.path,
         )
-    if not reader.engine.all_stored:
-        check_compressed_members(reader)
-        return _load_whole(open_stream(), {"format": "pt, compressed"}, verify)
-    check_version(reader)
-    if not can_defer_reading(reader, _weights_only_unpickler):
-        return _load_whole(open_stream(), metadata_of(reader), verify)
-    return UnreadContents(reader)
 
 
 def _load_whole(
-    opened: AbstractContextManager[Any], metadata: dict[str, str], verify: bool
+    opened: AbstractContextManager[Any], metadata: dict[str, str], nbytes: int, verify: bool
 ) -> LoadedContents:
     locations: dict[int, str] = {}
 
@@ -156,4 +165,4 @@ def _load_whole(
 
     with opened as stream:
         obj = load(stream, stay, weights_only=True, verify=verify)
-    return LoadedContents(obj, locations, metadata)
+    return LoadedContents(obj, locations, metadata, nbytes)

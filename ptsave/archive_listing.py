@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from ptsave import _C
 from ptsave.archive_contents import Contents
 from ptsave.entry_names import EntryNames, Path
 
-__all__ = ["TensorInfo", "list_tensors", "pausing_garbage_collection"]
+__all__ = ["Facts", "TensorInfo", "facts_of", "list_tensors", "pausing_garbage_collection"]
+
+# Of a tensor: dtype, shape, stride, where in its storage it begins, its size, and its storage's
+# size; all three in bytes.  A plain tuple, of which there may be 100,000.
+Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
 
 
 class TensorInfo(NamedTuple):
@@ -64,12 +68,9 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
             first = first_of.setdefault(key, name)
             if first is not name:
                 sharing.setdefault(key, [first]).append(name)
-        facts = _C.tensor_facts(names.tensors)
         infos = []
-        for name, fact, tensor, place in zip(
-            names.names, facts, names.tensors, places, strict=True
-        ):
-            dtype, shape, stride, begin, nbytes = fact or _facts_of(tensor)
+        for name, facts, place in zip(names.names, facts_of(names.tensors), places, strict=True):
+            dtype, shape, stride, begin, nbytes, _ = facts
             key, record, offset, location = place
             others = sharing.get(key)
             shared = () if others is None else tuple([o for o in others if o is not name])
@@ -80,9 +81,18 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
         return infos
 
 
-def _facts_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]:
-    """Return of a tensor that is not strided what `_C.tensor_facts` does of the others."""
-    return tensor.dtype, tensor.shape, (), 0, int(tensor.numel() * tensor.itemsize)
+def facts_of(tensors: list[Tensor]) -> list[Facts]:
+    """Return what tensors say about themselves; one that is not strided has no stride."""
+    facts = _C.tensor_facts(tensors)
+    return [
+        _dense_facts_of(tensor) if found is None else found
+        for found, tensor in zip(facts, tensors, strict=True)
+    ]
+
+
+def _dense_facts_of(tensor: Tensor) -> Facts:
+    nbytes = int(tensor.numel() * tensor.itemsize)
+    return tensor.dtype, tensor.shape, (), 0, nbytes, nbytes
 
 
 @contextmanager

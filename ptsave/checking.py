@@ -8,7 +8,12 @@ import zlib
 from ptsave import _C
 from ptsave.reading import RecordReader
 
-__all__ = ["check_compressed_members", "check_small_records", "check_version"]
+__all__ = [
+    "check_compressed_member",
+    "check_compressed_members",
+    "check_small_records",
+    "check_version",
+]
 
 # The file format versions that torch reads (caffe2/serialize/versions.h).
 _MIN_VERSION = 1
@@ -83,14 +88,20 @@ def check_compressed_members(reader: RecordReader) -> None:
     CorruptCheckpointError
         If a member is not what the archive says.
     """
-    for index, record in enumerate(reader.engine.records()):
-        offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
-        if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
-            reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
-        nbytes, crc = _inflate(reader, index, offset)
-        is_verified = reader.verify and reader.engine.has_crcs
-        if nbytes != record.nbytes or (is_verified and crc != record.crc):
-            reader.fail("it does not inflate to what its checksum promises", record.name)
+    for index in range(len(reader.engine.records())):
+        check_compressed_member(reader, index)
+
+
+def check_compressed_member(reader: RecordReader, index: int) -> None:
+    """Verify one member, as `check_compressed_members` does all."""
+    record = reader.engine.record(index)
+    offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
+    if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
+        reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
+    nbytes, crc = _inflate(reader, index, offset)
+    is_verified = reader.verify and reader.engine.has_crcs
+    if nbytes != record.nbytes or (is_verified and crc != record.crc):
+        reader.fail("it does not inflate to what its checksum promises", record.name)
 
 
 def _inflate(reader: RecordReader, index: int, offset: int) -> tuple[int, int]:

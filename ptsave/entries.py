@@ -11,7 +11,7 @@ from torch.serialization import _serialization_tls
 if TYPE_CHECKING:
     from ptsave.reading import RecordReader
 
-__all__ = ["entries_in", "entries_using", "storage_id"]
+__all__ = ["entries_in", "entries_using", "entries_with_records", "storage_id"]
 
 # A file says how large its object is: what is looked at for a message has to be bounded.
 _MAX_DEPTH = 64
@@ -36,16 +36,23 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
     list of str
         Empty if the object cannot be rebuilt that way.
     """
+    return [name for name, _ in entries_with_records(reader, records)]
+
+
+def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[str, str]]:
+    """Return what `entries_using` does, each with the record that it is stored in."""
     location = _serialization_tls.map_location
     try:
-        offsets: set[int | None] = {reader.get_record_header_offset(name) for name in records}
+        names: dict[int | None, str] = {
+            reader.get_record_header_offset(name): name for name in records
+        }
         plain = _PlainReader(reader)
         obj = torch.serialization._load(plain, "meta", torch._weights_only_unpickler)
     except Exception:  # the message is better without entries than not raised
         return []
     finally:
         _serialization_tls.map_location = location  # torch leaves it behind if unpickling fails
-    return _collect(obj, offsets, _offset)
+    return [(entry, names[offset]) for entry, offset in _collect(obj, names.keys(), _offset)]
 
 
 def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
@@ -58,7 +65,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
     storages : set of int
         As from `storage_id`.
     """
-    return _collect(obj, storages, storage_id)
+    return [name for name, _ in _collect(obj, storages, storage_id)]
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
@@ -91,16 +98,17 @@ class _PlainReader:
 
 def _collect(
     obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
-) -> list[str]:
-    """Return the paths of the tensors at `places`, each shared container looked at once."""
-    found: list[str] = []
+) -> list[tuple[str, int | None]]:
+    """Return paths and places of the tensors at `places`; shared containers count once."""
+    found: list[tuple[str, int | None]] = []
     seen: set[int] = set()
     pending: list[tuple[Any, str, int]] = [(obj, "", 0)]
     while pending and len(seen) < _MAX_NODES:
         value, path, depth = pending.pop()
         if isinstance(value, torch.Tensor):
-            if place_of(value) in places:
-                found.append(path or "the tensor itself")
+            place = place_of(value)
+            if place in places:
+                found.append((path or "the tensor itself", place))
         elif id(value) not in seen and depth < _MAX_DEPTH:
             seen.add(id(value))
             children = [

@@ -116,9 +116,9 @@ class EntryNames:
         return value
 
     def _missing(self, name: str | Path) -> EntryNotFoundError:
-        return entry_not_found(
-            self._path, name, [other for other in self._numbers if isinstance(other, str)]
-        )
+        from ptsave.entry_tree import EntryTree
+
+        return entry_not_found(self._path, name, [node.name for node in EntryTree(self._obj).nodes])
 
 
 def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:

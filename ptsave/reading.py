@@ -17,11 +17,20 @@ from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
 from ptsave.progress import ProgressCallback
 
-__all__ = ["RecordReader", "describe", "open_archive", "raise_corrupt", "real_file"]
+__all__ = [
+    "MINIZ_ADVICE",
+    "RecordReader",
+    "bare_message",
+    "corrupt",
+    "describe",
+    "open_archive",
+    "raise_corrupt",
+    "real_file",
+]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # What torch says when miniz fails; people search for it.
-_MINIZ_ADVICE = (
+MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
     "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
     "properly, was transferred incorrectly, or the file was modified after saving."
@@ -106,16 +115,28 @@ def _open_file_object(stream: Any) -> _C.Reader | None:
 
 def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
     """Raise what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
+    raise corrupt(error, path) from None
+
+
+def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
+    """Return what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
     reason, detail, record, offset = error.args
     by_torch = reason.startswith("Pytorch")
-    parts = [f"{reason}{_MINIZ_ADVICE if by_torch else ''} ({detail})"]
+    parts = [f"{reason}{MINIZ_ADVICE if by_torch else ''} ({detail})"]
     if record is not None:
         parts.append(f"record {record}")
     if offset is not None:
         parts.append(f"offset {offset}")
     kind = CorruptPickleError if record == "data.pkl" else CorruptCheckpointError
     message = f"{path}: {'; '.join(parts)}"
-    raise kind(message, path=path, record=record, offset=offset) from None
+    return kind(message, path=path, record=record, offset=offset)
+
+
+def bare_message(error: BaseException, path: str) -> str:
+    """Return what an error about a file says, without the file, the record and torch's advice."""
+    text = str(error).replace(MINIZ_ADVICE, "").removeprefix(f"{path}: ")
+    record = getattr(error, "record", None)
+    return text if record is None else text.removeprefix(f"record {record}: ")
 
 
 class RecordReader:
@@ -209,12 +230,16 @@ class RecordReader:
         record = self.engine.find(name)
         if record is None:
             message = f"PytorchStreamReader failed locating file {name}: file not found"
-            self.fail(f"{message}{_MINIZ_ADVICE}", name)
+            self.fail(f"{message}{MINIZ_ADVICE}", name)
         return record
 
     def fail(self, message: str, record: str) -> NoReturn:
         """Raise a :class:`CorruptCheckpointError` about a record."""
-        raise CorruptCheckpointError(
+        raise self.failure(message, record)
+
+    def failure(self, message: str, record: str) -> CorruptCheckpointError:
+        """Return a :class:`CorruptCheckpointError` about a record."""
+        return CorruptCheckpointError(
             f"{self.path}: record {record}: {message}", path=self.path, record=record
         )
 

@@ -72,6 +72,7 @@ class SafetensorsContents:
         except SafetensorError as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
         self.metadata = {"format": "safetensors", **(self._file.metadata() or {})}
+        self.nbytes = os.fstat(stream.fileno()).st_size
         self._path = path
         self._read_header(stream)
 

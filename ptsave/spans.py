@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ptsave import _C, config
-from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.errors import CorruptCheckpointError
+from ptsave.reading import RecordReader, bare_message, corrupt, raise_corrupt
 from ptsave.sources import RemoteReader
 
-__all__ = ["EngineSpans", "FetchedSpans", "Span", "SpanReader"]
+__all__ = ["Damage", "EngineSpans", "FetchedSpans", "Span", "SpanReader", "spans_of"]
 
 MIB = 1 << 20
 # What is asked for at once, and what is fetched in one request: some file systems make several at
@@ -42,6 +43,31 @@ class Span:
     target: Tensor
 
 
+@dataclass(frozen=True)
+class Damage:
+    """A record that is not what it should be.
+
+    Attributes
+    ----------
+    record : str
+        Its name.
+    offset : int
+        Where it was found, in bytes.
+    reason : str
+        What is wrong.
+    error : Exception
+        What to raise if there is nothing more to say.
+    crcs : _C.DamagedRecord or None
+        The checksums, if it is these that are not the same.
+    """
+
+    record: str
+    offset: int
+    reason: str
+    error: Exception
+    crcs: _C.DamagedRecord | None = None
+
+
 class SpanReader(Protocol):
     """Fills spans; safe for concurrent use.
 
@@ -67,7 +93,11 @@ class SpanReader(Protocol):
         ...
 
     def check(self, records: Sequence[int]) -> None:
-        """Compare records with their checksums."""
+        """Compare records with their checksums; raises for the first that is damaged."""
+        ...
+
+    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        """Read records, compare them with their checksums if asked, and return what is wrong."""
         ...
 
 
@@ -111,6 +141,26 @@ class EngineSpans:
         except _C.FormatError as error:
             raise_corrupt(error, self._reader.path)
 
+    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        try:
+            damaged = self._engine.read_records(
+                list(records), [], n_threads=config.current().n_readers, verify=verify
+            )
+        except (_C.FormatError, OSError) as error:
+            if len(records) > 1:  # which stops at the first
+                return [d for number in records for d in self.find_damage([number], verify=verify)]
+            return [_damage_of(self._reader, records[0], error)]
+        return [
+            Damage(
+                found.name,
+                found.payload_offset,
+                f"its CRC-32 is {found.actual_crc:08x}, not {found.expected_crc:08x}",
+                CorruptCheckpointError(f"{self._reader.path}: record {found.name} is damaged"),
+                found,
+            )
+            for found in damaged
+        ]
+
     def _check(self, records: Sequence[int]) -> None:
         self._transfer(sorted(set(records)), [], verify=True)
 
@@ -152,15 +202,33 @@ class FetchedSpans:
 
     def check(self, records: Sequence[int]) -> None:
         for record in sorted(set(records)):
-            crc = 0
-            nbytes = self._engine.record(record).nbytes
-            piece = torch.empty(min(nbytes, _BATCH_NBYTES), dtype=torch.uint8)
-            for begin in range(0, nbytes, _BATCH_NBYTES):
-                part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
-                for batch in _batches([Span(record, begin, part)]):
-                    self._fetch(batch)
-                crc = _C.crc32(_memory_of(part), crc)
-            self._compare(record, crc)
+            self._compare(record, self._crc_of(record))
+
+    def _crc_of(self, record: int) -> int:
+        crc = 0
+        nbytes = self._engine.record(record).nbytes
+        piece = torch.empty(min(nbytes, _BATCH_NBYTES), dtype=torch.uint8)
+        for begin in range(0, nbytes, _BATCH_NBYTES):
+            part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
+            for batch in _batches([Span(record, begin, part)]):
+                self._fetch(batch)
+            crc = _C.crc32(_memory_of(part), crc)
+        return crc
+
+    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        damage = []
+        for number in records:
+            record = self._engine.record(number)
+            try:
+                offset = self._reader.get_record_offset(record.name)
+                crc = self._crc_of(number) if verify else record.crc
+                if verify and crc != record.crc:
+                    reason = f"its CRC-32 is {crc:08x}, not {record.crc:08x}"
+                    error = self._damaged(record, crc)
+                    damage.append(Damage(record.name, offset, reason, error))
+            except (CorruptCheckpointError, OSError) as error:
+                damage.append(_damage_of(self._reader, number, error))
+        return damage
 
     def _fetch(self, spans: Sequence[Span]) -> None:
         """Fetch spans and the local headers of their records, which may put them elsewhere."""
@@ -188,14 +256,29 @@ class FetchedSpans:
     def _compare(self, record: int, crc: int) -> None:
         found = self._engine.record(record)
         if crc != found.crc:
-            self._fail(found, crc)
+            raise self._damaged(found, crc)
 
-    def _fail(self, record: _C.Record, crc: int) -> NoReturn:
-        self._reader.fail(
+    def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
+        return self._reader.failure(
             f"it is damaged: its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy it again, or pass "
             "verify=False to read it as it is.",
             record.name,
         )
+
+
+def spans_of(reader: RecordReader) -> SpanReader:
+    """Return what reads parts of an archive's records."""
+    return FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
+
+
+def _damage_of(reader: RecordReader, number: int, error: Exception) -> Damage:
+    record = reader.engine.record(number)
+    at = record.header_offset
+    if isinstance(error, _C.FormatError):
+        reason, detail, _, offset = error.args
+        at = at if offset is None else offset
+        return Damage(record.name, at, f"{detail} ({reason})", corrupt(error, reader.path))
+    return Damage(record.name, at, bare_message(error, reader.path), error)
 
 
 def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:

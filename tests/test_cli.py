@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 import ptsave
@@ -40,6 +47,8 @@ def failing() -> click.Command:
             "lines": RuntimeError("first\n  second"),
             "empty": MemoryError(),
             "interrupt": KeyboardInterrupt(),
+            "frames": RuntimeError("wrong size\nException raised from f at g.cpp:1\nframe #0"),
+            "escapes": RuntimeError("no entry \x1b[31m"),
         }
         if kind in errors:
             raise errors[kind]
@@ -53,6 +62,8 @@ def failing() -> click.Command:
         ("os", "here.pt: No such file or directory", 2),
         ("lines", "first second", 2),
         ("empty", "MemoryError", 2),
+        ("frames", "wrong size", 2),
+        ("escapes", "no entry \\x1b[31m", 2),
         ("interrupt", "interrupted", 130),
     ],
 )
@@ -76,3 +87,64 @@ def test_remarks_and_quiet(failing: click.Command) -> None:
 def test_help_has_examples(failing: click.Command) -> None:
     text = CliRunner().invoke(failing, ["--help"]).stdout
     assert text.endswith("Examples:\n  ptsave failing  # always\n")
+
+
+def test_refusal_of_weights_only_is_short(tmp_path: Path) -> None:
+    """torch's own message is a page, of which the advice is for programs."""
+    torch.save({"where": tmp_path}, tmp_path / "file.pt")
+    torch.save([Runs(os.getcwd)], tmp_path / "never.pt")
+    for name, needed in (("file.pt", "pathlib.PosixPath"), ("never.pt", "posix.getcwd")):
+        result = CliRunner().invoke(commands, ["ls", str(tmp_path / name)])
+        assert result.exit_code == FAILED
+        assert f"allows: {needed} (`ptsave globals FILE`" in result.stderr
+        assert len(result.stderr) < 200
+
+
+class Runs:
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call, ()
+
+
+def test_warnings_are_remarks(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save([torch.eye(3).to_sparse()], path)  # which is loaded as a whole
+    finally:
+        torch.serialization.set_crc32_options(True)
+    command = [sys.executable, "-m", "ptsave", "ls", str(path)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert result.stderr.startswith(f"ptsave: {path} was written without checksums")
+    assert len(result.stderr.splitlines()) == 1
+    quiet = subprocess.run([*command, "--quiet"], check=True, capture_output=True, text=True)
+    assert quiet.stderr == ""
+
+
+def test_interrupt(tmp_path: Path) -> None:
+    """While the command waits for a pipe that nobody empties."""
+    torch.save(torch.zeros(1 << 20), tmp_path / "file.pt")
+    command = [sys.executable, "-m", "ptsave", "extract", str(tmp_path / "file.pt"), "", "-o", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        select.select([process.stdout], [], [], 60)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"ptsave: interrupted\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script(shell: str) -> None:
+    result = CliRunner().invoke(commands, ["completion", shell])
+    assert result.exit_code == 0
+    assert "_PTSAVE_COMPLETE" in result.stdout
+
+
+def test_help_names_all_commands() -> None:
+    text = CliRunner().invoke(commands, ["--help"]).stdout
+    listed = text.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == commands.list_commands(click.Context(commands))
+    assert "..." not in text.partition("Commands:")[2]

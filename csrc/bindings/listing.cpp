@@ -35,8 +35,12 @@ py::object shape_of(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(shape);
 }
 
-// (dtype, shape, stride, offset in its storage in bytes, size in bytes) of each; None for one that
-// is not strided.
+std::size_t storage_nbytes_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() : 0;
+}
+
+// (dtype, shape, stride, offset in its storage, its size, the storage's size; all three in bytes)
+// of each; None for one that is not strided.
 py::list tensor_facts(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -48,7 +52,8 @@ py::list tensor_facts(const py::list& tensors) {
     }
     const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
     result[i] = py::make_tuple(dtype_of(tensor), shape_of(tensor), tuple_of(tensor.strides()),
-                               tensor.storage_offset() * itemsize, tensor.numel() * itemsize);
+                               tensor.storage_offset() * itemsize, tensor.numel() * itemsize,
+                               storage_nbytes_of(tensor));
   }
   return result;
 }

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from typing import Any
 
 import click
 
-__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "shows_progress"]
+from ptsave.cli.text import printable
+from ptsave.errors import CorruptCheckpointError
+from ptsave.reading import MINIZ_ADVICE
+from ptsave.sources import is_url
+
+__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "report_error", "shows_progress"]
 
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
 NEGATIVE = 1
 FAILED = 2
 _INTERRUPTED = 130
+
+_MAX_LENGTH = 700
+_WEIGHTS_ONLY = "Weights only load failed"
+_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+_CPP_FRAMES = "\nException raised from "  # behind the messages of torch's C++ part
 
 
 @dataclass
@@ -51,17 +66,16 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _remark_of(ctx)
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt:
             _say("interrupted")
             ctx.exit(_INTERRUPTED)
         except Exception as error:
-            if ctx.ensure_object(Settings).debug:
-                traceback.print_exc()
-            else:
-                _say(one_line(error))
+            report_error(ctx, error)
             ctx.exit(FAILED)
 
 
@@ -75,12 +89,37 @@ def _flag(*names: str, help: str) -> click.Option:  # noqa: A002 - as click call
 def one_line(error: BaseException) -> str:
     """Return what an error says, in one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    elif isinstance(error, UnpicklingError) and _WEIGHTS_ONLY in str(error):
+        text = _short_refusal(str(error))
     elif type(error) is KeyError:
         text = f"no entry {error}"
     else:
-        text = str(error) or type(error).__name__
-    return " ".join(text.split())
+        text = str(error).replace(MINIZ_ADVICE, "") or type(error).__name__
+        if type(error) is CorruptCheckpointError and not is_url(error.path):
+            text += " (`ptsave verify FILE` says what is whole)"
+    line = printable(" ".join(text.partition(_CPP_FRAMES)[0].split()))
+    return (
+        line if len(line) <= _MAX_LENGTH else f"{line[:_MAX_LENGTH]}... (--debug shows all of it)"
+    )
+
+
+def _short_refusal(message: str) -> str:
+    """Return what torch's restricted unpickler has refused, without its advice."""
+    found = _REFUSED.search(message)
+    what = f": {found[1]}" if found else ""
+    return (
+        f"the file needs more than torch.load(weights_only=True) allows{what} (`ptsave globals "
+        "FILE` lists what, and runs nothing)"
+    )
+
+
+def report_error(ctx: click.Context, error: Exception) -> None:
+    """Say in one line what has gone wrong; ``--debug`` shows where."""
+    if ctx.ensure_object(Settings).debug:
+        traceback.print_exception(error)
+    else:
+        _say(one_line(error))
 
 
 def _say(text: str) -> None:
@@ -91,6 +130,15 @@ def note(ctx: click.Context, text: str) -> None:
     """Say something on standard error that is no result; ``--quiet`` leaves it out."""
     if not ctx.ensure_object(Settings).quiet:
         _say(text)
+
+
+def _remark_of(ctx: click.Context) -> Callable[..., None]:
+    """Return what shows a warning as a remark."""
+
+    def show(message: Warning | str, *place: object) -> None:
+        note(ctx, one_line(message) if isinstance(message, Warning) else message)
+
+    return show
 
 
 def shows_progress(ctx: click.Context) -> bool:

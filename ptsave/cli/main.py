@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import io
+import sys
 
 import click
 
@@ -12,8 +15,13 @@ __all__ = ["commands", "main"]
 
 # A command, and the module of this package that has it.
 _MODULES: dict[str, str] = {
+    "ls": "ls",
+    "verify": "verify",
+    "globals": "globals",
+    "extract": "extract",
     "diff": "diff",
     "bench": "bench",
+    "completion": "completion",
 }
 
 
@@ -35,13 +43,17 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(ptsave.__version__, prog_name="ptsave")
 def commands() -> None:
-    r"""Look into, check, convert and compare PyTorch checkpoints.
+    """Look into, check, convert and compare PyTorch checkpoints.
 
-    \b
     Each command has examples: ptsave COMMAND --help
     """
 
 
 def main() -> None:
     """Run the command line."""
+    # At exit Python looks for garbage among all objects: not among those that torch has made.
+    gc.freeze()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may be in any script
     commands(prog_name="ptsave")

@@ -1,0 +1,73 @@
+"""``ptsave extract``: a part of a checkpoint as a file of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ptsave.cli.command import Command, note
+from ptsave.cli.completing import FILE, complete_names
+from ptsave.cli.text import printable
+from ptsave.errors import CorruptCheckpointError
+from ptsave.extracting import default_output, read_entries, write_entries
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+ptsave extract checkpoint.pt model                     # the state dict alone: model.pt
+ptsave extract checkpoint.pt model -o model.safetensors
+ptsave extract checkpoint.pt model.embed.weight -o embed.npy
+ptsave extract checkpoint.pt epoch optimizer.param_groups -o some.pt
+ptsave extract s3://bucket/checkpoint.pt model.head    # reads only that
+ptsave extract damaged.pt model.embed.weight --no-verify
+"""
+
+
+@click.command(
+    "extract", cls=Command, examples=_EXAMPLES, short_help="Parts of a file as a new one."
+)
+@click.argument("file", type=FILE)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_names)
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    help="A .pt, .safetensors or .npy file, or - for standard output. Default: NAME.pt, here.",
+)
+@click.option("-f", "--force", is_flag=True, help="Replace the file if it is there.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help="Whether to compare with checksums. Without, damaged tensors are read as they are.",
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    file: str,
+    names: tuple[str, ...],
+    output: str | None,
+    force: bool,
+    verify: bool,
+) -> None:
+    """Write entries of FILE to a file of their own.
+
+    NAMEs are as `ptsave ls` shows them, with dots between the levels: tensors, containers such as
+    model, or other values. One is written as it is, several as a dict. Only what is asked for is
+    read. A name that may mean several entries is written as Python's tuple: "('a.b', 0)".
+    """
+    if output is None and len(names) > 1:
+        raise click.UsageError("Several entries need a name for the file: -o OUT")
+    target = default_output(names[0]) if output is None else output
+    if target == "-" and sys.stdout.isatty():
+        raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
+    try:
+        entries = read_entries(file, names, verify=verify)
+    except CorruptCheckpointError as error:
+        words = str(error).replace("pass verify=False to", "use --no-verify to")
+        error.args = (words, *error.args[1:])
+        raise
+    write_entries(entries, sys.stdout.buffer if target == "-" else target, overwrite=force)
+    if output is None:
+        note(ctx, f"wrote {printable(target)}")

@@ -1,0 +1,55 @@
+"""``ptsave globals``: which functions and classes a checkpoint needs."""
+
+from __future__ import annotations
+
+import click
+
+from ptsave.cli.command import NEGATIVE, Command
+from ptsave.cli.completing import FILE
+from ptsave.cli.text import count_text, printable
+from ptsave.required_globals import (
+    code_to_allow,
+    never_allowed,
+    required_globals,
+    unsafe_globals,
+)
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+ptsave globals checkpoint.pt
+ptsave globals --all checkpoint.pt  # those that torch allows by default, too
+"""
+_WARNING = """
+Loading builds these by calling them: a file from somebody who wants harm can do harm with them.
+Only if you know what each of them does, and trust whoever made the file:
+"""
+
+
+@click.command("globals", cls=Command, examples=_EXAMPLES, short_help="What code a file needs.")
+@click.argument("file", type=FILE)
+@click.option("--all", "show_all", is_flag=True, help="Show those that are allowed, too.")
+@click.pass_context
+def command(ctx: click.Context, file: str, show_all: bool) -> None:
+    """Say which functions and classes FILE needs beyond torch's default allow-list.
+
+    Nothing of the file is run. Exits with 1 if there are any: torch.load with weights_only=True
+    refuses such a file until they are allowed.
+    """
+    modules = required_globals(file)
+    unsafe = unsafe_globals(modules)
+    if show_all:
+        for name in sorted(modules.keys() - set(unsafe)):
+            click.echo(f"allowed        {printable(name)}")
+    for name in unsafe:
+        kind = "never allowed" if never_allowed(modules[name]) else "not allowed"
+        click.echo(f"{kind.ljust(13)}  {printable(name)}")
+    if not unsafe:
+        click.echo(f"Nothing beyond the allow-list ({count_text(len(modules), 'global')}).")
+        return
+    possible = {name: modules[name] for name in unsafe if not never_allowed(modules[name])}
+    if possible:
+        click.echo(_WARNING)
+        for line in code_to_allow(possible).splitlines():
+            click.echo(f"    {printable(line)}")
+    ctx.exit(NEGATIVE)

@@ -1,0 +1,116 @@
+"""The form of ``ptsave ls --json``, which programs rely on: keys are added, never changed.
+
+A file is an object with
+
+- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, what it says about itself;
+- ``tensors``: a list of objects with ``name`` (dotted), ``path`` (the keys; a tuple's, dict's or
+  other object's as text), ``dtype``, ``shape`` and ``stride`` (in elements; no stride if it is not
+  strided), ``nbytes`` (elements times their size), ``location`` (the device it was saved from),
+  ``record`` and ``offset`` (where its first byte lies in the file), ``storage`` (a number;
+  tensors with the same one share a storage) and ``storage_nbytes``;
+- ``values``: what is no tensor, with ``name``, ``path``, ``type`` and, where JSON has it,
+  ``value``;
+- ``totals`` of the whole file, whatever names were asked for: ``tensors``, ``tensor_nbytes``,
+  ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``.
+
+What is not known is null.  A directory is an object with ``path``, ``index`` (the path of the
+index, or null), ``files`` (a list of such objects) and ``totals``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ptsave.cli.text import dtype_text
+from ptsave.entry_tree import Node, is_plain
+from ptsave.file_listing import FileListing, Totals
+
+__all__ = ["directory_json", "file_json"]
+
+
+def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return what JSON says of some nodes of a file."""
+    nodes = listing.tree.nodes
+    tensors = [number for number in numbers if nodes[number].tensor >= 0]
+    values = [
+        number
+        for number in numbers
+        if nodes[number].tensor < 0 and not listing.tree.is_container(number)
+    ]
+    return {
+        "path": listing.path,
+        "format": listing.metadata["format"],
+        "metadata": listing.metadata,
+        "tensors": [_tensor_json(listing, number) for number in tensors],
+        "values": [
+            {**_name_json(listing, number), **_value_json(nodes[number])} for number in values
+        ],
+        "totals": _totals_json(listing.totals),
+    }
+
+
+def directory_json(path: str, index_path: str, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what JSON says of a directory of shards."""
+    totals: dict[str, int] = {}
+    for file in files:
+        for key, value in file["totals"].items():
+            totals[key] = totals.get(key, 0) + value
+    return {"path": path, "index": index_path or None, "files": list(files), "totals": totals}
+
+
+def _tensor_json(listing: FileListing, number: int) -> dict[str, Any]:
+    node = listing.tree.nodes[number]
+    dtype, shape, stride, begin, nbytes, storage_nbytes = listing.facts[node.tensor]
+    _, record, offset, location = listing.places[node.tensor]
+    is_strided = len(stride) == len(shape)
+    return {
+        **_name_json(listing, number),
+        "dtype": dtype_text(dtype),
+        "shape": [*shape],
+        "stride": [*stride] if is_strided else None,
+        "nbytes": nbytes,
+        "location": location,
+        "record": record,
+        "offset": None if offset is None else offset + begin,
+        "storage": listing.sharing.get(node.tensor, [node.tensor])[0],
+        "storage_nbytes": storage_nbytes,
+    }
+
+
+def _name_json(listing: FileListing, number: int) -> dict[str, Any]:
+    path = listing.tree.path_of(number)
+    return {
+        "name": listing.tree.nodes[number].name,
+        "path": [key if _is_json(key) else str(key) for key in path],
+    }
+
+
+def _value_json(node: Node) -> dict[str, Any]:
+    is_plain_json = is_plain(node.value) and all(map(_is_json, _parts(node.value)))
+    type_name = type(node.value).__name__
+    if node.again is not None or not is_plain_json:
+        return {"type": type_name}
+    return {"type": type_name, "value": node.value}
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_json(value: Any) -> bool:
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (str, int, bool)
+
+
+def _totals_json(totals: Totals) -> dict[str, int]:
+    return {
+        "tensors": totals.n_tensors,
+        "tensor_nbytes": totals.tensor_nbytes,
+        "storages": totals.n_storages,
+        "storage_nbytes": totals.storage_nbytes,
+        "unused_nbytes": totals.unused_nbytes,
+        "file_nbytes": totals.file_nbytes,
+    }

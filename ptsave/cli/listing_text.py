@@ -1,0 +1,195 @@
+"""How the entries of a file are written for people: a line each, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ptsave.archive_listing import Facts
+from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
+from ptsave.entry_tree import EntryTree, Node, is_plain
+from ptsave.file_listing import FileListing, Totals
+
+__all__ = ["lines_by_size", "totals_lines", "tree_lines"]
+
+_MAX_VALUE_LENGTH = 60
+_MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
+_N_SHOWN = 3  # from each end of a long list
+_INDENT = "  "
+
+
+def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | None) -> list[str]:
+    """Return the lines for some nodes, each container in front of what is in it.
+
+    Parameters
+    ----------
+    listing : FileListing
+        The file.
+    numbers : sequence of int
+        Which of its nodes, in order.
+    max_depth : int or None
+        How many levels are shown.
+    """
+    nodes = listing.tree.nodes
+    if max_depth is not None:
+        numbers = [number for number in numbers if nodes[number].depth < max_depth]
+    names = [_INDENT * nodes[i].depth + printable(str(nodes[i].key)) for i in numbers]
+    return _Table(listing).lines(numbers, names)
+
+
+def lines_by_size(listing: FileListing, numbers: Sequence[int]) -> list[str]:
+    """Return the lines for the tensors among some nodes, the largest first."""
+    nodes, facts = listing.tree.nodes, listing.facts
+    numbers = [number for number in numbers if nodes[number].tensor >= 0]
+    numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
+    return _Table(listing).lines(numbers, [printable(nodes[i].name) for i in numbers])
+
+
+class _Table:
+    """The columns behind the names; what many tensors have in common is written once."""
+
+    def __init__(self, listing: FileListing) -> None:
+        self._listing = listing
+        self._tree = listing.tree
+        self._sizes = _sizes_before(listing.tree, listing.facts)
+        self._kinds: dict[tuple[object, ...], tuple[str, str, str, str]] = {}
+
+    def lines(self, numbers: Sequence[int], names: Sequence[str]) -> list[str]:
+        nodes = self._tree.nodes
+        tensors = [nodes[number].tensor for number in numbers]
+        others = {
+            number: self._columns_of(number)
+            for number, tensor in zip(numbers, tensors, strict=True)
+            if tensor < 0
+        }
+        kinds = [None if i < 0 else self._kind_of(self._listing.facts[i]) for i in tensors]
+        columns = [*self._kinds.values(), *others.values()]
+        widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
+        texts = {row: _joined(row, widths) for row in columns}
+        width = min(max(map(len, names), default=0), _MAX_NAME_WIDTH)
+        sharing, places = self._listing.sharing, self._listing.places
+        lines = []
+        for number, name, kind, tensor in zip(numbers, names, kinds, tensors, strict=True):
+            line = f"{name.ljust(width)}  {texts[kind or others[number]]}"
+            if tensor in sharing or (tensor >= 0 and places[tensor][3] not in (None, "cpu")):
+                line += self._remarks(nodes[number])
+            lines.append(line.rstrip())
+        return lines
+
+    def _kind_of(self, facts: Facts) -> tuple[str, str, str, str]:
+        dtype, shape, stride, _, nbytes, _ = facts
+        kind = self._kinds.get((dtype, shape, stride))
+        if kind is None:
+            remark = "" if _is_contiguous(shape, stride) else f"stride {shape_text(stride)}"
+            kind = dtype_text(dtype), shape_text(shape), size_text(nbytes), remark
+            self._kinds[dtype, shape, stride] = kind
+        return kind
+
+    def _columns_of(self, number: int) -> tuple[str, str, str, str]:
+        """Return the columns of what is no tensor."""
+        node = self._tree.nodes[number]
+        if node.again is not None:
+            return type_text(node.value), "", "", f"the same as {printable(node.again)}"
+        if not self._tree.is_container(number):
+            return type_text(node.value), "", "", value_text(node.value)
+        nbytes = self._sizes[self._tree.end_of(number)] - self._sizes[number]
+        return type_text(node.value), "", size_text(nbytes) if nbytes else "", ""
+
+    def _remarks(self, node: Node) -> str:
+        location = self._listing.places[node.tensor][3]
+        remarks = [] if location in (None, "cpu") else [printable(str(location))]
+        group = self._listing.sharing.get(node.tensor)
+        if group is not None:
+            other = group[0] if group[0] != node.tensor else group[1]
+            more = f" and {len(group) - 2} more" if len(group) > 2 else ""
+            remarks.append(f"shared with {printable(self._name_of(other))}{more}")
+        return "".join(f"  {remark}" for remark in remarks)
+
+    def _name_of(self, tensor: int) -> str:
+        return self._tree.nodes[self._tree.tensor_nodes[tensor]].name
+
+
+def _sizes_before(tree: EntryTree, facts: Sequence[Facts]) -> list[int]:
+    """Return how many bytes of tensors there are in front of each node, and in all."""
+    sizes = (0 if node[5] < 0 else facts[node[5]][4] for node in tree.nodes)
+    return [*accumulate(sizes, initial=0)]
+
+
+def _joined(row: tuple[str, str, str, str], widths: Sequence[int]) -> str:
+    kind, shape, size, rest = row
+    if not shape and not size:  # a value: there are no columns behind it
+        return f"{kind.ljust(widths[0])}  {rest}"
+    columns = (kind.ljust(widths[0]), shape.ljust(widths[1]), size.rjust(widths[2]), rest)
+    return "  ".join(columns)
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    if 0 in shape or len(stride) != len(shape):  # the latter is not strided at all
+        return True
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def type_text(value: Any) -> str:
+    """Return the name of a type, and how many there are in a container."""
+    name = type(value).__name__
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+        return name
+    return f"{name} of {len(value)}" if isinstance(value, (Mapping, list, tuple, set)) else name
+
+
+def value_text(value: Any) -> str:
+    """Return a short form of what is no tensor; nothing for types that only name themselves.
+
+    >>> value_text([*range(1000)]), value_text((0.9, 0.999)), value_text("text")
+    ('[0, 1, 2, ..., 997, 998, 999]', '(0.9, 0.999)', "'text'")
+    """
+    if isinstance(value, torch.TypedStorage):
+        value = value._untyped_storage  # asking itself would warn
+    if isinstance(value, torch.UntypedStorage):
+        return size_text(value.nbytes())
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if not is_plain(value):
+        return ""
+    if not isinstance(value, (list, tuple)):
+        return _cut(repr(value[: 4 * _MAX_VALUE_LENGTH] if _has_length(value) else value))
+    text = repr(value) if len(value) <= _MAX_VALUE_LENGTH else ""
+    if 0 < len(text) <= _MAX_VALUE_LENGTH:
+        return printable(text)
+    begin, end = ("[", "]") if isinstance(value, list) else ("(", ")")
+    shown = [*value[:_N_SHOWN], "...", *value[-_N_SHOWN:]] if len(value) > 6 else value
+    parts = ["..." if part == "..." else _cut(repr(part)) for part in shown]
+    return printable(f"{begin}{', '.join(parts)}{end}")
+
+
+def _has_length(value: Any) -> bool:
+    return isinstance(value, (str, bytes))
+
+
+def _cut(text: str) -> str:
+    shown = text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
+    return printable(shown)
+
+
+def totals_lines(totals: Totals) -> list[str]:
+    """Return what there is in all."""
+    sums = (
+        f"{count_text(totals.n_tensors, 'tensor')}, {size_text(totals.tensor_nbytes)}",
+        f"{count_text(totals.n_storages, 'storage')}, {size_text(totals.storage_nbytes)}",
+        f"file: {size_text(totals.file_nbytes)}",
+    )
+    lines = ["; ".join(sums)]
+    if totals.unused_nbytes:
+        lines.append(
+            f"{size_text(totals.unused_nbytes)} of the storages is in no tensor: `ptsave compact` "
+            "leaves it out"
+        )
+    return lines

@@ -1,0 +1,194 @@
+"""Parts of checkpoints as files of their own."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from ptsave.archive import open as open_archive
+from ptsave.entry_names import Path, entry_not_found
+from ptsave.entry_tree import EntryTree
+from ptsave.errors import EntryNotFoundError
+from ptsave.file_listing import files_at
+from ptsave.serialization import save
+
+__all__ = ["default_output", "read_entries", "write_entries"]
+
+
+def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dict[str, Any]:
+    """Read some entries of a file, and nothing else.
+
+    Parameters
+    ----------
+    file : str
+        A path, a URL, or a directory of shards.
+    names : sequence of str
+        Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
+    verify : bool, default True
+        Whether what is read as a whole is compared with its checksum.
+
+    Returns
+    -------
+    dict
+        The entries by the names that were asked for.
+
+    Raises
+    ------
+    KeyError
+        If there is no such entry; it suggests names that are similar.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "checkpoint.pt")
+    ...     ptsave.save({"model": {"weight": torch.ones(2)}, "epoch": 3}, path)
+    ...     read_entries(path, ["model.weight", "epoch"])
+    {'model.weight': tensor([1., 1.]), 'epoch': 3}
+    """
+    shards = files_at(file)
+    if shards is None:
+        with open_archive(file, verify=verify) as archive:
+            return {name: archive[_path_of(name)] for name in names}
+    entries: dict[str, Any] = {}
+    others: list[str] = []
+    for path in shards.paths:
+        with open_archive(path, verify=verify) as archive:
+            for name in names:
+                if (shards.weight_map or {}).get(name, path) == path:
+                    with suppress(EntryNotFoundError):
+                        entries[name] = archive[_path_of(name)]
+            others += map(str, archive.keys())
+    for name in names:
+        if name not in entries:
+            raise entry_not_found(file, name, others)
+    return {name: entries[name] for name in names}
+
+
+def _path_of(name: str) -> str | Path:
+    """Return what a name on the command line means: text, or a tuple of keys."""
+    if name.startswith("(") and name.endswith(")"):
+        with suppress(ValueError, SyntaxError):
+            path = ast.literal_eval(name)
+            if isinstance(path, tuple):
+                return path
+    return name
+
+
+def default_output(name: str) -> str:
+    """Return the name of the file for an entry, in the current directory.
+
+    >>> default_output("model.layers.0.weight")
+    'model.layers.0.weight.pt'
+    """
+    safe = "".join(c if c.isprintable() and c not in "/\\" else "_" for c in name)
+    return f"{safe.lstrip('.') or 'entry'}.pt"
+
+
+def write_entries(
+    entries: Mapping[str, Any], output: str | BinaryIO, *, overwrite: bool = False
+) -> None:
+    """Write entries to a file; nothing is left behind if that fails.
+
+    Parameters
+    ----------
+    entries : mapping of str to object
+        One is written as it is, several as a dict.
+    output : str or binary file
+        A path: the suffix ``.safetensors`` or ``.npy`` says in which format; any other, and a file,
+        gets what :func:`ptsave.save` writes.
+    overwrite : bool, default False
+        Whether a file that is there may be replaced.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one and it may not be.
+    TypeError
+        If the format cannot hold the entries.
+    SaveError, OSError
+        If it cannot be written.
+    """
+    obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
+    if not isinstance(output, str):
+        save(obj, output)
+        return
+    if os.path.lexists(output) and not overwrite:
+        raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
+    if output.endswith(".safetensors"):
+        tensors = _tensors_of(entries)
+        _replace(output, lambda path: _save_safetensors(tensors, path))
+    elif output.endswith(".npy"):
+        array = _array_of(obj)
+        _replace(output, lambda path: _save_array(array, path))
+    else:
+        save(obj, output)
+
+
+def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors by name, none of which shares memory with another."""
+    obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
+    if isinstance(obj, Tensor):
+        obj = dict(entries)
+    tree = EntryTree(obj)
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for number, node in enumerate(tree.nodes):
+        if node.tensor < 0 and not tree.is_container(number):
+            raise TypeError(
+                f"a safetensors file holds tensors only, and {node.name!r} is of type "
+                f"{type(node.value).__name__}: write a .pt file, or ask for less"
+            )
+        if node.tensor >= 0:
+            tensor = node.value.detach().contiguous()
+            address = tensor.untyped_storage().data_ptr()
+            tensors[node.name] = tensor.clone() if address in seen else tensor
+            seen.add(address)
+    return tensors
+
+
+def _save_safetensors(tensors: dict[str, Tensor], path: str) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ImportError("to write safetensors files: pip install safetensors") from None
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _array_of(obj: Any) -> Any:
+    if not isinstance(obj, Tensor):
+        raise TypeError(
+            f"an .npy file holds one array, not {type(obj).__name__}: write a .pt file, or ask for "
+            "one tensor"
+        )
+    try:
+        return obj.detach().resolve_conj().resolve_neg().numpy()
+    except (RuntimeError, TypeError) as error:  # no NumPy, or nothing that it has
+        raise TypeError(f"NumPy cannot hold the tensor ({error}): write a .pt file") from None
+
+
+def _save_array(array: Any, path: str) -> None:
+    import numpy as np
+
+    with open(path, "wb") as stream:
+        np.save(stream, array, allow_pickle=False)
+
+
+def _replace(output: str, write: Callable[[str], None]) -> None:
+    """Have a file written under another name, and then give it its own."""
+    folder, name = os.path.split(output)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, output)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,182 @@
+"""What checkpoint files hold, without the values of their tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptsave.archive_contents import Contents, Place
+from ptsave.archive_kinds import directory_error, open_contents
+from ptsave.archive_listing import Facts, facts_of, pausing_garbage_collection
+from ptsave.entry_names import entry_not_found
+from ptsave.entry_tree import EntryTree
+from ptsave.reading import describe
+from ptsave.shard_files import INDEX_SUFFIX, ShardFiles, find_shards
+
+__all__ = ["FileListing", "Totals", "files_at", "list_file", "select"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the tensors of files; sizes in bytes.
+
+    Attributes
+    ----------
+    n_tensors : int
+        How many there are.
+    tensor_nbytes : int
+        Elements times their sizes.
+    n_storages : int
+        How many storages they have; those that share one, one.
+    storage_nbytes : int
+        The sizes of these.
+    unused_nbytes : int
+        How much of that is certainly in no tensor: views have brought it along.
+    file_nbytes : int
+        The sizes of the files.
+    """
+
+    n_tensors: int = 0
+    tensor_nbytes: int = 0
+    n_storages: int = 0
+    storage_nbytes: int = 0
+    unused_nbytes: int = 0
+    file_nbytes: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Totals(*(a + b for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class FileListing:
+    """What one file holds.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    metadata : dict
+        What it says about itself, as :attr:`Archive.metadata`.
+    tree : EntryTree
+        Its entries; the tensors have no values.
+    facts : list of tuple
+        What there is to say of each tensor of the tree, see `Facts`.
+    places : list of tuple
+        Where each of them lies, see `Place`.
+    sharing : dict of int to list of int
+        Of tensors that share a storage: which ones do.
+    totals : Totals
+        Of all tensors.
+    """
+
+    path: str
+    metadata: dict[str, str]
+    tree: EntryTree
+    facts: list[Facts]
+    places: list[Place]
+    sharing: dict[int, list[int]] = field(repr=False)
+    totals: Totals
+
+
+def list_file(f: Any) -> FileListing:
+    """Return what a checkpoint holds.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes; raises as that does.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> stream = io.BytesIO()
+    >>> ptsave.save({"a": torch.ones(2, 3), "b": torch.ones(100)[:4]}, stream)
+    >>> _ = stream.seek(0)
+    >>> list_file(stream).totals.unused_nbytes
+    384
+    """
+    path = describe(f)
+    with pausing_garbage_collection():
+        return _listing_of(open_contents(f, path, {}, verify=True), path)
+
+
+def _listing_of(contents: Contents, path: str) -> FileListing:
+    tree = EntryTree(contents.obj)
+    facts = facts_of(tree.tensors)
+    places = contents.places_of(tree.tensors)
+    first_of: dict[object, int] = {}
+    groups: dict[int, list[int]] = {}
+    for number, place in enumerate(places):
+        first = first_of.setdefault(place[0], number)
+        if first != number:
+            groups.setdefault(first, [first]).append(number)
+    sharing = {number: group for group in groups.values() for number in group}
+    used = [min(found[4], found[5]) for found in facts]
+    for first, group in groups.items():
+        used[first] = _used_nbytes({facts[number] for number in group}, facts[first][5])
+    totals = Totals(
+        len(facts),
+        sum(found[4] for found in facts),
+        len(first_of),
+        sum(facts[first][5] for first in first_of.values()),
+        sum(facts[first][5] - used[first] for first in first_of.values()),
+        contents.nbytes,
+    )
+    return FileListing(path, contents.metadata, tree, facts, places, sharing, totals)
+
+
+def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
+    """Return at most how many bytes of a storage are in some views."""
+    nbytes = end = 0
+    for _, shape, stride, begin, view_nbytes, _ in sorted(views, key=lambda view: view[3]):
+        n_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
+        if math.prod(shape) == n_elements:  # without gaps: what they have in common counts once
+            nbytes += max(begin + view_nbytes - max(begin, end), 0)
+            end = max(end, begin + view_nbytes)
+        else:
+            nbytes += view_nbytes
+    return min(nbytes, storage_nbytes)
+
+
+def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
+    """Return the numbers of the nodes of each file that some patterns mean.
+
+    Parameters
+    ----------
+    listings : sequence of FileListing
+        The files of one model.
+    patterns : sequence of str
+        As of `EntryTree.select`; if there are none, all nodes are meant.
+
+    Raises
+    ------
+    KeyError
+        If a pattern means nothing in any file; it suggests names that are similar.
+    """
+    if not patterns:
+        return [[*range(len(listing.tree.nodes))] for listing in listings]
+    for pattern in patterns:
+        if not any(listing.tree.select([pattern]) for listing in listings):
+            names = [node.name for listing in listings for node in listing.tree.nodes]
+            raise entry_not_found(" ".join(each.path for each in listings), pattern, names)
+    return [listing.tree.select(patterns) for listing in listings]
+
+
+def files_at(path: str) -> ShardFiles | None:
+    """Return the files of the model in a directory, or that an index names; None for a file.
+
+    Raises
+    ------
+    OSError
+        If there is no model in the directory, or a part of it is missing.
+    """
+    is_directory = os.path.isdir(path)
+    if not is_directory and not (path.endswith(INDEX_SUFFIX) and os.path.exists(path)):
+        return None
+    if is_directory and ".metadata" in os.listdir(path):
+        raise directory_error(path, path)
+    return find_shards(path)

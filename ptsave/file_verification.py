@@ -1,0 +1,284 @@
+"""Whether files are whole: everything that can be checked, and which tensors damage has reached."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pickle import UnpicklingError
+from typing import Any
+
+from torch import _weights_only_unpickler
+
+from ptsave.archive_contents import UnreadContents
+from ptsave.archive_kinds import open_contents, require_saved_object
+from ptsave.checking import check_version
+from ptsave.cut_archives import CutArchive
+from ptsave.entries import entries_with_records
+from ptsave.entry_tree import EntryTree
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.not_checkpoints import HEAD_NBYTES, is_zip
+from ptsave.progress import ProgressCallback
+from ptsave.reading import RecordReader, bare_message, describe, open_archive
+from ptsave.shard_files import ShardFiles
+from ptsave.sources import FsspecFile, RemoteReader, is_url
+from ptsave.spans import spans_of
+from ptsave.unpickling import can_defer_reading
+from ptsave.verifying import find_damage
+
+__all__ = ["Problem", "Verification", "compare_with_index", "verify_file"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes
+    ----------
+    reason : str
+        What is wrong.
+    record : str or None
+        The damaged record, if it is one.
+    offset : int or None
+        Where in the file, in bytes.
+    entries : list of str
+        The tensors that are damaged by it, as far as is known.
+    """
+
+    reason: str
+    record: str | None = None
+    offset: int | None = None
+    entries: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What has come of verifying one file.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    problems : list of Problem
+        Empty for a file that is whole, as far as could be checked.
+    remarks : list of str
+        What could not be checked, and why.
+    n_records : int
+        How many records there are; 0 for a file that is no archive.
+    nbytes : int
+        The size of the file.
+    tensors : list of str or None
+        The names of all tensors that are known; None if there is no telling.
+    whole : list of str or None
+        Of these, those that can still be read.
+    """
+
+    path: str
+    problems: list[Problem]
+    remarks: list[str] = field(default_factory=list)
+    n_records: int = 0
+    nbytes: int = 0
+    tensors: list[str] | None = None
+    whole: list[str] | None = None
+
+
+def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verification:
+    """Check a file: every checksum, and that every record and tensor lies where it can.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A path, or a URL.
+    progress : callable, optional
+        Gets the number of bytes that have been looked at.
+
+    Raises
+    ------
+    NotCheckpointError
+        If it is something else.
+    OSError
+        If it cannot be read.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "checkpoint.pt")
+    ...     ptsave.save({"a": torch.ones(99), "b": torch.zeros(99)}, path)
+    ...     with open(path, "r+b") as file:
+    ...         content = file.read()
+    ...         _ = file.seek(content.index(torch.ones(99).numpy().tobytes()))
+    ...         _ = file.write(b"damage")
+    ...     verify_file(path).whole
+    ['b']
+    """
+    path = describe(f)
+    head, nbytes = _head_of(f)
+    if not is_zip(head):
+        return _verify_other(f, path, head, nbytes)
+    try:
+        reader = _reader_of(f, path)
+    except CorruptCheckpointError as error:
+        if is_url(f):
+            return Verification(path, [_problem_of(error)], nbytes=nbytes)
+        return _verify_without_directory(path, error)
+    return _verify_archive(reader, progress)
+
+
+def _head_of(f: Any) -> tuple[bytes, int]:
+    if is_url(f):
+        source = FsspecFile(f, {})
+        (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
+        return head, source.nbytes
+    with open(f, "rb") as stream:
+        return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
+
+
+def _reader_of(f: Any, path: str) -> RecordReader:
+    if is_url(f):
+        return RemoteReader(FsspecFile(f, {}), verify=True)
+    with open(f, "rb", buffering=0) as stream:
+        engine = open_archive(stream)
+    if engine is None:
+        raise OSError(f"{path} cannot be read at any position: it is no regular file")
+    return RecordReader(engine, path, verify=True)
+
+
+def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
+    """Verify what has no checksums by reading it as far as its own library does."""
+    try:
+        contents = open_contents(f, path, {}, verify=True)
+    except NotCheckpointError:
+        if not (path.endswith(".safetensors") and head[8:9] == b"{"):
+            raise
+        cut = Problem(f"it is cut short: it ends within its header, after {nbytes} bytes")
+        return Verification(path, [cut], nbytes=nbytes)
+    except CorruptCheckpointError as error:
+        return Verification(path, [_problem_of(error)], nbytes=nbytes)
+    kind = contents.metadata["format"]
+    remark = (
+        "a safetensors file has no checksums: header and sizes are right, values were not checked"
+        if kind == "safetensors"
+        else f"{kind}: such a file has no checksums; it can be loaded"
+    )
+    names = [node.name for node in EntryTree(contents.obj).nodes if node.tensor >= 0]
+    return Verification(path, [], [remark], 0, nbytes, names, names)
+
+
+def _verify_archive(reader: RecordReader, progress: ProgressCallback | None) -> Verification:
+    damage = find_damage(reader, spans_of(reader), progress)
+    damaged = {found.record for found in damage}
+    problems: list[Problem] = []
+    remarks = [] if reader.engine.storages_have_crcs else [_WITHOUT_CHECKSUMS]
+    tensors: list[str] = []
+    users: dict[str | None, list[str]] = {}
+    try:
+        require_saved_object(reader)
+        tensors, users = _users_of_records(reader)
+    except NotCheckpointError as error:
+        if not reader.has_record("constants.pkl"):
+            raise
+        remarks.append(f"{error}; its records were compared with their checksums all the same")
+    except CorruptCheckpointError as error:
+        if error.record not in damaged:
+            problems.append(_problem_of(error))
+    except UnpicklingError:
+        remarks.append(f"{_UNKNOWN_TENSORS} (see `ptsave globals {reader.path}`)")
+    problems += [
+        Problem(found.reason, found.record, found.offset, users.get(found.record, []))
+        for found in damage
+    ]
+    lost = {name for problem in problems for name in problem.entries}
+    n_records = len(reader.engine.records())
+    whole = [name for name in tensors if name not in lost]
+    return Verification(
+        reader.path,
+        problems,
+        remarks,
+        n_records,
+        reader.engine.nbytes,
+        tensors or None,
+        whole if tensors else None,
+    )
+
+
+_SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
+_UNKNOWN_TENSORS = "which tensors there are is not known: its object cannot be made by weights_only"
+_WITHOUT_CHECKSUMS = (
+    "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
+    "not compared"
+)
+
+
+def _users_of_records(reader: RecordReader) -> tuple[list[str], dict[str | None, list[str]]]:
+    """Return the names of all tensors, and of those in each record.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the object cannot be made.
+    UnpicklingError
+        If it needs more than ``weights_only=True``.
+    """
+    if not reader.engine.all_stored:  # its pickle is compressed, too
+        return [], {}
+    check_version(reader)
+    users: dict[str | None, list[str]] = {}
+    if not can_defer_reading(reader, _weights_only_unpickler):
+        found = entries_with_records(reader, set(reader.get_all_records()))
+        if not found:
+            raise UnpicklingError
+        for name, record in found:
+            users.setdefault(record, []).append(name)
+        return [name for name, _ in found], users
+    contents = UnreadContents(reader)
+    tree = EntryTree(contents.obj)
+    names = [tree.nodes[number].name or "the tensor itself" for number in tree.tensor_nodes]
+    for name, place in zip(names, contents.places_of(tree.tensors), strict=True):
+        users.setdefault(place[1], []).append(name)
+    return names, users
+
+
+def _verify_without_directory(path: str, error: CorruptCheckpointError) -> Verification:
+    """Say of an archive whose directory is not there, or damaged, what is left of it."""
+    with CutArchive(path) as archive:
+        whole = {record.name for record in archive.records if record.is_whole}
+        tensors, kept = archive.entries()
+        n_records, nbytes = len(archive.records), archive.nbytes
+    lost = [name for name in tensors if name not in set(kept)]
+    reason = f"its directory is damaged: {bare_message(error, path)}"
+    if any(sign in str(error) for sign in _SIGNS_OF_A_CUT):
+        reason = (
+            "it is cut short, or was never finished: its directory, which comes last, is missing"
+        )
+    reason += f"; {len(whole)} records can still be found, and are whole"
+    problem = Problem(reason, None, nbytes, lost)
+    return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
+
+
+def _problem_of(error: CorruptCheckpointError) -> Problem:
+    reason = bare_message(error, error.path)
+    return Problem(reason, error.record, error.offset, list(error.entries))
+
+
+def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Problem]:
+    """Return what is wrong with a set of shards whose files are what they should be.
+
+    Parameters
+    ----------
+    files : ShardFiles
+        The set.
+    shards : list of Verification
+        Of each of its files.
+    """
+    problems = []
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in shard.tensors or []:
+            other = found.setdefault(name, shard.path)
+            if other != shard.path and files.weight_map is None:
+                problems.append(Problem(f"{name} is in {other} and in {shard.path}"))
+    readable = {shard.path: set(shard.tensors) for shard in shards if shard.tensors is not None}
+    for name, path in (files.weight_map or {}).items():
+        if path in readable and name not in readable[path]:
+            problems.append(Problem(f"{name} is not in {path}, where the index puts it"))
+    return problems
