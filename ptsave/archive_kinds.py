@@ -19,7 +19,15 @@ from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zi
 from ptsave.reading import RecordReader, open_archive, real_file
 from ptsave.safetensors_contents import SafetensorsContents
 from ptsave.serialization import load
-from ptsave.sources import FileObject, FsspecFile, RangeSource, RemoteReader, is_url
+from ptsave.sources import (
+    Buffer,
+    FileObject,
+    FsspecFile,
+    LocalFile,
+    RangeSource,
+    RemoteReader,
+    is_url,
+)
 from ptsave.unpickling import can_defer_reading
 
 __all__ = ["open_contents"]
@@ -97,7 +105,11 @@ def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
     head = stream.read(HEAD_NBYTES)
     stream.seek(begin)
     if is_safetensors(head, nbytes):
-        return SafetensorsContents(stream, path, begin)
+        if type(stream) is io.BytesIO:
+            return SafetensorsContents(Buffer(stream, path))
+        file = LocalFile(stream, path)
+        with file.closed_on_error():
+            return SafetensorsContents(file)
     _require_checkpoint(head, nbytes, path)
     if is_legacy(head):
         return _load_whole(nullcontext(stream), {"format": "torch before 1.6"}, verify)
@@ -110,7 +122,7 @@ def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
 def _open_source(source: RangeSource, verify: bool, open_stream: _Opener) -> Contents:
     (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
     if is_safetensors(head, source.nbytes):
-        raise OSError(f"{source.name}: a safetensors file has to be a local one: copy it first")
+        return SafetensorsContents(source)
     _require_checkpoint(head, source.nbytes, source.name)
     if is_legacy(head):
         return _load_whole(open_stream(), {"format": "torch before 1.6"}, verify)

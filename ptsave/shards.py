@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +19,11 @@ from ptsave.errors import CorruptCheckpointError, CorruptPickleError
 from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
 from ptsave.restoring import FileCopier, restoring
+from ptsave.safetensors_header import read_header
 from ptsave.shard_files import ShardFiles, refuse_what_is_no_checkpoint
+from ptsave.sources import LocalFile
 
 __all__ = ["Entry", "PickledShard", "Read", "SafetensorsShard", "Shard", "open_shards", "read_all"]
-
-_MAX_READ_NBYTES = 1 << 20  # of a header, whose length may be anything in a damaged file
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,45 +53,20 @@ class Read:
 
 
 class SafetensorsShard:
-    """A safetensors file.  Its library says whether the header is sound."""
+    """A safetensors file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._stream: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 (close() closes it)
-        try:
-            header, data_offset = _safetensors_header(self._stream, path)
-            self.entries = self._parse(header, data_offset)
-        except BaseException:
-            self._stream.close()
-            raise
-
-    def _parse(self, header: Mapping[str, Any], data_offset: int) -> list[Entry]:
-        entries = []
-        self._offsets: dict[str, int] = {}
-        file_nbytes = os.fstat(self._stream.fileno()).st_size
-        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = getattr(torch, _SAFETENSORS_DTYPES.get(fields["dtype"], ""), None)
-            if dtype is None:
-                raise CorruptCheckpointError(
-                    f"{self.path}: tensor {name} is of a type that torch has not: "
-                    f"{fields['dtype']}",
-                    path=self.path,
-                )
-            entry = Entry(name, torch.Size(fields["shape"]), dtype, self)
-            begin, end = (data_offset + offset for offset in fields["data_offsets"])
-            if end - begin != entry.nbytes or not data_offset <= begin <= end <= file_nbytes:
-                raise CorruptCheckpointError(
-                    f"{self.path}: the header puts tensor {name} where its bytes cannot be",
-                    path=self.path,
-                    offset=begin,
-                )
-            self._offsets[name] = begin
-            entries.append(entry)
-        return entries
+        with open(path, "rb", buffering=0) as stream:
+            self._file = LocalFile(stream, path)
+        with self._file.closed_on_error():
+            tensors = read_header(self._file).tensors
+        self.entries = [Entry(stored.name, stored.shape, stored.dtype, self) for stored in tensors]
+        self._offsets = {stored.name: stored.offset for stored in tensors}
 
     @property
-    def file(self) -> tuple[int, bytes]:
-        return self._stream.fileno(), os.fsencode(self.path)
+    def for_engine(self) -> tuple[int, bytes]:
+        return self._file.for_engine
 
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
@@ -132,62 +84,10 @@ class SafetensorsShard:
         )
 
     def close(self) -> None:
-        self._stream.close()
+        self._file.close()
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-
-
-def _safetensors_header(stream: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
-    """Return what the header says of each tensor, and where the bytes of the first begin."""
-    if sys.byteorder != "little":
-        raise NotImplementedError(
-            f"{path}: safetensors files are little-endian, this machine is not"
-        )
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError(f"{path} is read with the help of: pip install safetensors") from None
-    try:
-        # The descriptor's file, whatever has become of the name.
-        with safe_open(f"/proc/self/fd/{stream.fileno()}", framework="pt"):
-            pass
-    except SafetensorError as error:
-        name = _tensor_cut_off(stream)
-        where = f"; the file ends before tensor {name} does" if name else ""
-        raise CorruptCheckpointError(
-            f"{path}: not a whole safetensors file: {error}{where}",
-            path=path,
-            entries=[name] if name else None,
-        ) from None
-    return _parsed_header(stream)
-
-
-def _parsed_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
-    stream.seek(0)
-    header_nbytes = int.from_bytes(stream.read(8), "little")
-    header = json.loads(_read_exactly(stream, header_nbytes))
-    header.pop("__metadata__", None)
-    return header, 8 + header_nbytes
-
-
-def _tensor_cut_off(stream: BinaryIO) -> str:
-    """Return the first tensor of a damaged file that is not all there, if its header says."""
-    nbytes = os.fstat(stream.fileno()).st_size
-    try:
-        header, data_offset = _parsed_header(stream)
-        ends = sorted((fields["data_offsets"][1], name) for name, fields in header.items())
-        return next((name for end, name in ends if data_offset + end > nbytes), "")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return ""  # the header is what is damaged
-
-
-def _read_exactly(stream: BinaryIO, nbytes: int) -> bytes:
-    parts = []
-    while nbytes and (part := stream.read(min(nbytes, _MAX_READ_NBYTES))):
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)
 
 
 class PickledShard:
@@ -349,7 +249,7 @@ def _read_ranges(reads: Sequence[Read], progress: ProgressCallback | None) -> No
         ranges.append((numbers.setdefault(shard, len(numbers)), *shard.range_of(read)))
     try:
         _C.read_ranges(
-            [shard.file for shard in numbers],
+            [shard.for_engine for shard in numbers],
             ranges,
             n_threads=config.current().n_readers,
             progress=progress,

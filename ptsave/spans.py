@@ -14,9 +14,19 @@ from ptsave import _C, config
 from ptsave.reading import RecordReader, raise_corrupt
 from ptsave.sources import RemoteReader
 
-__all__ = ["EngineSpans", "FetchedSpans", "Span", "SpanReader"]
+__all__ = [
+    "MAX_FETCHED_GAP",
+    "EngineSpans",
+    "FetchedSpans",
+    "Span",
+    "SpanReader",
+    "batches",
+    "memory_of",
+]
 
 MIB = 1 << 20
+# How many bytes that nobody wants are fetched rather than skipped.
+MAX_FETCHED_GAP = 1 * MIB
 # What is asked for at once, and what is fetched in one request: some file systems make several at
 # a time.
 _BATCH_NBYTES = 64 * MIB
@@ -131,7 +141,7 @@ class FetchedSpans:
         The open archive.
     """
 
-    max_gap = 1 * MIB
+    max_gap = MAX_FETCHED_GAP
 
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
@@ -144,11 +154,11 @@ class FetchedSpans:
         whole, parts = _divide(self._engine, spans)
         if verify and parts:
             self.check([span.record for span in parts])
-        for batch in _batches(spans):
+        for batch in batches(spans):
             self._fetch(batch)
         if verify is not False:
             for span in whole:
-                self._compare(span.record, _C.crc32(_memory_of(span.target)))
+                self._compare(span.record, _C.crc32(memory_of(span.target)))
 
     def check(self, records: Sequence[int]) -> None:
         for record in sorted(set(records)):
@@ -157,9 +167,9 @@ class FetchedSpans:
             piece = torch.empty(min(nbytes, _BATCH_NBYTES), dtype=torch.uint8)
             for begin in range(0, nbytes, _BATCH_NBYTES):
                 part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
-                for batch in _batches([Span(record, begin, part)]):
+                for batch in batches([Span(record, begin, part)]):
                     self._fetch(batch)
-                crc = _C.crc32(_memory_of(part), crc)
+                crc = _C.crc32(memory_of(part), crc)
             self._compare(record, crc)
 
     def _fetch(self, spans: Sequence[Span]) -> None:
@@ -183,7 +193,7 @@ class FetchedSpans:
         if found != wanted:
             pieces = self._source.read(found)
         for span, piece in zip(spans, pieces, strict=True):
-            _memory_of(span.target)[:] = piece
+            memory_of(span.target)[:] = piece
 
     def _compare(self, record: int, crc: int) -> None:
         found = self._engine.record(record)
@@ -208,7 +218,7 @@ def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
     return whole, parts
 
 
-def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Yield the spans, the large ones cut, in groups of at most `_BATCH_NBYTES`."""
     batch: list[Span] = []
     nbytes = 0
@@ -229,7 +239,7 @@ def _range_of(span: Span, payload_offset: int) -> tuple[int, int]:
     return begin, begin + len(span.target)
 
 
-def _memory_of(target: Tensor) -> memoryview:
+def memory_of(target: Tensor) -> memoryview:
     """Return the bytes of a tensor, which has to outlive them; NumPy may not be there."""
     array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
     return memoryview(array).cast("B")

@@ -1,4 +1,4 @@
-// ptsave._C.read_ranges(), and whether memory that was read into is still in use.
+// ptsave._C.read_ranges() and map_range(), and whether memory that was read into is still in use.
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Storage.h>
@@ -15,6 +15,7 @@
 #include "bindings/gil.h"
 #include "core/file.h"
 #include "core/range_read.h"
+#include "storage/mapped_range.h"
 
 namespace py = pybind11;
 
@@ -49,6 +50,11 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   without_gil([&] { read.run(n_threads, poll); });
 }
 
+py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
+  const File file = File::duplicate(fd, std::move(name));
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(map_range(file, offset, nbytes)));
+}
+
 // How many there are that hold the storage: one is the object itself.
 std::size_t storage_use_count(const py::object& storage) {
   if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
@@ -60,6 +66,8 @@ std::size_t storage_use_count(const py::object& storage) {
 void bind_ranges(py::module_& module) {
   module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
              py::arg("n_threads"), py::arg("progress"));
+  module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
+             py::arg("offset"), py::arg("nbytes"));
   module.def("storage_use_count", &storage_use_count, py::arg("storage"));
 }
 
