@@ -54,14 +54,15 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
     is_file = all(hasattr(f, method) for method in ("read", "seek", "tell"))
     if not is_file and not isinstance(f, (str, os.PathLike)):
         raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
-    with _as_corrupt(path):
-        return _open(f, path, storage_options, verify)
-
-
-def _open(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
     if is_url(f):
         source = FsspecFile(f, storage_options)
-        return _open_source(source, verify, source.open)
+        with _as_corrupt(path):
+            return _open_source(source, verify, source.open)
+    with _as_corrupt(path):
+        return _open_local(f, path, verify)
+
+
+def _open_local(f: Any, path: str, verify: bool) -> Contents:
     if isinstance(f, (str, os.PathLike)):
         return _open_path(os.fspath(f), path, verify)
     if type(f) is io.BytesIO or real_file(f) is not None:

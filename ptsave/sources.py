@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.remote_errors import os_errors
 
 __all__ = [
     "Buffer",
@@ -34,6 +35,7 @@ __all__ = [
 # One request rather than two, and how large one may become.
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
+_STREAM_NBYTES = 4 << 20  # fetched at once where all of a file is read
 # What opening an archive looks at.
 _SMALL_RECORDS = (
     *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
@@ -81,28 +83,63 @@ class FsspecFile:
 
         self.name = url
         self.file_system, self.path = url_to_fs(url, **storage_options)
-        info = self.file_system.info(self.path)
+        with os_errors(url):
+            info = self.file_system.info(self.path)
         if info.get("type") == "directory":
             raise IsADirectoryError(f"{url} is a directory: open one of the files in it")
         if info.get("size") is None:
             raise OSError(f"{url}: its server does not say how large it is: download it first")
+        if info.get("partial") is False:
+            raise OSError(f"{url}: its server does not serve ranges: download it first")
         self.nbytes = int(info["size"])
 
     def open(self) -> AbstractContextManager[Any]:
         """Open the whole file."""
-        stream: AbstractContextManager[Any] = self.file_system.open(self.path, "rb")
-        return stream
+        return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         merged = _merged(ranges)
         begins, ends = [begin for begin, _ in merged], [end for _, end in merged]
-        pieces = self.file_system.cat_ranges(
-            [self.path] * len(merged), begins, ends, on_error="raise"
-        )
+        with os_errors(self.name):
+            pieces = self.file_system.cat_ranges(
+                [self.path] * len(merged), begins, ends, on_error="raise"
+            )
         for piece, where in zip(pieces, merged, strict=True):
             _check_complete(piece, *where, self)
         found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
         return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
+
+
+class _RangeStream(io.RawIOBase):
+    """A source as a file, whose reads raise what the source does."""
+
+    def __init__(self, source: RangeSource) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = (0, self._at, self._source.nbytes)[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        end = min(self._at + len(target), self._source.nbytes)
+        if self._at >= end:
+            return 0
+        (piece,) = self._source.read([(self._at, end)])
+        target[: len(piece)] = piece
+        self._at = end
+        return len(piece)
 
 
 class FileObject:
