@@ -44,12 +44,14 @@ class Entry:
 class Read:
     """The elements of an entry from `begin` on that fill a tensor.
 
-    All of them, in the entry's shape, or a part of them in a flat one.
+    All of them, in the entry's shape, or a part of them in a flat one.  The target may be the
+    file's memory itself: then there is nothing to read.
     """
 
     entry: Entry
     target: Tensor
     begin: int = 0
+    is_mapped: bool = False
 
 
 class SafetensorsShard:
@@ -72,6 +74,19 @@ class SafetensorsShard:
         """Return where in the file a read begins, and its tensor."""
         offset = self._offsets[read.entry.name] + read.begin * read.entry.dtype.itemsize
         return offset, read.target
+
+    def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
+        """Return the elements of an entry from `begin` on if the page cache has them at hand."""
+        itemsize = entry.dtype.itemsize
+        offset = self._offsets[entry.name] + begin * itemsize
+        if offset % itemsize:
+            return None
+        memory = self._file.map_cached(offset, shape.numel() * itemsize)
+        return None if memory is None else memory.view(entry.dtype).view(shape)
+
+    def detach(self, storage: torch.UntypedStorage) -> None:
+        """Let the memory of what was mapped be its keeper's, whatever becomes of the file."""
+        _C.detach_from_file(storage, os.fsencode(self.path))
 
     def can_fill(self, entry: Entry, target: Tensor) -> bool:
         """Whether `target` may be that of a `Read` of the whole entry: bytes are all it takes."""
@@ -229,6 +244,7 @@ def read_all(reads: Sequence[Read], progress: ProgressCallback | None = None) ->
     CorruptCheckpointError, OSError
         Some targets may have been changed by then.
     """
+    reads = [read for read in reads if not read.is_mapped]
     _read_ranges(
         [read for read in reads if isinstance(read.entry.shard, SafetensorsShard)], progress
     )

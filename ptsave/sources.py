@@ -274,6 +274,10 @@ class LocalFile(_OpenFile):
         """Return bytes of the file, which are read when they are used."""
         return _C.map_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
+    def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
+        """Return the same if the page cache holds all of it; None if it may not."""
+        return _C.map_cached_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+
     def _read(self, begin: int, end: int) -> bytes:
         pieces = []
         while begin < end and (piece := os.pread(self.descriptor, end - begin, self.begin + begin)):

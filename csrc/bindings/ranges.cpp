@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -55,10 +56,27 @@ py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::u
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(map_range(file, offset, nbytes)));
 }
 
+py::object map_cached_file_range(int fd, std::string name, std::uint64_t offset,
+                                 std::uint64_t nbytes) {
+  const File file = File::duplicate(fd, std::move(name));
+  std::optional<at::Tensor> tensor = map_cached_range(file, offset, nbytes);
+  if (!tensor) return py::none();
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(*std::move(tensor)));
+}
+
+const c10::Storage& unpack_storage(const py::object& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
+  return THPStorage_Unpack(storage.ptr());
+}
+
+void detach_storage(const py::object& storage, const std::string& name) {
+  const c10::Storage& mapped = unpack_storage(storage);
+  without_gil([&] { detach_from_file(mapped, name); });
+}
+
 // How many there are that hold the storage: one is the object itself.
 std::size_t storage_use_count(const py::object& storage) {
-  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
-  return THPStorage_Unpack(storage.ptr()).use_count();
+  return unpack_storage(storage).use_count();
 }
 
 }  // namespace
@@ -68,6 +86,9 @@ void bind_ranges(py::module_& module) {
              py::arg("n_threads"), py::arg("progress"));
   module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
              py::arg("offset"), py::arg("nbytes"));
+  module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),
+             py::kw_only(), py::arg("offset"), py::arg("nbytes"));
+  module.def("detach_from_file", &detach_storage, py::arg("storage"), py::arg("name"));
   module.def("storage_use_count", &storage_use_count, py::arg("storage"));
 }
 
