@@ -59,8 +59,7 @@ class SafetensorsShard:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "rb", buffering=0) as stream:
-            self._file = LocalFile(stream, path)
+        self._file = LocalFile.open(path)
         with self._file.closed_on_error():
             tensors = read_header(self._file).tensors
         self.entries = [Entry(stored.name, stored.shape, stored.dtype, self) for stored in tensors]

@@ -29,6 +29,7 @@ __all__ = [
     "RangeSource",
     "RemoteReader",
     "SparseFile",
+    "expect_no_more_reads",
     "is_url",
 ]
 
@@ -46,6 +47,11 @@ _SMALL_RECORDS = (
 def is_url(f: Any) -> bool:
     """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
     return isinstance(f, str) and ("://" in f or "::" in f) and not os.path.exists(f)
+
+
+def expect_no_more_reads(descriptor: int) -> None:
+    """Let the system not read ahead: what it brings gets in the way of direct reads."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class RangeSource(Protocol):
@@ -258,6 +264,13 @@ class LocalFile(_OpenFile):
         self.begin = stream.tell()
         self.descriptor = os.dup(stream.fileno())
         self.nbytes = max(os.fstat(self.descriptor).st_size - self.begin, 0)
+
+    @classmethod
+    def open(cls, path: str) -> LocalFile:
+        """Open a file, all of which is going to be read by the engine."""
+        with open(path, "rb", buffering=0) as stream:
+            expect_no_more_reads(stream.fileno())
+            return cls(stream, path)
 
     @property
     def for_engine(self) -> tuple[int, bytes]:
