@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -21,16 +22,17 @@
 namespace py = pybind11;
 
 namespace ptsave {
-namespace {
-
-// The memory of a tensor that holds its bytes as a file does.
-std::byte* bytes_of(const at::Tensor& tensor) {
+std::span<std::byte> writable_bytes(const py::handle& object) {
+  if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous() ||
       tensor.is_conj() || tensor.is_neg()) {
-    throw py::value_error("can only read into a contiguous tensor in CPU memory");
+    throw py::type_error("can only read into a contiguous tensor in CPU memory");
   }
-  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
+
+namespace {
 
 void read_ranges(const std::vector<std::pair<int, std::string>>& files,
                  const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
@@ -38,9 +40,8 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   std::vector<FileRange> file_ranges;
   file_ranges.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
-    if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
-    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    file_ranges.push_back({file, offset, tensor.nbytes(), bytes_of(tensor)});
+    const std::span<std::byte> memory = writable_bytes(object);
+    file_ranges.push_back({file, offset, memory.size(), memory.data()});
   }
   // What outlives the GIL's absence is C++'s alone: `ranges` holds the tensors.
   std::vector<ArchiveSource> sources;
