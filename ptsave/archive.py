@@ -297,8 +297,9 @@ def open(  # noqa: A001 - it is to checkpoints what open is to files
     -----
     Files of the format before torch 1.6 and archives with compressed members are loaded as a
     whole, and so are those whose object cannot be made without looking at values: sparse and
-    quantized tensors, tensor subclasses, another byte order.  A ``.safetensors`` file is read by
-    the safetensors library; it has to be a local path.
+    quantized tensors, tensor subclasses, another byte order.  The header of a ``.safetensors`` file
+    is checked by the safetensors library.  A whole tensor of a local one is mapped into memory and
+    read when it is used: replace such a file, but do not write into it, while there are tensors.
 
     Examples
     --------

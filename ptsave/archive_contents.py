@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, _weights_only_unpickler
 from torch.nn import Parameter
 
@@ -16,15 +15,15 @@ from ptsave.errors import CheckpointWarning
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading import RecordReader
 from ptsave.serialization import unpickling_errors
-from ptsave.slicing import blocks_of, span_of
+from ptsave.slicing import span_of
 from ptsave.spans import Span, spans_of
 from ptsave.unpickling import unpickle_unread
 from ptsave.verifying import find_damage
+from ptsave.view_reading import bytes_of, new_storage, read_view, view_as
 
 __all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
-_MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
 _ALIGNMENT = 16  # the largest size of an element
 
 
@@ -91,7 +90,7 @@ class UnreadContents:
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         """Read tensors; those that share a storage do so afterwards."""
         if len(tensors) == 1:
-            return [_as(tensors[0], self._read_view(tensors[0].detach(), verify))]
+            return [_as(tensors[0], self.read_slice(tensors[0], ..., verify))]
         extents: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             number = self._reader.engine.record_of(tensor)
@@ -100,54 +99,22 @@ class UnreadContents:
             if number is not None and begin < end:
                 first, last = extents.get(number, (begin, end))
                 extents[number] = min(first, begin), max(last, end)
-        storages = {number: _new_storage(end - begin) for number, (begin, end) in extents.items()}
-        spans = [Span(i, extents[i][0], _bytes(storage)) for i, storage in storages.items()]
+        storages = {number: new_storage(end - begin) for number, (begin, end) in extents.items()}
+        spans = [Span(i, extents[i][0], bytes_of(storage)) for i, storage in storages.items()]
         self._spans.read(spans, verify=verify)
         result = []
         for tensor in tensors:
             number = self._reader.engine.record_of(tensor)
             if number is None or number not in extents:
-                result.append(_as(tensor, _view(_new_storage(0), tensor, 0, tensor.stride())))
+                result.append(_as(tensor, view_as(new_storage(0), tensor, 0, tensor.stride())))
                 continue
             offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
-            result.append(_as(tensor, _view(storages[number], tensor, offset, tensor.stride())))
+            result.append(_as(tensor, view_as(storages[number], tensor, offset, tensor.stride())))
         return result
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
-        return self._read_view(tensor.detach()[index], verify)
-
-    def _read_view(self, view: Tensor, verify: bool | None) -> Tensor:
-        """Read the bytes of one view; what comes with them is not kept."""
-        blocks = blocks_of(view, self._spans.max_gap)
-        number = self._reader.engine.record_of(view)
-        nbytes = blocks.nbytes * len(blocks.begins)
-        if number is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
-            if verify:
-                self._spans.check([number])
-            return self._read_halves(view, False)
-        storage = _new_storage(nbytes)
-        if number is not None:
-            memory = _bytes(storage)
-            self._spans.read(
-                [
-                    Span(number, begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
-                    for i, begin in enumerate(blocks.begins)
-                ],
-                verify=verify,
-            )
-        result = _view(storage, view, 0, blocks.stride)
-        return result.contiguous() if result.nbytes < storage.nbytes() else result
-
-    def _read_halves(self, view: Tensor, verify: bool) -> Tensor:
-        """Read a view that is scattered over much more than it holds, without holding all that."""
-        result = torch.empty(view.shape, dtype=view.dtype, device="cpu")
-        dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
-        dim = max(dims, key=view.stride)
-        half = view.shape[dim] // 2
-        for begin, n in ((0, half), (half, view.shape[dim] - half)):
-            part = self._read_view(view.narrow(dim, begin, n), verify)
-            result.narrow(dim, begin, n).copy_(part)
-        return result
+        number = self._reader.engine.record_of(tensor)
+        return read_view(self._spans, number, tensor.detach()[index], verify)
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
@@ -226,25 +193,6 @@ def metadata_of(reader: RecordReader) -> dict[str, str]:
         if found is not None:
             metadata[text] = reader.get_record(found).decode("utf-8", "replace").strip()
     return metadata
-
-
-def _new_storage(nbytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(nbytes, device="cpu")
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-
-
-def _view(
-    storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
-) -> Tensor:
-    """Return a tensor over a storage with the dtype, the shape and the lazy bits of another."""
-    tensor = torch.empty(0, dtype=like.dtype, device="cpu")
-    tensor.set_(storage, offset, like.shape, stride)
-    if like.is_conj():
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def _as(like: Tensor, values: Tensor) -> Tensor:

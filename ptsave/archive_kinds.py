@@ -19,7 +19,15 @@ from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zi
 from ptsave.reading import RecordReader, open_archive, real_file
 from ptsave.safetensors_contents import SafetensorsContents
 from ptsave.serialization import load
-from ptsave.sources import FileObject, FsspecFile, RangeSource, RemoteReader, is_url
+from ptsave.sources import (
+    Buffer,
+    FileObject,
+    FsspecFile,
+    LocalFile,
+    RangeSource,
+    RemoteReader,
+    is_url,
+)
 from ptsave.unpickling import can_defer_reading
 
 __all__ = ["directory_error", "open_contents", "require_saved_object"]
@@ -47,14 +55,15 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
     is_file = all(hasattr(f, method) for method in ("read", "seek", "tell"))
     if not is_file and not isinstance(f, (str, os.PathLike)):
         raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
-    with _as_corrupt(path):
-        return _open(f, path, storage_options, verify)
-
-
-def _open(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
     if is_url(f):
         source = FsspecFile(f, storage_options)
-        return _open_source(source, verify, source.open)
+        with _as_corrupt(path):
+            return _open_source(source, verify, source.open)
+    with _as_corrupt(path):
+        return _open_local(f, path, verify)
+
+
+def _open_local(f: Any, path: str, verify: bool) -> Contents:
     if isinstance(f, (str, os.PathLike)):
         return _open_path(os.fspath(f), path, verify)
     if type(f) is io.BytesIO or real_file(f) is not None:
@@ -99,7 +108,11 @@ def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
     head = stream.read(HEAD_NBYTES)
     stream.seek(begin)
     if is_safetensors(head, nbytes):
-        return SafetensorsContents(stream, path, begin)
+        if type(stream) is io.BytesIO:
+            return SafetensorsContents(Buffer(stream, path))
+        file = LocalFile(stream, path)
+        with file.closed_on_error():
+            return SafetensorsContents(file)
     _require_checkpoint(head, nbytes, path)
     if is_legacy(head):
         return _load_whole(nullcontext(stream), _LEGACY, nbytes, verify)
@@ -112,7 +125,7 @@ def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
 def _open_source(source: RangeSource, verify: bool, open_stream: _Opener) -> Contents:
     (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
     if is_safetensors(head, source.nbytes):
-        raise OSError(f"{source.name}: a safetensors file has to be a local one: copy it first")
+        return SafetensorsContents(source)
     _require_checkpoint(head, source.nbytes, source.name)
     if is_legacy(head):
         return _load_whole(open_stream(), _LEGACY, source.nbytes, verify)

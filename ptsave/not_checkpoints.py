@@ -8,6 +8,7 @@ import struct
 
 __all__ = [
     "HEAD_NBYTES",
+    "MAX_SAFETENSORS_HEADER_NBYTES",
     "is_legacy",
     "is_safetensors",
     "is_zip",
@@ -16,6 +17,8 @@ __all__ = [
 ]
 
 HEAD_NBYTES = 512
+
+MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # that its library accepts; of text it is never less
 
 # The pickled magic number that files written before torch 1.6 begin with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -50,10 +53,11 @@ def is_legacy(head: bytes) -> bool:
 
 
 def is_safetensors(head: bytes, nbytes: int) -> bool:
-    """Whether a file of `nbytes` bytes begins as a safetensors file does."""
-    if len(head) < 9 or head[8:9] != b"{":
+    """Whether a file of `nbytes` bytes begins as a safetensors file does, whole or cut short."""
+    if head[8:9] != b"{":
         return False
-    return int(struct.unpack_from("<Q", head)[0]) <= nbytes - 8
+    (header_nbytes,) = struct.unpack_from("<Q", head)
+    return bool(header_nbytes <= max(nbytes - 8, MAX_SAFETENSORS_HEADER_NBYTES))
 
 
 def what_it_is(head: bytes, nbytes: int) -> str | None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ptsave import _C
 
-__all__ = ["RecycledMemory"]
+__all__ = ["MIN_NBYTES", "RecycledMemory", "is_idle"]
 
-_MIN_NBYTES = 1 << 20  # below this malloc has memory whose pages are there
+MIN_NBYTES = 1 << 20  # below this malloc has memory whose pages are there
 _MAX_LENT = 256  # of more, the oldest are their keepers' for good
 
 
@@ -44,7 +44,7 @@ class RecycledMemory:
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor in CPU memory, with any values."""
         nbytes = shape.numel() * dtype.itemsize
-        if nbytes < _MIN_NBYTES:
+        if nbytes < MIN_NBYTES:
             return torch.empty(shape, dtype=dtype, device="cpu")
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         contiguous = torch.empty(shape, dtype=dtype, device="meta").stride()
@@ -69,11 +69,12 @@ class RecycledMemory:
         lent: list[torch.UntypedStorage] = []
         idle: list[torch.UntypedStorage] = []
         for number in range(len(self._storages)):
-            # Two references: the list's, and the one that is counted.  A tensor, or whatever else
-            # has the memory in C++, counts in the other way.
-            is_idle = (
-                sys.getrefcount(self._storages[number]) <= 2
-                and _C.storage_use_count(self._storages[number]) == 1
-            )
-            (idle if is_idle else lent).append(self._storages[number])
+            (idle if is_idle(self._storages, number) else lent).append(self._storages[number])
         return lent, idle
+
+
+def is_idle(storages: list[torch.UntypedStorage], number: int) -> bool:
+    """Whether nothing but the list refers to one of the storages in it."""
+    # Two references: the list's, and the one that is counted.  A tensor, or whatever else has the
+    # memory in C++, counts in the other way.
+    return sys.getrefcount(storages[number]) <= 2 and _C.storage_use_count(storages[number]) == 1

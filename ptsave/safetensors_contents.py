@@ -1,39 +1,22 @@
-"""Safetensors files, read by the safetensors library behind the interface of an archive."""
+"""Safetensors files behind the interface of an archive."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ptsave import _C
 from ptsave.archive_contents import Place
-from ptsave.errors import CorruptCheckpointError
-from ptsave.slicing import span_of
+from ptsave.reading import raise_corrupt
+from ptsave.safetensors_header import StoredTensor, read_header
+from ptsave.sources import LocalFile, RangeSource
+from ptsave.spans import MAX_FETCHED_GAP, Span, batches, memory_of
+from ptsave.view_reading import bytes_of, new_storage, read_view, view_as
 
 __all__ = ["SafetensorsContents"]
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 class SafetensorsContents:
@@ -41,12 +24,8 @@ class SafetensorsContents:
 
     Parameters
     ----------
-    stream : io.FileIO or buffered file
-        A real file, at the beginning of the file.
-    path : str
-        What to call it in messages.
-    begin : int
-        The stream's position.
+    source : RangeSource
+        The file.
 
     Raises
     ------
@@ -56,73 +35,46 @@ class SafetensorsContents:
         If the library refuses the file.
     """
 
-    def __init__(self, stream: Any, path: str, begin: int) -> None:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{path} is a safetensors file: to open it, pip install safetensors"
-            ) from error
-        name = getattr(stream, "name", None)
-        if begin != 0 or not isinstance(name, (str, bytes)):
-            raise OSError(f"{path}: a safetensors file has to be given as a path")
-        try:
-            open_file: Any = safe_open  # its methods have no annotations
-            self._file = open_file(os.fsdecode(name), framework="pt", device="cpu")
-        except SafetensorError as error:
-            raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
-        self.metadata = {"format": "safetensors", **(self._file.metadata() or {})}
-        self.nbytes = os.fstat(stream.fileno()).st_size
-        self._path = path
-        self._read_header(stream)
-
-    def _read_header(self, stream: Any) -> None:
-        """Make tensors without values.
-
-        The library has checked the header, but does not tell where tensors lie.
-        """
-        nbytes = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(nbytes))
-        header.pop("__metadata__", None)
-        entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
+    def __init__(self, source: RangeSource) -> None:
+        header = read_header(source)
+        self.metadata = {"format": "safetensors", **header.metadata}
+        self.nbytes = source.nbytes
         self.obj: dict[str, Tensor] = {}
-        self._places: dict[int, Place] = {}
-        self._names: dict[int, str] = {}
-        for name, entry in entries:
-            tensor = torch.empty(entry["shape"], dtype=self._dtype(name, entry), device="meta")
-            self.obj[name] = tensor
-            self._names[id(tensor)] = name
-            offset = 8 + nbytes + entry["data_offsets"][0]
-            self._places[id(tensor)] = (name, None, offset, None)
-
-    def _dtype(self, name: str, entry: dict[str, Any]) -> torch.dtype:
-        try:
-            return _DTYPES[entry["dtype"]]
-        except KeyError:
-            raise CorruptCheckpointError(
-                f"{self._path}: {name}: no dtype of torch is {entry['dtype']}", path=self._path
-            ) from None
+        self._path = source.name
+        self._stored = header.tensors
+        self._numbers: dict[int, int] = {}
+        for number, stored in enumerate(header.tensors):
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            self.obj[stored.name] = tensor
+            self._numbers[id(tensor)] = number
+        self._source = source
+        self._spans = _SourceSpans(source, header.tensors)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
-        return [self._places[id(tensor)] for tensor in tensors]
+        stored = (self._stored[self._numbers[id(tensor)]] for tensor in tensors)
+        return [(tensor.name, None, tensor.offset, None) for tensor in stored]
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         self._refuse(verify)
-        return [self._file.get_tensor(self._names[id(tensor)]) for tensor in tensors]
+        numbers = [self._numbers[id(tensor)] for tensor in tensors]
+        if isinstance(self._source, LocalFile):
+            return [_mapped(self._source, self._stored[number]) for number in numbers]
+        storages = [new_storage(tensor.nbytes) for tensor in tensors]
+        self._spans.read(
+            [Span(i, 0, bytes_of(storage)) for i, storage in zip(numbers, storages, strict=True)],
+            verify=False,
+        )
+        return [
+            view_as(storage, tensor, 0, tensor.stride())
+            for storage, tensor in zip(storages, tensors, strict=True)
+        ]
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
         self._refuse(verify)
-        name = self._names[id(tensor)]
-        view = tensor[index]
-        if view.numel() == 0 or tensor.dim() == 0:
-            whole: Tensor = self._file.get_tensor(name)
-            return whole[index].clone() if view.numel() else _empty(view)
-        begin, end = (offset // view.itemsize for offset in span_of(view))
-        row = tensor.stride(0)
-        first, last = begin // row, (end - 1) // row
-        rows: Tensor = self._file.get_slice(name)[first : last + 1].contiguous()
-        offset = rows.storage_offset() + view.storage_offset() - first * row
-        return rows.as_strided(view.shape, view.stride(), offset).clone()
+        number = self._numbers[id(tensor)]
+        if isinstance(self._source, LocalFile):
+            return _mapped(self._source, self._stored[number])[index].clone()
+        return read_view(self._spans, number, tensor[index], False)
 
     def verify(self, *, progress: bool) -> None:
         self._refuse(True)
@@ -132,5 +84,34 @@ class SafetensorsContents:
             raise ValueError(f"{self._path}: a safetensors file has no checksums to compare")
 
 
-def _empty(view: Tensor) -> Tensor:
-    return torch.empty(view.shape, dtype=view.dtype, device="cpu")
+class _SourceSpans:
+    """A `SpanReader` for a file that has to be fetched, whose records are its tensors."""
+
+    max_gap = MAX_FETCHED_GAP
+
+    def __init__(self, source: RangeSource, tensors: Sequence[StoredTensor]) -> None:
+        self._source = source
+        self._tensors = tensors
+
+    def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
+        for batch in batches(spans):
+            begins = [self._tensors[span.record].offset + span.begin for span in batch]
+            pieces = self._source.read(
+                [(begin, begin + len(s.target)) for begin, s in zip(begins, batch, strict=True)]
+            )
+            for span, piece in zip(batch, pieces, strict=True):
+                memory_of(span.target)[:] = piece
+
+    def check(self, records: Sequence[int]) -> None:
+        """Do nothing: there are no checksums."""
+
+
+def _mapped(file: LocalFile, stored: StoredTensor) -> Tensor:
+    """Return a tensor whose bytes come from the page cache when they are used."""
+    try:
+        memory = file.map(stored.offset, stored.nbytes)
+    except _C.FormatError as error:  # the file has become shorter
+        raise_corrupt(error, file.name)
+    if memory.data_ptr() % stored.dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(stored.dtype).view(stored.shape)

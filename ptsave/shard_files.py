@@ -12,6 +12,7 @@ from typing import Any
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, what_came_instead
+from ptsave.sources import expect_no_more_reads
 
 __all__ = [
     "FORMATS",
@@ -198,6 +199,7 @@ def refuse_what_is_no_checkpoint(path: str) -> None:
         If it cannot be opened, or is a directory.
     """
     with open(path, "rb") as stream:
+        expect_no_more_reads(stream.fileno())
         head = stream.read(HEAD_NBYTES)
         instead = what_came_instead(head, os.fstat(stream.fileno()).st_size or len(head))
     if instead is not None:

@@ -188,6 +188,7 @@ class _ShardSet:
         files = _FORMAT_FILES[self.kind]
         old = _files_of_sets(self.folder, files)
         names = self._names(files)
+        _remove_leftovers(self.folder, files)
         with ExitStack() as undo:
             self._write_shards(names, undo)
             if len(names) > 1:
@@ -262,9 +263,22 @@ class _ShardSet:
 
 def _files_of_sets(folder: str, files: ShardFormat) -> set[str]:
     """Return the shards there that `save_model` or transformers has written."""
-    stem, suffix = re.escape(files.stem), re.escape(files.suffix)
-    pattern = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{suffix}")
+    pattern = _pattern_of_shards(files)
     return {name for name in os.listdir(folder) if pattern.fullmatch(name)}
+
+
+def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
+    stem, suffix = re.escape(files.stem), re.escape(files.suffix)
+    return re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{suffix}")
+
+
+def _remove_leftovers(folder: str, files: ShardFormat) -> None:
+    """Remove temporary files of killed processes, whose shards may have had names of their own."""
+    pattern = _pattern_of_shards(files)
+    for name in {_C.target_of_temporary(entry) for entry in os.listdir(os.fsencode(folder))}:
+        target = os.fsdecode(name)
+        if target in (files.single, files.index) or pattern.fullmatch(target):
+            _C.remove_leftovers(os.fsencode(os.path.join(folder, target)))
 
 
 def _with_aliases(shard: _Shard) -> dict[str, Tensor]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +19,11 @@ from ptsave.errors import CorruptCheckpointError, CorruptPickleError
 from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
 from ptsave.restoring import FileCopier, restoring
+from ptsave.safetensors_header import read_header
 from ptsave.shard_files import ShardFiles, refuse_what_is_no_checkpoint
+from ptsave.sources import LocalFile
 
 __all__ = ["Entry", "PickledShard", "Read", "SafetensorsShard", "Shard", "open_shards", "read_all"]
-
-_MAX_READ_NBYTES = 1 << 20  # of a header, whose length may be anything in a damaged file
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,59 +44,48 @@ class Entry:
 class Read:
     """The elements of an entry from `begin` on that fill a tensor.
 
-    All of them, in the entry's shape, or a part of them in a flat one.
+    All of them, in the entry's shape, or a part of them in a flat one.  The target may be the
+    file's memory itself: then there is nothing to read.
     """
 
     entry: Entry
     target: Tensor
     begin: int = 0
+    is_mapped: bool = False
 
 
 class SafetensorsShard:
-    """A safetensors file.  Its library says whether the header is sound."""
+    """A safetensors file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._stream: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 (close() closes it)
-        try:
-            header, data_offset = _safetensors_header(self._stream, path)
-            self.entries = self._parse(header, data_offset)
-        except BaseException:
-            self._stream.close()
-            raise
-
-    def _parse(self, header: Mapping[str, Any], data_offset: int) -> list[Entry]:
-        entries = []
-        self._offsets: dict[str, int] = {}
-        file_nbytes = os.fstat(self._stream.fileno()).st_size
-        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = getattr(torch, _SAFETENSORS_DTYPES.get(fields["dtype"], ""), None)
-            if dtype is None:
-                raise CorruptCheckpointError(
-                    f"{self.path}: tensor {name} is of a type that torch has not: "
-                    f"{fields['dtype']}",
-                    path=self.path,
-                )
-            entry = Entry(name, torch.Size(fields["shape"]), dtype, self)
-            begin, end = (data_offset + offset for offset in fields["data_offsets"])
-            if end - begin != entry.nbytes or not data_offset <= begin <= end <= file_nbytes:
-                raise CorruptCheckpointError(
-                    f"{self.path}: the header puts tensor {name} where its bytes cannot be",
-                    path=self.path,
-                    offset=begin,
-                )
-            self._offsets[name] = begin
-            entries.append(entry)
-        return entries
+        self._file = LocalFile.open(path)
+        with self._file.closed_on_error():
+            tensors = read_header(self._file).tensors
+        self.entries = [Entry(stored.name, stored.shape, stored.dtype, self) for stored in tensors]
+        self._offsets = {stored.name: stored.offset for stored in tensors}
 
     @property
-    def file(self) -> tuple[int, bytes]:
-        return self._stream.fileno(), os.fsencode(self.path)
+    def for_engine(self) -> tuple[int, bytes]:
+        return self._file.for_engine
 
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
         offset = self._offsets[read.entry.name] + read.begin * read.entry.dtype.itemsize
         return offset, read.target
+
+    def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
+        """Return the elements of an entry from `begin` on if the page cache has them at hand."""
+        itemsize = entry.dtype.itemsize
+        offset = self._offsets[entry.name] + begin * itemsize
+        if offset % itemsize:
+            return None
+        memory = self._file.map_cached(offset, shape.numel() * itemsize)
+        return None if memory is None else memory.view(entry.dtype).view(shape)
+
+    def detach(self, storage: torch.UntypedStorage) -> None:
+        """Let the memory of what was mapped be its keeper's, whatever becomes of the file."""
+        _C.detach_from_file(storage, os.fsencode(self.path))
 
     def can_fill(self, entry: Entry, target: Tensor) -> bool:
         """Whether `target` may be that of a `Read` of the whole entry: bytes are all it takes."""
@@ -132,62 +98,10 @@ class SafetensorsShard:
         )
 
     def close(self) -> None:
-        self._stream.close()
+        self._file.close()
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-
-
-def _safetensors_header(stream: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
-    """Return what the header says of each tensor, and where the bytes of the first begin."""
-    if sys.byteorder != "little":
-        raise NotImplementedError(
-            f"{path}: safetensors files are little-endian, this machine is not"
-        )
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError(f"{path} is read with the help of: pip install safetensors") from None
-    try:
-        # The descriptor's file, whatever has become of the name.
-        with safe_open(f"/proc/self/fd/{stream.fileno()}", framework="pt"):
-            pass
-    except SafetensorError as error:
-        name = _tensor_cut_off(stream)
-        where = f"; the file ends before tensor {name} does" if name else ""
-        raise CorruptCheckpointError(
-            f"{path}: not a whole safetensors file: {error}{where}",
-            path=path,
-            entries=[name] if name else None,
-        ) from None
-    return _parsed_header(stream)
-
-
-def _parsed_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
-    stream.seek(0)
-    header_nbytes = int.from_bytes(stream.read(8), "little")
-    header = json.loads(_read_exactly(stream, header_nbytes))
-    header.pop("__metadata__", None)
-    return header, 8 + header_nbytes
-
-
-def _tensor_cut_off(stream: BinaryIO) -> str:
-    """Return the first tensor of a damaged file that is not all there, if its header says."""
-    nbytes = os.fstat(stream.fileno()).st_size
-    try:
-        header, data_offset = _parsed_header(stream)
-        ends = sorted((fields["data_offsets"][1], name) for name, fields in header.items())
-        return next((name for end, name in ends if data_offset + end > nbytes), "")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return ""  # the header is what is damaged
-
-
-def _read_exactly(stream: BinaryIO, nbytes: int) -> bytes:
-    parts = []
-    while nbytes and (part := stream.read(min(nbytes, _MAX_READ_NBYTES))):
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)
 
 
 class PickledShard:
@@ -329,6 +243,7 @@ def read_all(reads: Sequence[Read], progress: ProgressCallback | None = None) ->
     CorruptCheckpointError, OSError
         Some targets may have been changed by then.
     """
+    reads = [read for read in reads if not read.is_mapped]
     _read_ranges(
         [read for read in reads if isinstance(read.entry.shard, SafetensorsShard)], progress
     )
@@ -349,7 +264,7 @@ def _read_ranges(reads: Sequence[Read], progress: ProgressCallback | None) -> No
         ranges.append((numbers.setdefault(shard, len(numbers)), *shard.range_of(read)))
     try:
         _C.read_ranges(
-            [shard.file for shard in numbers],
+            [shard.for_engine for shard in numbers],
             ranges,
             n_threads=config.current().n_readers,
             progress=progress,

@@ -1,27 +1,42 @@
-"""Archives that are no local files: only the bytes that are asked for are fetched.
+"""Where the bytes of a checkpoint come from, if only those that are asked for are to be fetched.
 
-The engine reads files.  So it is given one: a file in memory of the archive's size, full of holes,
-into which its directory and small records are put as they are fetched.  The bytes of tensors are
-fetched into the tensors.
+The engine reads files.  So of an archive that is none it is given one: a file in memory of the
+archive's size, full of holes, into which its directory and small records are put as they are
+fetched.  The bytes of tensors are fetched into the tensors.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from ptsave import _C
 from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.remote_errors import os_errors
 
-__all__ = ["FileObject", "FsspecFile", "RangeSource", "RemoteReader", "is_url"]
+__all__ = [
+    "Buffer",
+    "FileObject",
+    "FsspecFile",
+    "LocalFile",
+    "RangeSource",
+    "RemoteReader",
+    "SparseFile",
+    "expect_no_more_reads",
+    "is_url",
+]
 
 # One request rather than two, and how large one may become.
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
+_STREAM_NBYTES = 4 << 20  # fetched at once where all of a file is read
 # What opening an archive looks at.
 _SMALL_RECORDS = (
     *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
@@ -32,6 +47,11 @@ _SMALL_RECORDS = (
 def is_url(f: Any) -> bool:
     """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
     return isinstance(f, str) and ("://" in f or "::" in f) and not os.path.exists(f)
+
+
+def expect_no_more_reads(descriptor: int) -> None:
+    """Let the system not read ahead: what it brings gets in the way of direct reads."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class RangeSource(Protocol):
@@ -69,28 +89,63 @@ class FsspecFile:
 
         self.name = url
         self.file_system, self.path = url_to_fs(url, **storage_options)
-        info = self.file_system.info(self.path)
+        with os_errors(url):
+            info = self.file_system.info(self.path)
         if info.get("type") == "directory":
             raise IsADirectoryError(f"{url} is a directory: open one of the files in it")
         if info.get("size") is None:
             raise OSError(f"{url}: its server does not say how large it is: download it first")
+        if info.get("partial") is False:
+            raise OSError(f"{url}: its server does not serve ranges: download it first")
         self.nbytes = int(info["size"])
 
     def open(self) -> AbstractContextManager[Any]:
         """Open the whole file."""
-        stream: AbstractContextManager[Any] = self.file_system.open(self.path, "rb")
-        return stream
+        return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         merged = _merged(ranges)
         begins, ends = [begin for begin, _ in merged], [end for _, end in merged]
-        pieces = self.file_system.cat_ranges(
-            [self.path] * len(merged), begins, ends, on_error="raise"
-        )
+        with os_errors(self.name):
+            pieces = self.file_system.cat_ranges(
+                [self.path] * len(merged), begins, ends, on_error="raise"
+            )
         for piece, where in zip(pieces, merged, strict=True):
             _check_complete(piece, *where, self)
         found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
         return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
+
+
+class _RangeStream(io.RawIOBase):
+    """A source as a file, whose reads raise what the source does."""
+
+    def __init__(self, source: RangeSource) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = (0, self._at, self._source.nbytes)[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        end = min(self._at + len(target), self._source.nbytes)
+        if self._at >= end:
+            return 0
+        (piece,) = self._source.read([(self._at, end)])
+        target[: len(piece)] = piece
+        self._at = end
+        return len(piece)
 
 
 class FileObject:
@@ -156,17 +211,100 @@ def _check_complete(piece: bytes, begin: int, end: int, source: RangeSource) -> 
         )
 
 
-class _MemoryFile:
-    """A file in memory of which only what is written takes any; it goes with this object."""
+class Buffer:
+    """What an :class:`io.BytesIO` holds from its current position on, which may not change."""
+
+    def __init__(self, stream: io.BytesIO, name: str) -> None:
+        self.name = name
+        self._view = stream.getbuffer()[stream.tell() :]
+        self.nbytes = self._view.nbytes
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        pieces = [bytes(self._view[begin:end]) for begin, end in ranges]
+        for piece, where in zip(pieces, ranges, strict=True):
+            _check_complete(piece, *where, self)
+        return pieces
+
+
+class _OpenFile:
+    """A file that is closed with this object, if nobody closes it before."""
+
+    descriptor = -1
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    __del__ = close
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the file if the block raises: who holds the traceback holds the file."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+class LocalFile(_OpenFile):
+    """A real file, from a position on.
+
+    Parameters
+    ----------
+    stream : io.FileIO or buffered file
+        At that position, which stays.  It may be closed afterwards.
+    name : str
+        What to call it in messages.
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self.name = name
+        self.begin = stream.tell()
+        self.descriptor = os.dup(stream.fileno())
+        self.nbytes = max(os.fstat(self.descriptor).st_size - self.begin, 0)
+
+    @classmethod
+    def open(cls, path: str) -> LocalFile:
+        """Open a file, all of which is going to be read by the engine."""
+        with open(path, "rb", buffering=0) as stream:
+            expect_no_more_reads(stream.fileno())
+            return cls(stream, path)
+
+    @property
+    def for_engine(self) -> tuple[int, bytes]:
+        """Return the descriptor and the name, as `_C.read_ranges` takes them."""
+        return self.descriptor, os.fsencode(self.name)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        pieces = [self._read(*where) for where in ranges]
+        for piece, where in zip(pieces, ranges, strict=True):
+            _check_complete(piece, *where, self)
+        return pieces
+
+    def map(self, begin: int, nbytes: int) -> Tensor:
+        """Return bytes of the file, which are read when they are used."""
+        return _C.map_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+
+    def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
+        """Return the same if the page cache holds all of it; None if it may not."""
+        return _C.map_cached_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        pieces = []
+        while begin < end and (piece := os.pread(self.descriptor, end - begin, self.begin + begin)):
+            pieces.append(piece)
+            begin += len(piece)
+        return b"".join(pieces)
+
+
+class SparseFile(_OpenFile):
+    """A file in memory of which only what is written takes any."""
 
     def __init__(self, nbytes: int) -> None:
-        self.descriptor = -1
         self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, nbytes)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
 
     def write(self, offset: int, data: bytes) -> None:
         while data:
@@ -194,7 +332,7 @@ class RemoteReader(RecordReader):
         self.source = source
         self._fetched: set[int] = set()  # records whose bytes, or headers, are in the file
         self._tail_begin = max(source.nbytes - _C.MAX_TAIL_NBYTES, 0)
-        self._file = _MemoryFile(source.nbytes)
+        self._file = SparseFile(source.nbytes)
         try:
             engine = self._open()
         except _C.FormatError as error:

@@ -15,9 +15,22 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.reading import RecordReader, bare_message, corrupt, raise_corrupt
 from ptsave.sources import RemoteReader
 
-__all__ = ["Damage", "EngineSpans", "FetchedSpans", "Span", "SpanReader", "spans_of"]
+__all__ = [
+    "MAX_FETCHED_GAP",
+    "ArchiveSpans",
+    "Damage",
+    "EngineSpans",
+    "FetchedSpans",
+    "Span",
+    "SpanReader",
+    "batches",
+    "memory_of",
+    "spans_of",
+]
 
 MIB = 1 << 20
+# How many bytes that nobody wants are fetched rather than skipped.
+MAX_FETCHED_GAP = 1 * MIB
 # What is asked for at once, and what is fetched in one request: some file systems make several at
 # a time.
 _BATCH_NBYTES = 64 * MIB
@@ -96,13 +109,17 @@ class SpanReader(Protocol):
         """Compare records with their checksums; raises for the first that is damaged."""
         ...
 
+
+class ArchiveSpans(SpanReader, Protocol):
+    """A `SpanReader` for an archive, which has records and checksums of them."""
+
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         """Read records, compare them with their checksums if asked, and return what is wrong."""
         ...
 
 
 class EngineSpans:
-    """A `SpanReader` for what the engine reads: files and memory.
+    """`ArchiveSpans` for what the engine reads: files and memory.
 
     Parameters
     ----------
@@ -173,7 +190,7 @@ class EngineSpans:
 
 
 class FetchedSpans:
-    """A `SpanReader` for an archive whose bytes have to be fetched.
+    """`ArchiveSpans` for an archive whose bytes have to be fetched.
 
     Parameters
     ----------
@@ -181,7 +198,7 @@ class FetchedSpans:
         The open archive.
     """
 
-    max_gap = 1 * MIB
+    max_gap = MAX_FETCHED_GAP
 
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
@@ -194,11 +211,11 @@ class FetchedSpans:
         whole, parts = _divide(self._engine, spans)
         if verify and parts:
             self.check([span.record for span in parts])
-        for batch in _batches(spans):
+        for batch in batches(spans):
             self._fetch(batch)
         if verify is not False:
             for span in whole:
-                self._compare(span.record, _C.crc32(_memory_of(span.target)))
+                self._compare(span.record, _C.crc32(memory_of(span.target)))
 
     def check(self, records: Sequence[int]) -> None:
         for record in sorted(set(records)):
@@ -210,9 +227,9 @@ class FetchedSpans:
         piece = torch.empty(min(nbytes, _BATCH_NBYTES), dtype=torch.uint8)
         for begin in range(0, nbytes, _BATCH_NBYTES):
             part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
-            for batch in _batches([Span(record, begin, part)]):
+            for batch in batches([Span(record, begin, part)]):
                 self._fetch(batch)
-            crc = _C.crc32(_memory_of(part), crc)
+            crc = _C.crc32(memory_of(part), crc)
         return crc
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
@@ -251,7 +268,7 @@ class FetchedSpans:
         if found != wanted:
             pieces = self._source.read(found)
         for span, piece in zip(spans, pieces, strict=True):
-            _memory_of(span.target)[:] = piece
+            memory_of(span.target)[:] = piece
 
     def _compare(self, record: int, crc: int) -> None:
         found = self._engine.record(record)
@@ -266,7 +283,7 @@ class FetchedSpans:
         )
 
 
-def spans_of(reader: RecordReader) -> SpanReader:
+def spans_of(reader: RecordReader) -> ArchiveSpans:
     """Return what reads parts of an archive's records."""
     return FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
 
@@ -291,7 +308,7 @@ def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
     return whole, parts
 
 
-def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Yield the spans, the large ones cut, in groups of at most `_BATCH_NBYTES`."""
     batch: list[Span] = []
     nbytes = 0
@@ -312,7 +329,7 @@ def _range_of(span: Span, payload_offset: int) -> tuple[int, int]:
     return begin, begin + len(span.target)
 
 
-def _memory_of(target: Tensor) -> memoryview:
+def memory_of(target: Tensor) -> memoryview:
     """Return the bytes of a tensor, which has to outlive them; NumPy may not be there."""
     array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
     return memoryview(array).cast("B")

@@ -8,7 +8,7 @@ from ptsave.checking import check_compressed_member
 from ptsave.errors import CorruptCheckpointError
 from ptsave.progress import ProgressCallback
 from ptsave.reading import RecordReader, bare_message
-from ptsave.spans import Damage, SpanReader
+from ptsave.spans import ArchiveSpans, Damage
 
 __all__ = ["find_damage"]
 
@@ -16,7 +16,7 @@ _READ_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
 
 
 def find_damage(
-    reader: RecordReader, spans: SpanReader, progress: ProgressCallback | None
+    reader: RecordReader, spans: ArchiveSpans, progress: ProgressCallback | None
 ) -> list[Damage]:
     """Return the records of an archive that are damaged, in the order of the file.
 
@@ -27,7 +27,7 @@ def find_damage(
     ----------
     reader : RecordReader
         The archive.
-    spans : SpanReader
+    spans : ArchiveSpans
         What reads its records.
     progress : callable or None
         Gets the number of bytes that have been looked at.

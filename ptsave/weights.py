@@ -19,7 +19,7 @@ from ptsave.errors import CheckpointWarning, add_note
 from ptsave.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.plain_tensors import PLAIN_TYPES
 from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.recycled_memory import RecycledMemory
+from ptsave.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.shard_files import find_shards
 from ptsave.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
 from ptsave.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
@@ -29,6 +29,7 @@ __all__ = ["load_model"]
 # For tensors that do not go straight into a parameter: those that are being used, and those that
 # are being read meanwhile.
 _MAX_AHEAD_NBYTES = 128 << 20
+_MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
 _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
 
 
@@ -46,7 +47,8 @@ def load_model(
     Before the first byte of the model changes all files are opened, and names, shapes, headers and
     sizes are checked.  Then every byte is read once, by several threads: straight into the
     parameter where that is all it takes, and otherwise ahead of its use, into tensors of at most
-    128 MiB together (or the largest tensor that a ``weight_loader`` gets).
+    128 MiB together (or the largest tensor that a ``weight_loader`` gets).  What the page cache has
+    of a safetensors file is not read ahead, but used where it is.
 
     Parameters
     ----------
@@ -274,15 +276,26 @@ class Filling:
                 if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:
                     self._put(previous)
                 staged = [_stage(memory, *item) for item in batch]
-                pending = reader.submit(self._read, [item.read for item in staged])
-                try:
-                    self._put(previous)
-                finally:
-                    pending.result()
+                self._put_while_reading(previous, staged, reader)
                 previous = staged
                 if self.progress is not None:
                     self.progress(self._nbytes_done)
             self._put(previous)
+
+    def _put_while_reading(
+        self, batch: list[Staged], staged: list[Staged], reader: ThreadPoolExecutor
+    ) -> None:
+        reads = [item.read for item in staged]
+        nbytes = sum(read.target.nbytes for read in reads if not read.is_mapped)
+        if nbytes < _MIN_AHEAD_NBYTES:
+            self._read(reads)
+            self._put(batch)
+            return
+        pending = reader.submit(self._read, reads)
+        try:
+            self._put(batch)
+        finally:
+            pending.result()
 
     def _batches(self, deliveries: Iterable[Delivery]) -> Iterator[list[tuple[Delivery, int, int]]]:
         """Yield what is read together: half of the budget, or one tensor."""
@@ -314,17 +327,24 @@ class Filling:
         batch.reverse()
         while batch:
             staged = batch.pop()  # nothing here keeps what has been delivered
+            delivery, storages = staged.delivery, [staged.read.target.untyped_storage()]
+            is_mapped = staged.read.is_mapped
             try:
                 with torch.no_grad():
-                    _put_into(self.tensors[staged.delivery.name], staged)
+                    _put_into(self.tensors[delivery.name], staged)
+                del staged
             except Exception as error:
-                entry = staged.delivery.entry
+                entry = delivery.entry
                 add_note(
                     error,
-                    f"while {staged.delivery.name} was being filled from tensor {entry.name} of "
+                    f"while {delivery.name} was being filled from tensor {entry.name} of "
                     f"{entry.shard.path}",
                 )
                 raise
+            finally:
+                if is_mapped and not is_idle(storages, 0):
+                    assert isinstance(delivery.entry.shard, SafetensorsShard)
+                    delivery.entry.shard.detach(storages[0])
 
 
 class Places:
@@ -370,9 +390,13 @@ def _is_filled_piecewise(entry: Entry, target: Tensor) -> bool:
 
 
 def _stage(memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int) -> Staged:
-    entry = delivery.entry
+    entry, shard = delivery.entry, delivery.entry.shard
     is_whole = n_elements == entry.shape.numel()
     shape = entry.shape if is_whole else torch.Size([n_elements])
+    if isinstance(shard, SafetensorsShard) and shape.numel() * entry.dtype.itemsize >= MIN_NBYTES:
+        mapped = shard.map_cached(entry, begin, shape)
+        if mapped is not None:
+            return Staged(delivery, Read(entry, mapped, begin, is_mapped=True))
     return Staged(delivery, Read(entry, memory.tensor(shape, entry.dtype), begin))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from comparison import assert_same_object
@@ -82,6 +84,32 @@ def test_same_object() -> None:
         assert_same_object(archive["model"], checkpoint()["model"])
         assert_same_object(archive["other"], checkpoint()["other"])
         archive.verify()
+
+
+def test_numpy_beside_tensors(fetched: list[int]) -> None:
+    """What NumPy's objects are made of holds no tensor, so tensors stay unread."""
+    extra = {"loss": np.float64(0.5), "state": np.random.RandomState(0).get_state()}
+    obj = {**checkpoint(), **extra}
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    fsspec.filesystem("memory").pipe("/folder/numpy.pt", stream.getvalue())
+    with pytest.raises(pickle.UnpicklingError, match="safe_globals"):
+        ptsave.open("memory://folder/numpy.pt")
+    functions: list[Any] = [np.float64(0).__reduce__()[0], np.ones(1).__reduce__()[0]]
+    dtypes = [np.dtypes.Float64DType, np.dtypes.UInt32DType]
+    with torch.serialization.safe_globals([*functions, *dtypes, np.dtype, np.ndarray]):
+        fetched.clear()
+        with ptsave.open("memory://folder/numpy.pt") as archive:
+            stream.seek(0)
+            expected = torch.load(stream, weights_only=True)
+            for name in extra:
+                assert_same_object(archive[name], expected[name])
+            assert sum(fetched) < OVERHEAD
+            assert_same_object(archive["model"], expected["model"])
+        model = {"model": {"weight": torch.zeros_like(WEIGHT)}}
+        stream.seek(0)
+        ptsave.load_into(stream, model, strict=False)
+        assert torch.equal(model["model"]["weight"], WEIGHT)
 
 
 def test_local_file_system(saved: bytes, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave import weights
+from ptsave.sources import LocalFile
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
@@ -380,6 +381,13 @@ def test_memory_that_is_read_ahead_is_bounded(
     assert peak <= 9  # of 4000 bytes, and one that is being delivered
 
 
+@pytest.fixture
+def nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read as if none of them was in the page cache."""
+    monkeypatch.setattr(LocalFile, "map_cached", lambda *_: None)
+
+
+@pytest.mark.usefixtures("nothing_cached")
 @pytest.mark.parametrize("keep", ["tensor", "view", "storage", "array", "detached"])
 def test_what_a_loader_keeps_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
@@ -413,6 +421,7 @@ def test_what_a_loader_keeps_is_its_own(
             assert flat[0] == float(number)
 
 
+@pytest.mark.usefixtures("nothing_cached")
 def test_memory_that_no_loader_keeps_is_used_again(tmp_path: Path) -> None:
     places: set[int] = set()
     model = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(200))

@@ -24,6 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptsave import _C, unpickling
 
 
+@pytest.fixture(autouse=True)
+def _numpy_is_allowed() -> None:
+    """Or the restricted machine would stop before it does anything with it."""
+    functions: list[Any] = [np.float64(0).__reduce__()[0], np.ones(1).__reduce__()[0]]
+    old_names: list[Any] = [
+        (function, f"numpy.core.multiarray.{function.__name__}") for function in functions
+    ]
+    dtypes = [value for value in vars(np.dtypes).values() if isinstance(value, type)]
+    torch.serialization.add_safe_globals([*functions, *old_names, np.dtype, np.ndarray, *dtypes])
+
+
 def _is_blind(data: bytes) -> bool:
     return _C.rebuilds_blindly(data, unpickling._DTYPES)
 
@@ -59,6 +70,7 @@ def _recursive() -> list[Any]:
 
 
 _TENSOR = torch.arange(6.0)
+_ARRAY = np.ones(3)
 _WRITTEN: dict[str, Any] = {
     "checkpoint": _trained(),
     "metadata": torch.nn.Sequential(torch.nn.Linear(2, 2)).state_dict(),
@@ -73,6 +85,18 @@ _WRITTEN: dict[str, Any] = {
     "typed storage": typed_storage(torch.ones(3)),
     "untyped storage": torch.ones(3).untyped_storage(),
     "no tensor": None,
+    "numpy": {
+        "loss": np.float64(0.5),
+        "others": [np.float32(1), np.int64(-3), np.bool_(True), np.complex64(1j), np.str_("x")],
+        "time": np.datetime64("2020-01-01"),
+        "array": np.arange(12.0).reshape(3, 4),
+        "order": np.asfortranarray(np.ones((2, 3), dtype=">i2")),
+        "empty": np.empty((0, 2)),
+        "dtype": np.dtype("float16"),
+        "state": np.random.RandomState(0).get_state(),
+        "tied": [_ARRAY, _ARRAY],
+        "beside": (torch.ones(2), _ARRAY),
+    },
     "plain": {
         "bool": True,
         "no": False,
@@ -129,8 +153,11 @@ def _with_attribute() -> torch.Tensor:
         {torch.ones(2): 1},
         {torch.ones(2)},
         {(1, torch.ones(2))},
-        np.ones(3),
-        np.float64(1),
+        np.array([[1], None], dtype=object),
+        np.zeros(2, dtype=[("a", "f4")]),
+        np.random.default_rng(0),
+        {np.float64(1): 1},
+        {np.float64(1)},
         collections.defaultdict(list),
         slice(1, 2),
         print,
@@ -231,6 +258,20 @@ _BLIND = {
     "storage type as value": _list(_g("torch", "FloatStorage"), _g("torch", "Size")),
     "untyped": _t(_text("storage"), _g("torch.storage", "UntypedStorage"), *_ID[2:]) + b"Q",
     "mark left open": b"(" + _T,
+}
+_DTYPE = _call("numpy", "dtype", _text("f8"), b"\x89", b"\x88")
+_NEW_ARRAY = _call(
+    "numpy._core.multiarray", "_reconstruct", _g("numpy", "ndarray"), b"K\x00\x85", _text("b")
+)
+_STATE = (b"K\x01", b"K\x01\x85", _DTYPE, b"\x89")
+_BYTES = _call("_codecs", "encode", _text("\0" * 8), _text("latin1"))
+_BLIND |= {
+    "array": _T + _NEW_ARRAY + _t(*_STATE, _BYTES) + b"b",
+    "array scalar": _T + _call("numpy._core.multiarray", "scalar", _DTYPE, _BYTES),
+    "array of old": _T + _call("numpy.core.multiarray", "scalar", _DTYPE, _BYTES),
+    "array dtype of a dtype": _call("numpy", "dtype", _DTYPE),
+    "array in tuples": _t(_t(_NEW_ARRAY, b"N"), _T),
+    "array among hooks": _v2(hooks=_dict(_text("x"), _NEW_ARRAY)),
 }
 _POPS = {"dropped", "long memo", "memo written twice"}
 
@@ -346,6 +387,43 @@ _LOOKS = {
     "extension": b"\x82\x01",
     "old global": b"\x8c\x05torch\x8c\x04Size\x93",
     "instance": b"(icollections\nOrderedDict\n",
+}
+_LOOKS |= {
+    "array of a tensor": _NEW_ARRAY + _t(*_STATE, _T) + b"b",
+    "array of a list of tensors": _NEW_ARRAY + _t(*_STATE, _list(_T)) + b"b",
+    "array of a list that is filled later": (
+        _PUT_INTO_LATER + _NEW_ARRAY + _t(*_STATE, _get(0)) + b"b0" + _get(0) + _T + b"a"
+    ),
+    "array of a storage": _NEW_ARRAY + _t(*_STATE, _STORAGE) + b"b",
+    "array with a dict as state": _NEW_ARRAY + b"}b",
+    "array with a tensor as state": _NEW_ARRAY + _T + b"b",
+    "array shape": _call(
+        "numpy._core.multiarray", "_reconstruct", _g("numpy", "ndarray"), _T, _text("b")
+    ),
+    "array scalar of a tensor": _call("numpy._core.multiarray", "scalar", _DTYPE, _T),
+    "array scalar by tuple": (
+        _t(_DTYPE, _T) + _put(1) + b"0" + _g("numpy._core.multiarray", "scalar") + _get(1) + b"R"
+    ),
+    "array dtype of a tensor": _call("numpy", "dtype", _T),
+    "array dtype of fields": _DTYPE + _t(b"K\x03", _dict(_text("a"), _T)) + b"b",
+    "array called": _NEW_ARRAY + b")R",
+    "array class called": _call("numpy", "ndarray", _T),
+    "array class called with numbers": _call("numpy", "ndarray", _SHAPE),
+    "array method": _g("numpy", "ndarray.tobytes") + b"0",
+    "array as size": _v2(size=_NEW_ARRAY),
+    "array in size": _v2(size=_t(_NEW_ARRAY)),
+    "array as offset": _v2(offset=_NEW_ARRAY),
+    "array as metadata": _v2(metadata=_NEW_ARRAY),
+    "array in metadata": _v2(metadata=_dict(_text("conj"), _NEW_ARRAY)),
+    "array as storage": _v2(storage=_NEW_ARRAY),
+    "array as key": _dict(_NEW_ARRAY, _T),
+    "array in set": _call("builtins", "set", _list(_NEW_ARRAY)),
+    "array gets a tensor": _NEW_ARRAY + b"K\x00" + _T + b"s",
+    "array is appended to": _NEW_ARRAY + _T + b"a",
+    "array in persistent id": _t(*_ID[:4], _NEW_ARRAY) + b"Q",
+    "array as persistent id": _t(_NEW_ARRAY, *_ID[1:4], _NEW_ARRAY) + b"Q",
+    "another function of numpy": _g("numpy", "save") + b"0",
+    "another constructor of numpy": _g("numpy._core.multiarray", "array") + b"0",
 }
 _MALFORMED = {
     "get of nothing": _get(0),

@@ -57,7 +57,7 @@ def test_meta_storages() -> None:
     with torch.serialization.skip_data():
         assert pickled is not None
         assert pickled[0] == stock_pickle(obj)
-    assert not pickled[1].on_cpu
+    assert not pickled[1].in_reach
     assert_same_failure(
         lambda: ptsave.save(obj, io.BytesIO()), lambda: stock_save(obj, io.BytesIO())
     )

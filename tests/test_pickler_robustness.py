@@ -175,6 +175,6 @@ def test_storages_live_as_long_as_their_list() -> None:
     assert pickled is not None
     storages = _C.untyped_storages(pickled[1])
     assert [s.data_ptr() for s in storages] == [t.data_ptr() for t in tensors]
-    assert pickled[1].on_cpu
+    assert pickled[1].in_reach
     del tensors
     assert [s.nbytes() for s in storages] == [12, 8]

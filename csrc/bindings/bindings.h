@@ -4,6 +4,8 @@
 #include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <span>
 #include <string>
 
 namespace ptsave {
@@ -14,6 +16,10 @@ std::string encode(const pybind11::str& text);
 
 // Of a torch.device; TypeError for anything else.
 c10::Device unpack_device(const pybind11::handle& device);
+
+// The memory of a tensor on the CPU that holds its elements as a file does, one after the other;
+// TypeError for anything else.
+std::span<std::byte> writable_bytes(const pybind11::handle& tensor);
 
 void register_errors(pybind11::module_& module);
 void bind_writing(pybind11::module_& module);

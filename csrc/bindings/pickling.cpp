@@ -54,7 +54,6 @@ void bind_pickling(py::module_& module) {
   py::class_<StorageList>(module, "StorageList")
       .def(py::init(&storage_list), py::arg("storages"))
       .def("__len__", [](const StorageList& self) { return self.storages.size(); })
-      .def_property_readonly("on_cpu", &StorageList::on_cpu)
       .def_property_readonly("in_reach", &StorageList::in_reach)
       .def("staging_nbytes", &StorageList::staging_nbytes, py::arg("alignment"));
   module.def(

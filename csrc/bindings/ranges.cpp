@@ -1,10 +1,12 @@
-// ptsave._C.read_ranges(), and whether memory that was read into is still in use.
+// ptsave._C.read_ranges() and map_range(), and whether memory that was read into is still in use.
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -15,20 +17,22 @@
 #include "bindings/gil.h"
 #include "core/file.h"
 #include "core/range_read.h"
+#include "storage/mapped_range.h"
 
 namespace py = pybind11;
 
 namespace ptsave {
-namespace {
-
-// The memory of a tensor that holds its bytes as a file does.
-std::byte* bytes_of(const at::Tensor& tensor) {
+std::span<std::byte> writable_bytes(const py::handle& object) {
+  if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous() ||
       tensor.is_conj() || tensor.is_neg()) {
-    throw py::value_error("can only read into a contiguous tensor in CPU memory");
+    throw py::type_error("can only read into a contiguous tensor in CPU memory");
   }
-  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
+
+namespace {
 
 void read_ranges(const std::vector<std::pair<int, std::string>>& files,
                  const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
@@ -36,9 +40,8 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   std::vector<FileRange> file_ranges;
   file_ranges.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
-    if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
-    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    file_ranges.push_back({file, offset, tensor.nbytes(), bytes_of(tensor)});
+    const std::span<std::byte> memory = writable_bytes(object);
+    file_ranges.push_back({file, offset, memory.size(), memory.data()});
   }
   // What outlives the GIL's absence is C++'s alone: `ranges` holds the tensors.
   std::vector<ArchiveSource> sources;
@@ -49,10 +52,32 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   without_gil([&] { read.run(n_threads, poll); });
 }
 
+py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
+  const File file = File::duplicate(fd, std::move(name));
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(map_range(file, offset, nbytes)));
+}
+
+py::object map_cached_file_range(int fd, std::string name, std::uint64_t offset,
+                                 std::uint64_t nbytes) {
+  const File file = File::duplicate(fd, std::move(name));
+  std::optional<at::Tensor> tensor = map_cached_range(file, offset, nbytes);
+  if (!tensor) return py::none();
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(*std::move(tensor)));
+}
+
+const c10::Storage& unpack_storage(const py::object& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
+  return THPStorage_Unpack(storage.ptr());
+}
+
+void detach_storage(const py::object& storage, const std::string& name) {
+  const c10::Storage& mapped = unpack_storage(storage);
+  without_gil([&] { detach_from_file(mapped, name); });
+}
+
 // How many there are that hold the storage: one is the object itself.
 std::size_t storage_use_count(const py::object& storage) {
-  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
-  return THPStorage_Unpack(storage.ptr()).use_count();
+  return unpack_storage(storage).use_count();
 }
 
 }  // namespace
@@ -60,6 +85,11 @@ std::size_t storage_use_count(const py::object& storage) {
 void bind_ranges(py::module_& module) {
   module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
              py::arg("n_threads"), py::arg("progress"));
+  module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
+             py::arg("offset"), py::arg("nbytes"));
+  module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),
+             py::kw_only(), py::arg("offset"), py::arg("nbytes"));
+  module.def("detach_from_file", &detach_storage, py::arg("storage"), py::arg("name"));
   module.def("storage_use_count", &storage_use_count, py::arg("storage"));
 }
 

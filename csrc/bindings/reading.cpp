@@ -53,16 +53,6 @@ const at::Tensor& unpack(const py::handle& tensor) {
   return THPVariable_Unpack(tensor.ptr());
 }
 
-// The memory of a contiguous tensor of bytes on the CPU.
-std::span<std::byte> writable_bytes(const py::handle& object) {
-  const at::Tensor& tensor = unpack(object);
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kByte || !tensor.is_contiguous()) {
-    throw py::type_error("expected a contiguous tensor of bytes on the CPU");
-  }
-  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
-          static_cast<std::size_t>(tensor.numel())};
-}
-
 // Where what was saved at a location goes.
 struct Place {
   std::string location;

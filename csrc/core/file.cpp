@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 
+#include "core/buffer.h"
 #include "core/error.h"
 #include "core/system.h"
 
@@ -102,6 +103,12 @@ File File::duplicate(int fd, std::string path) {
 
 std::uint64_t File::nbytes() const {
   return static_cast<std::uint64_t>(status_or_fail(fd(), path_).st_size);
+}
+
+bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
+  const std::uint64_t begin = align_down(offset, kPageNbytes);
+  const std::uint64_t n_pages = align_up(offset + nbytes - begin, kPageNbytes) / kPageNbytes;
+  return sys::cached_pages(fd(), offset, nbytes) == static_cast<std::int64_t>(n_pages);
 }
 
 Descriptor File::open_direct_reader() const {

@@ -59,6 +59,9 @@ class File {
   const std::string& path() const { return path_; }
   std::uint64_t nbytes() const;  // the file's current size
 
+  // Whether the page cache holds all of a part; false where the kernel does not tell.
+  bool is_cached(std::uint64_t offset, std::uint64_t nbytes) const;
+
   // The same file opened once more for direct reads; empty where that is not supported.
   Descriptor open_direct_reader() const;
   DirectIoAlignment direct_io_alignment() const;

@@ -62,7 +62,8 @@ enum class Kind : std::uint8_t {
   kStorageType,  //
   kStorage,      //
   kTensor,       // or a Parameter
-  kFunction,     // index: into kFunctions
+  kArray,  // NumPy's array, scalar, dtype or class of arrays, or a tuple of such and plain values
+  kFunction,  // index: into kFunctions
 };
 
 struct Value {
@@ -71,6 +72,9 @@ struct Value {
 };
 
 bool is_plain(Value value) { return value.kind == Kind::kPlain || value.kind == Kind::kEmptyTuple; }
+
+// Whether no tensor or storage can be reached from it, now or later.
+bool is_apart(Value value) { return is_plain(value) || value.kind == Kind::kArray; }
 
 // What of a mutable object matters to those who use it; one for each object, however many
 // references.
@@ -87,6 +91,7 @@ struct Container {
 //   s storage    t tensor or parameter    p plain    l list of plain values
 //   h hooks: stored, not looked into      m metadata: every value is asked for its truth
 //   ? what follows may be missing         * any number of plain arguments
+//   # any number of plain arguments and NumPy's objects
 // A tensor where a number is expected would be asked for its value, a tensor where a sequence is
 // expected for all of them.
 struct Function {
@@ -109,6 +114,11 @@ constexpr std::array kFunctions = {
     Function{"__builtin__", "bytes", "*", Kind::kPlain},
     Function{"__builtin__", "bytearray", "*", Kind::kPlain},
     Function{"__builtin__", "complex", "*", Kind::kPlain},
+    Function{"numpy._core.multiarray", "scalar", "#", Kind::kArray},
+    Function{"numpy.core.multiarray", "scalar", "#", Kind::kArray},
+    Function{"numpy._core.multiarray", "_reconstruct", "#", Kind::kArray},
+    Function{"numpy.core.multiarray", "_reconstruct", "#", Kind::kArray},
+    Function{"numpy", "dtype", "#", Kind::kArray},
     Function{"builtins", "set", "l", Kind::kSet},
     Function{"builtins", "bytes", "*", Kind::kPlain},
     Function{"builtins", "bytearray", "*", Kind::kPlain},
@@ -285,7 +295,9 @@ class Machine {
 bool Machine::tuple_of(std::size_t n) {
   const std::span<const Value> parts = top(n);
   Value result{n == 0 ? Kind::kEmptyTuple : Kind::kPlain, 0};
-  if (!std::ranges::all_of(parts, is_plain)) {
+  if (std::ranges::all_of(parts, is_apart)) {
+    if (!std::ranges::all_of(parts, is_plain)) result.kind = Kind::kArray;
+  } else {
     result = {Kind::kTuple, static_cast<std::uint32_t>(tuples_.size())};
     tuples_.push_back(
         {static_cast<std::uint32_t>(elements_.size()), static_cast<std::uint32_t>(n)});
@@ -345,6 +357,7 @@ bool Machine::global() {
     }
   }
   if (is_storage_type(module, name)) return push(Kind::kStorageType);
+  if (module == "numpy" && name == "ndarray") return push(Kind::kArray);
   return module == "torch" && dtypes_.contains(std::string(name)) && push(Kind::kPlain);
 }
 
@@ -369,6 +382,7 @@ bool Machine::reduce() {
 
 bool Machine::accepts(std::string_view signature, Value arguments) const {
   if (signature == "*") return is_plain(arguments);
+  if (signature == "#") return is_apart(arguments);
   if (signature.empty()) return arguments.kind == Kind::kEmptyTuple;
   for (const Value argument : elements(arguments)) {
     if (signature.starts_with('?')) signature.remove_prefix(1);
@@ -404,6 +418,8 @@ bool Machine::build() {
   if (depth() < 2) return false;
   const Value state = take_top();
   const Value object = stack_.back();
+  // An array takes bytes or plain values; arrays of objects come with a list, which is refused.
+  if (object.kind == Kind::kArray) return is_apart(state);
   // Exact dicts and OrderedDicts only: they run no method of the state.  And once only: an
   // attribute
   // __setstate__ would be called the second time.

@@ -42,10 +42,6 @@ c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device) {
   return storage;
 }
 
-bool StorageList::on_cpu() const {
-  return std::ranges::all_of(storages, [](const c10::Storage& s) { return s.device().is_cpu(); });
-}
-
 bool StorageList::in_reach() const {
   return std::ranges::all_of(storages, [](const c10::Storage& s) {
     return s.device().is_cpu() || SideStreams::are_supported(s.device());

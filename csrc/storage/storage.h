@@ -31,7 +31,6 @@ bool must_copy(const LoadedPayload& payload);
 struct StorageList {
   std::vector<c10::Storage> storages;
 
-  bool on_cpu() const;
   // Whether each is in CPU memory or on an accelerator from which it can be staged.
   bool in_reach() const;
   // An upper bound of the host memory that copies take if payloads are aligned like this in the

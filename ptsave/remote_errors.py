@@ -1,0 +1,45 @@
+"""What goes wrong with files that are far away, as OSError."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["os_errors"]
+
+_BY_STATUS: dict[int, type[OSError]] = {
+    401: PermissionError,
+    403: PermissionError,
+    404: FileNotFoundError,
+    410: FileNotFoundError,
+}
+
+
+@contextmanager
+def os_errors(url: str) -> Iterator[None]:
+    """Turn what fsspec and its HTTP client raise in the block into an OSError that names the URL.
+
+    fsspec says FileNotFoundError whatever a web server has said; that is in the cause.  The errors
+    of HTTP clients are known by what they have in common, as the clients may not be installed.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is None or (cause is error and isinstance(error, OSError) and error.args):
+            raise
+        raise _os_error(url, cause) from error
+
+
+def _os_error(url: str, error: BaseException) -> OSError:
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        reason = f"{status} {getattr(error, 'message', '')}".strip()
+        return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return TimeoutError(f"{url}: its server did not answer in time")
+    kind = ConnectionError if isinstance(error, OSError) else OSError
+    return kind(f"{url}: {type(error).__name__}: {error}")
