@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import threading
@@ -108,10 +109,18 @@ def server() -> Iterator[Server]:
         result.released.set()
         result.shutdown()
         thread.join()
-    file_system = fsspec.filesystem("http")
-    if file_system._session is not None:
-        fsspec.asyn.sync(file_system.loop, file_system._session.close)
-    file_system.clear_instance_cache()
+
+
+@pytest.fixture(autouse=True)
+def _sessions_are_closed() -> Iterator[None]:
+    """Close what would otherwise be closed by the garbage collector, during some other test."""
+    yield
+    kind = type(fsspec.filesystem("http"))
+    for file_system in kind._cache.values():
+        if file_system._session is not None:
+            fsspec.asyn.sync(file_system.loop, file_system._session.close)
+    kind.clear_instance_cache()
+    gc.collect()
 
 
 @pytest.mark.parametrize("path", ["/model.pt", "/model.safetensors"])
