@@ -38,7 +38,9 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-@click.command("bench", cls=Command, examples=_EXAMPLES)
+@click.command(
+    "bench", cls=Command, short_help="How fast your disk is, beside torch.", examples=_EXAMPLES
+)
 @click.argument("directory", metavar="[DIR]", default=".")
 @click.option(
     "--size",

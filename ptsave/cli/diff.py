@@ -32,7 +32,9 @@ ptsave diff a.pt b.pt --only 'model.*' --ignore-dtype --json
 """
 
 
-@click.command("diff", cls=Command, examples=_EXAMPLES)
+@click.command(
+    "diff", cls=Command, short_help="In what two checkpoints differ.", examples=_EXAMPLES
+)
 @click.argument("a")
 @click.argument("b")
 @click.option("--rtol", type=float, help="Relative tolerance, to values in B.")
