@@ -62,10 +62,15 @@ class UnreadContents:
     ----------
     reader : RecordReader
         An archive for which `can_defer_reading` holds.
+
+    Attributes
+    ----------
+    reader : RecordReader
+        The archive.
     """
 
     def __init__(self, reader: RecordReader) -> None:
-        self._reader = reader
+        self.reader = reader
         self._first_at: dict[int, str] = {}
         # The unpickler keeps its reader until the next garbage collection.
         with (
@@ -79,7 +84,7 @@ class UnreadContents:
         )
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
-        engine = self._reader.engine
+        engine = self.reader.engine
         places: list[Place] = [*engine.places()]
         for number, location in self._first_at.items():
             places[number] = (*places[number][:3], location)
@@ -94,7 +99,7 @@ class UnreadContents:
             return [_as(tensors[0], self._read_view(tensors[0].detach(), verify))]
         extents: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
-            number = self._reader.engine.record_of(tensor)
+            number = self.reader.engine.record_of(tensor)
             begin, end = span_of(tensor)
             begin -= begin % _ALIGNMENT  # the others may be of other dtypes
             if number is not None and begin < end:
@@ -105,7 +110,7 @@ class UnreadContents:
         self._spans.read(spans, verify=verify)
         result = []
         for tensor in tensors:
-            number = self._reader.engine.record_of(tensor)
+            number = self.reader.engine.record_of(tensor)
             if number is None or number not in extents:
                 result.append(_as(tensor, _view(_new_storage(0), tensor, 0, tensor.stride())))
                 continue
@@ -119,7 +124,7 @@ class UnreadContents:
     def _read_view(self, view: Tensor, verify: bool | None) -> Tensor:
         """Read the bytes of one view; what comes with them is not kept."""
         blocks = blocks_of(view, self._spans.max_gap)
-        number = self._reader.engine.record_of(view)
+        number = self.reader.engine.record_of(view)
         nbytes = blocks.nbytes * len(blocks.begins)
         if number is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
             if verify:
@@ -151,7 +156,7 @@ class UnreadContents:
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
-        engine = self._reader.engine
+        engine = self.reader.engine
         with progress_bar(progress, "verifying", engine.nbytes) as callback:
             batch: list[int] = []
             nbytes = 0
@@ -165,13 +170,17 @@ class UnreadContents:
             if batch:
                 self._spans.check(batch)
 
+    def check(self, records: Sequence[int]) -> None:
+        """Compare some records, by their numbers, with their checksums."""
+        self._spans.check(records)
+
     def _records_with_checksums(self) -> list[tuple[int, _C.Record]]:
-        engine = self._reader.engine
+        engine = self.reader.engine
         records = list(enumerate(engine.records()))
         if engine.storages_have_crcs:
             return records
         warnings.warn(
-            f"{self._reader.path} was written without checksums of its storages "
+            f"{self.reader.path} was written without checksums of its storages "
             "(set_crc32_options(False) or skip_data()): they cannot be verified",
             CheckpointWarning,
             stacklevel=4,
@@ -196,7 +205,7 @@ class LoadedContents:
     def __init__(self, obj: Any, locations: dict[int, str], metadata: dict[str, str]):
         self.obj = obj
         self.metadata = metadata
-        self._locations = locations
+        self.locations = locations
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         return list(map(self._place_of, tensors))
@@ -205,7 +214,7 @@ class LoadedContents:
         storage = storage_id(tensor)
         if storage is None:
             return id(tensor), None, None, str(tensor.device)
-        return storage, None, None, self._locations.get(storage, str(tensor.device))
+        return storage, None, None, self.locations.get(storage, str(tensor.device))
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         return list(tensors)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,22 @@ from ptsave.reading import raise_corrupt
 from ptsave.restoring import FileCopier, restoring
 from ptsave.shard_files import ShardFiles, refuse_what_is_no_checkpoint
 
-__all__ = ["Entry", "PickledShard", "Read", "SafetensorsShard", "Shard", "open_shards", "read_all"]
+__all__ = [
+    "SAFETENSORS_DTYPES",
+    "Entry",
+    "PickledShard",
+    "Read",
+    "SafetensorsShard",
+    "Shard",
+    "open_shards",
+    "read_all",
+    "those_in_index",
+]
+
+_T = TypeVar("_T")
 
 _MAX_READ_NBYTES = 1 << 20  # of a header, whose length may be anything in a damaged file
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -76,13 +88,29 @@ class Read:
 
 
 class SafetensorsShard:
-    """A safetensors file.  Its library says whether the header is sound."""
+    """A safetensors file.  Its library says whether the header is sound.
 
-    def __init__(self, path: str) -> None:
+    Parameters
+    ----------
+    path : str
+        The file, and what to call it in messages.
+    opened : str, optional
+        The file, if `path` is only what to call it.
+
+    Attributes
+    ----------
+    entries : list of Entry
+        Its tensors, in the order of their bytes.
+    metadata : dict of str to str
+        Its ``__metadata__``.
+    """
+
+    def __init__(self, path: str, opened: str = "") -> None:
         self.path = path
-        self._stream: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 (close() closes it)
+        self._stream: BinaryIO = open(opened or path, "rb", buffering=0)  # noqa: SIM115 (see close)
         try:
             header, data_offset = _safetensors_header(self._stream, path)
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.entries = self._parse(header, data_offset)
         except BaseException:
             self._stream.close()
@@ -93,7 +121,7 @@ class SafetensorsShard:
         self._offsets: dict[str, int] = {}
         file_nbytes = os.fstat(self._stream.fileno()).st_size
         for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = getattr(torch, _SAFETENSORS_DTYPES.get(fields["dtype"], ""), None)
+            dtype = getattr(torch, SAFETENSORS_DTYPES.get(fields["dtype"], ""), None)
             if dtype is None:
                 raise CorruptCheckpointError(
                     f"{self.path}: tensor {name} is of a type that torch has not: "
@@ -115,6 +143,10 @@ class SafetensorsShard:
     @property
     def file(self) -> tuple[int, bytes]:
         return self._stream.fileno(), os.fsencode(self.path)
+
+    def offset_of(self, entry: Entry) -> int:
+        """Return where in the file the bytes of a tensor begin."""
+        return self._offsets[entry.name]
 
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
@@ -167,7 +199,6 @@ def _parsed_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
     stream.seek(0)
     header_nbytes = int.from_bytes(stream.read(8), "little")
     header = json.loads(_read_exactly(stream, header_nbytes))
-    header.pop("__metadata__", None)
     return header, 8 + header_nbytes
 
 
@@ -176,6 +207,7 @@ def _tensor_cut_off(stream: BinaryIO) -> str:
     nbytes = os.fstat(stream.fileno()).st_size
     try:
         header, data_offset = _parsed_header(stream)
+        header.pop("__metadata__", None)
         ends = sorted((fields["data_offsets"][1], name) for name, fields in header.items())
         return next((name for end, name in ends if data_offset + end > nbytes), "")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
@@ -278,7 +310,7 @@ def open_shards(files: ShardFiles, stack: ExitStack) -> list[Entry]:
         shard = _open_indexed(path, files)
         stack.push(shard.__exit__)
         entries += shard.entries
-    return entries if files.weight_map is None else _those_in_index(entries, files)
+    return those_in_index(((entry.name, entry.shard.path, entry) for entry in entries), files)
 
 
 def _open_indexed(path: str, files: ShardFiles) -> Shard:
@@ -294,14 +326,29 @@ def _open_indexed(path: str, files: ShardFiles) -> Shard:
         raise
 
 
-def _those_in_index(entries: Iterable[Entry], files: ShardFiles) -> list[Entry]:
-    assert files.weight_map is not None
+def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
+    """Return what counts of what is in the files of a model.
+
+    Parameters
+    ----------
+    found : iterable of (str, str, object)
+        Names, the paths of their files, and what belongs to them.
+    files : ShardFiles
+        The files; a name counts in the one that the index says.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the index promises what is not there.
+    """
+    if files.weight_map is None:
+        return [each for _, _, each in found]
     promised = dict(files.weight_map)
     kept = []
-    for entry in entries:
-        if files.weight_map.get(entry.name, entry.shard.path) == entry.shard.path:
-            kept.append(entry)
-            promised.pop(entry.name, None)
+    for name, path, each in found:
+        if files.weight_map.get(name, path) == path:
+            kept.append(each)
+            promised.pop(name, None)
     for name, path in promised.items():
         raise CorruptCheckpointError(
             f"{path}: there is no tensor {name} in this shard, where {files.index_path} puts it",

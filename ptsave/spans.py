@@ -14,7 +14,7 @@ from ptsave import _C, config
 from ptsave.reading import RecordReader, raise_corrupt
 from ptsave.sources import RemoteReader
 
-__all__ = ["EngineSpans", "FetchedSpans", "Span", "SpanReader"]
+__all__ = ["EngineSpans", "FetchedSpans", "Span", "SpanReader", "memory_of"]
 
 MIB = 1 << 20
 # What is asked for at once, and what is fetched in one request: some file systems make several at
@@ -148,7 +148,7 @@ class FetchedSpans:
             self._fetch(batch)
         if verify is not False:
             for span in whole:
-                self._compare(span.record, _C.crc32(_memory_of(span.target)))
+                self._compare(span.record, _C.crc32(memory_of(span.target)))
 
     def check(self, records: Sequence[int]) -> None:
         for record in sorted(set(records)):
@@ -159,7 +159,7 @@ class FetchedSpans:
                 part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
                 for batch in _batches([Span(record, begin, part)]):
                     self._fetch(batch)
-                crc = _C.crc32(_memory_of(part), crc)
+                crc = _C.crc32(memory_of(part), crc)
             self._compare(record, crc)
 
     def _fetch(self, spans: Sequence[Span]) -> None:
@@ -183,7 +183,7 @@ class FetchedSpans:
         if found != wanted:
             pieces = self._source.read(found)
         for span, piece in zip(spans, pieces, strict=True):
-            _memory_of(span.target)[:] = piece
+            memory_of(span.target)[:] = piece
 
     def _compare(self, record: int, crc: int) -> None:
         found = self._engine.record(record)
@@ -229,7 +229,7 @@ def _range_of(span: Span, payload_offset: int) -> tuple[int, int]:
     return begin, begin + len(span.target)
 
 
-def _memory_of(target: Tensor) -> memoryview:
+def memory_of(target: Tensor) -> memoryview:
     """Return the bytes of a tensor, which has to outlive them; NumPy may not be there."""
     array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
     return memoryview(array).cast("B")

@@ -52,29 +52,49 @@ class PackedPlan {
   }
 
   void write_file(const std::string& path, const std::string& display, bool durable, bool direct,
-                  const PlanOptions& plan_options, const py::object& callback) {
-    progress_ = 0;
-    WriteOptions options = plan_options;
-    const std::unique_ptr<Stager> stager = payloads_.make_stager(options);
-    const Poll poll = make_poll([this] { return progress_.load(); }, callback);
-    without_gil([&] {
+                  const PlanOptions& options, const py::object& callback) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
       AtomicFile target(path, display);
       File& file = target.file();
       file.preallocate(nbytes());
       if (direct && file.direct_io_alignment().supported()) {
-        PackedBody body = body_of(*stager, options, direct_chunk_nbytes(file, options));
-        write_direct(body, file, options, progress_, poll);
+        PackedBody body = body_of(write, direct_chunk_nbytes(file, write));
+        write_direct(body, file, write, progress_, poll);
       } else {
-        PackedBody body = body_of(*stager, options, options.chunk_nbytes);
-        write_buffered(body, file, 0, options, progress_, poll);
+        write_through_cache(file, write, poll);
       }
       target.commit(durable);
     });
   }
 
+  void write_in_place(const std::string& path, bool durable, const PlanOptions& options,
+                      const py::object& callback) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
+      File file = File::open_for_writing(path);
+      file.truncate(0);
+      file.preallocate(nbytes());
+      write_through_cache(file, write, poll);
+      durable ? file.sync() : file.flush();
+    });
+  }
+
  private:
-  PackedBody body_of(Stager& stager, const WriteOptions& options, std::size_t chunk_nbytes) const {
-    return {header_, nbytes_, stager, options.compute_crcs, chunk_nbytes};
+  PackedBody body_of(const WriteOptions& options, std::size_t chunk_nbytes) const {
+    return {header_, nbytes_, *options.stager, options.compute_crcs, chunk_nbytes};
+  }
+
+  void write_through_cache(File& file, const WriteOptions& options, const Poll& poll) {
+    PackedBody body = body_of(options, options.chunk_nbytes);
+    write_buffered(body, file, 0, options, progress_, poll);
+  }
+
+  template <typename Write>
+  void run(const PlanOptions& options, const py::object& callback, const Write& write) {
+    progress_ = 0;
+    WriteOptions write_options = options;
+    const std::unique_ptr<Stager> stager = payloads_.make_stager(write_options);
+    const Poll poll = make_poll([this] { return progress_.load(); }, callback);
+    without_gil([&] { write(write_options, poll); });
   }
 
   std::string header_;
@@ -93,10 +113,15 @@ void bind_packing(py::module_& module) {
                     const std::vector<PackedPlan::Payload>&>(),
            py::arg("header"), py::arg("sources"), py::arg("payloads"))
       .def_property_readonly("nbytes", &PackedPlan::nbytes)
+      .def_property_readonly("has_holes", [](const PackedPlan&) { return false; })
+      .def_property_readonly("is_sequential", [](const PackedPlan&) { return false; })
+      .def_property_readonly("is_staged", [](const PackedPlan&) { return true; })
       .def_property_readonly("damaged", &PackedPlan::damaged)
       .def("write_file", &PackedPlan::write_file, py::arg("path"), py::arg("display"),
            py::kw_only(), py::arg("durable"), py::arg("direct"), py::arg("options"),
-           py::arg("progress"));
+           py::arg("progress"))
+      .def("write_in_place", &PackedPlan::write_in_place, py::arg("path"), py::kw_only(),
+           py::arg("durable"), py::arg("options"), py::arg("progress"));
 }
 
 }  // namespace ptsave

@@ -11,7 +11,9 @@ import ptsave
 __all__ = ["commands", "main"]
 
 # A command, and the module of this package that has it.
-_MODULES: dict[str, str] = {}
+_MODULES: dict[str, str] = {
+    "convert": "convert",
+}
 
 
 class _Commands(click.Group):
