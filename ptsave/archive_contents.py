@@ -22,7 +22,7 @@ from ptsave.sources import RemoteReader
 from ptsave.spans import EngineSpans, FetchedSpans, Span, SpanReader
 from ptsave.unpickling import unpickle_unread
 
-__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
+__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents", "as_saved", "view_over"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 _MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
@@ -96,7 +96,7 @@ class UnreadContents:
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         """Read tensors; those that share a storage do so afterwards."""
         if len(tensors) == 1:
-            return [_as(tensors[0], self._read_view(tensors[0].detach(), verify))]
+            return [as_saved(tensors[0], self._read_view(tensors[0].detach(), verify))]
         extents: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             number = self.reader.engine.record_of(tensor)
@@ -112,10 +112,14 @@ class UnreadContents:
         for tensor in tensors:
             number = self.reader.engine.record_of(tensor)
             if number is None or number not in extents:
-                result.append(_as(tensor, _view(_new_storage(0), tensor, 0, tensor.stride())))
+                result.append(
+                    as_saved(tensor, view_over(_new_storage(0), tensor, 0, tensor.stride()))
+                )
                 continue
             offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
-            result.append(_as(tensor, _view(storages[number], tensor, offset, tensor.stride())))
+            result.append(
+                as_saved(tensor, view_over(storages[number], tensor, offset, tensor.stride()))
+            )
         return result
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
@@ -140,7 +144,7 @@ class UnreadContents:
                 ],
                 verify=verify,
             )
-        result = _view(storage, view, 0, blocks.stride)
+        result = view_over(storage, view, 0, blocks.stride)
         return result.contiguous() if result.nbytes < storage.nbytes() else result
 
     def _read_halves(self, view: Tensor, verify: bool) -> Tensor:
@@ -245,7 +249,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-def _view(
+def view_over(
     storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
 ) -> Tensor:
     """Return a tensor over a storage with the dtype, the shape and the lazy bits of another."""
@@ -256,7 +260,7 @@ def _view(
     return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
-def _as(like: Tensor, values: Tensor) -> Tensor:
+def as_saved(like: Tensor, values: Tensor) -> Tensor:
     """Return values as a tensor of the kind that was saved."""
     if isinstance(like, Parameter):
         return Parameter(values, requires_grad=like.requires_grad)

@@ -15,8 +15,15 @@ from ptsave.flattening import Flattened, flatten
 from ptsave.payload_sources import PayloadSources
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading_entries import leaves_of
-from ptsave.sharded_saving import FORMAT_FILES, Shard, ShardSet, files_of_sets, parse_size
-from ptsave.sharded_saving import save_errors, split
+from ptsave.sharded_saving import (
+    FORMAT_FILES,
+    Shard,
+    ShardSet,
+    files_of_sets,
+    parse_size,
+    save_errors,
+    split,
+)
 from ptsave.source_checkpoints import SourceCheckpoint, open_checkpoint
 from ptsave.sources import is_url
 from ptsave.streamed_files import (
@@ -317,9 +324,9 @@ def _target_of(path: str, wanted: Format | None) -> _Target:
 
 
 def _check_target(target: _Target, source: str, *, force: bool) -> None:
-    if os.path.exists(source) and os.path.exists(target.path):
-        if os.path.samefile(source, target.path):
-            raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    both = os.path.exists(source) and os.path.exists(target.path)
+    if both and os.path.samefile(source, target.path):
+        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
     taken = target.path if os.path.lexists(target.path) else ""
     if target.is_directory and taken:
         files = FORMAT_FILES[target.format]

@@ -17,7 +17,14 @@ from ptsave.archive_contents import LoadedContents, UnreadContents
 from ptsave.reading_entries import leaves_of, tensor_over
 from ptsave.spans import memory_of
 
-__all__ = ["Payload", "PayloadSources", "StoragePlace", "check_records", "unfilled_tensors"]
+__all__ = [
+    "Payload",
+    "PayloadSources",
+    "StoragePlace",
+    "check_records",
+    "temporary_file",
+    "unfilled_tensors",
+]
 
 # What of a tensor that has to be rearranged is in memory at a time.
 _PIECE_NBYTES = 32 << 20
@@ -169,7 +176,7 @@ class PayloadSources:
         payloads = self.payloads_of(list(tensors.values()))
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         made: dict[Any, Tensor] = {}
-        result = {}
+        result: dict[str, Tensor] = {}
         for name, tensor, payload, empty in zip(
             tensors, tensors.values(), payloads, unfilled_tensors(kinds), strict=True
         ):
@@ -192,13 +199,14 @@ class PayloadSources:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return self._spooled(tensor, place)
         if place is None:
-            place = self._memory(tensor.untyped_storage())
+            place = self.memory(tensor.untyped_storage())
         offset = int(tensor.storage_offset()) * tensor.itemsize
         is_whole = tensor.nbytes == place.nbytes
         at = place.offset + offset
         return Payload(tensor.nbytes, place.source, at, place if is_whole else None)
 
-    def _memory(self, storage: torch.UntypedStorage) -> StoragePlace:
+    def memory(self, storage: torch.UntypedStorage) -> StoragePlace:
+        """Add a storage that is in memory, and return its place."""
         number = self._add((storage.data_ptr(), storage.nbytes(), b"memory"))
         place = StoragePlace(number, 0, storage.nbytes())
         self.put(storage, place)
@@ -207,9 +215,7 @@ class PayloadSources:
     def _spooled(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
         contents = None if place is None else place.contents
         if self._spool is None:
-            self._spool = self._stack.enter_context(
-                tempfile.TemporaryFile(dir=self._folder, buffering=0)
-            )
+            self._spool = temporary_file(self._folder, self._stack)
             self._spool_number = self.add_file(self._spool.fileno(), "temporary file")
         begin = -(-self._spool.tell() // _SPOOL_ALIGNMENT) * _SPOOL_ALIGNMENT
         self._opened = None  # whose size is that of now
@@ -218,6 +224,11 @@ class PayloadSources:
             values = view if contents is None else contents.read_slice(view, ..., False)
             write_all(self._spool.write, values.resolve_conj().resolve_neg().contiguous())
         return Payload(tensor.nbytes, self._spool_number, begin)
+
+
+def temporary_file(folder: str, stack: ExitStack) -> Any:
+    """Open a file without a name, which is gone when it is closed."""
+    return stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
 
 
 def check_records(places: Iterable[StoragePlace]) -> None:

@@ -381,6 +381,7 @@ def _unlink_if_there(path: str) -> None:
 
 @contextmanager
 def save_errors(folder: str) -> Iterator[None]:
+    """Turn what fails in the block, by writing to `folder`, into :class:`SaveError`."""
     try:
         yield
     except SaveError:

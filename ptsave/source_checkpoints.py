@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ptsave.archive_contents import UnreadContents
+from ptsave.archive_contents import LoadedContents, UnreadContents
 from ptsave.archive_kinds import open_contents
 from ptsave.not_checkpoints import HEAD_NBYTES, is_safetensors
-from ptsave.payload_sources import PayloadSources, StoragePlace, unfilled_tensors
+from ptsave.payload_sources import (
+    PayloadSources,
+    StoragePlace,
+    temporary_file,
+    unfilled_tensors,
+)
 from ptsave.shard_files import find_shards
 from ptsave.shards import SafetensorsShard, those_in_index
 from ptsave.sources import FsspecFile, is_url
@@ -103,7 +108,8 @@ def _open_file(
 ) -> Any:
     if not stat.S_ISREG(os.stat(opened).st_mode):  # opening a pipe would wait for its writer
         raise OSError(errno.EINVAL, "not a file", path)
-    stream = stack.enter_context(open(opened, "rb", buffering=0))
+    stream = io.FileIO(opened)
+    stack.callback(stream.close)
     head = stream.read(HEAD_NBYTES)
     if is_safetensors(head, os.fstat(stream.fileno()).st_size):
         return _open_safetensors(path, opened, sources, stack, checkpoint)
@@ -116,7 +122,7 @@ def _open_file(
             checkpoint.remarks.append(
                 f"{path} has no checksums of its storages: they are copied unverified"
             )
-    else:
+    elif isinstance(contents, LoadedContents):
         sources.add_loaded(contents)
     return contents.obj
 
@@ -154,12 +160,10 @@ def _merged(entries: list[tuple[Any, str, Any]]) -> dict[Any, Any]:
     return merged
 
 
-def _fetch(
-    url: str, storage_options: Mapping[str, Any], folder: str, stack: ExitStack
-) -> int:
+def _fetch(url: str, storage_options: Mapping[str, Any], folder: str, stack: ExitStack) -> int:
     """Fetch a file piece by piece into a temporary one without a name; return its descriptor."""
     source = FsspecFile(url, dict(storage_options))
-    file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
+    file = temporary_file(folder, stack)
     for begin in range(0, source.nbytes, _BATCH_NBYTES):
         end = min(begin + _BATCH_NBYTES, source.nbytes)
         ranges = [(at, min(at + _REQUEST_NBYTES, end)) for at in range(begin, end, _REQUEST_NBYTES)]
@@ -167,4 +171,4 @@ def _fetch(
             rest = memoryview(piece)
             while rest:
                 rest = rest[file.write(rest) :]
-    return file.fileno()
+    return int(file.fileno())

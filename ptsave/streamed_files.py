@@ -1,4 +1,4 @@
-"""Files written from payloads that are elsewhere: never in memory as a whole, compared on the way."""
+"""Files written from payloads that are elsewhere, and compared with checksums on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive_contents import UnreadContents
-from ptsave.errors import CorruptCheckpointError
 from ptsave.payload_sources import PayloadSources, StoragePlace
 from ptsave.pickling import pickle_object
 from ptsave.planning import plan_archive
@@ -169,16 +168,15 @@ def safetensors_dtypes() -> dict[torch.dtype, str]:
         raise ImportError(
             "safetensors files are written with the help of: pip install safetensors"
         ) from None
-    dtypes = {name: getattr(torch, text, None) for name, text in SAFETENSORS_DTYPES.items()}
+    found = {name: getattr(torch, text, None) for name, text in SAFETENSORS_DTYPES.items()}
+    dtypes: dict[str, torch.dtype] = {name: dtype for name, dtype in found.items() if dtype}
     known = {name: dtype for name, dtype in dtypes.items() if _can_write(save, dtype)}
     data = save({name: torch.empty(0, dtype=dtype) for name, dtype in known.items()})
     header = json.loads(data[8:])
     return {known[name]: fields["dtype"] for name, fields in header.items()}
 
 
-def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype | None) -> bool:
-    if dtype is None:
-        return False
+def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -> bool:
     try:
         save({"": torch.empty(0, dtype=dtype)})
     except Exception:  # it says so in many ways

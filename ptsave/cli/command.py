@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "shows_progress"]
+__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "result", "shows_progress"]
 
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
 NEGATIVE = 1
@@ -91,6 +91,12 @@ def note(ctx: click.Context, text: str) -> None:
     """Say something on standard error that is no result; ``--quiet`` leaves it out."""
     if not ctx.ensure_object(Settings).quiet:
         _say(text)
+
+
+def result(ctx: click.Context, text: str) -> None:
+    """Say what was done; ``--quiet`` leaves it out."""
+    if not ctx.ensure_object(Settings).quiet:
+        click.echo(text)
 
 
 def shows_progress(ctx: click.Context) -> bool:

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from ptsave.cli.command import Command, note, shows_progress
+from ptsave.cli.command import Command, note, result, shows_progress
 from ptsave.cli.text import size_text
 
 _EXAMPLES = """
@@ -35,6 +35,7 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
 @click.pass_context
 def command(
     ctx: click.Context,
+    *,
     source: str,
     target: str,
     file_format: str | None,
@@ -67,4 +68,4 @@ def command(
         note(ctx, remark)
     what = f"{conversion.n_tensors} tensor{'' if conversion.n_tensors == 1 else 's'}"
     size = size_text(conversion.nbytes)
-    note(ctx, f"wrote {conversion.path}: {what}, {size} in {seconds:.2f} s")
+    result(ctx, f"wrote {conversion.path}: {what}, {size} in {seconds:.2f} s")

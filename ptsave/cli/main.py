@@ -13,6 +13,7 @@ __all__ = ["commands", "main"]
 # A command, and the module of this package that has it.
 _MODULES: dict[str, str] = {
     "convert": "convert",
+    "compact": "compact",
 }
 
 
