@@ -116,7 +116,10 @@ def compact(
     """
     source = os.fspath(source)
     path = source if target is None else os.fspath(target)
-    _check_paths(source, path, force=force)
+    if os.path.isdir(source):
+        raise IsADirectoryError(errno.EISDIR, "give the files in it, one at a time", source)
+    if target is not None:
+        _check_target(source, path, force=force)
     with ExitStack() as stack:
         folder = os.path.dirname(os.path.realpath(path))
         sources = PayloadSources(stack, folder)
@@ -127,8 +130,8 @@ def compact(
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]
         obj = read_entry(checkpoint.obj, compactor.compact)
         plan = PicklePlan(obj, path, sources)
-        before = os.stat(source).st_size
-        writes = not dry_run and (path != source or compactor.n_storages > 0)
+        before = sum(os.stat(file).st_size for file in checkpoint.files)
+        writes = not dry_run and (target is not None or compactor.n_storages > 0)
         if writes:
             check_records(compactor.in_parts)
             with progress_bar(progress, "compacting", plan.nbytes) as callback:
@@ -137,11 +140,7 @@ def compact(
     return Compaction(path, len(tensors), compactor.n_storages, before, nbytes, writes)
 
 
-def _check_paths(source: str, path: str, *, force: bool) -> None:
-    if os.path.isdir(source):
-        raise IsADirectoryError(errno.EISDIR, "give the files in it, one at a time", source)
-    if path == source:
-        return
+def _check_target(source: str, path: str, *, force: bool) -> None:
     if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
         raise FileExistsError(errno.EEXIST, "it is the source itself: use --in-place", path)
     if os.path.lexists(path) and not force:

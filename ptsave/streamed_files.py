@@ -190,7 +190,7 @@ def _order_of(name: str, tensor: Tensor) -> tuple[int, bytes]:
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return what a file of these tensors, in this order, begins with, as the library writes it."""
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, tensor in tensors.items():
         if name == "__metadata__":
