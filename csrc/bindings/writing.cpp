@@ -83,8 +83,7 @@ class WritePlan {
   }
   // Payloads that are parts of other files or of memory: their record's name, the source, the
   // offset in it, and the CRC if it is known.  Nothing may be on accelerators.
-  using Sourced =
-      std::tuple<std::string, std::size_t, std::uint64_t, std::optional<std::uint32_t>>;
+  using Sourced = std::tuple<std::string, std::size_t, std::uint64_t, std::optional<std::uint32_t>>;
   void read_from(std::shared_ptr<PayloadSources> sources, const std::vector<Sourced>& sourced) {
     if (is_staged()) throw py::value_error("the payloads come from somewhere else");
     std::unordered_map<std::string_view, std::size_t> numbers;

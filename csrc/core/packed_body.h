@@ -35,7 +35,7 @@ class PackedBody final : public FileBody {
   const std::string& header_;
   Stager& stager_;
   const bool compute_crcs_;
-  std::vector<std::uint64_t> ends_;  // of the payloads, in the file
+  std::vector<std::uint64_t> ends_;            // of the payloads, in the file
   std::vector<std::vector<PieceCrc>> pieces_;  // by chunk
   std::vector<std::uint32_t> crcs_;
 };

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-
 #include <sys/mman.h>
 
 #include <algorithm>
