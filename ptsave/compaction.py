@@ -134,7 +134,7 @@ def compact(
         writes = not dry_run and (target is not None or compactor.n_storages > 0)
         if writes:
             check_records(compactor.in_parts)
-            with progress_bar(progress, "compacting", plan.nbytes) as callback:
+            with progress_bar(progress, "compacting", plan.nbytes, delay=1) as callback:
                 plan.write(fsync=fsync, progress=callback)
     nbytes = plan.nbytes if writes or dry_run else before
     return Compaction(path, len(tensors), compactor.n_storages, before, nbytes, writes)

@@ -255,7 +255,7 @@ class _Writing:
 
     def _write(self, plans: Iterable[StreamedPlan], nbytes: int) -> None:
         """Write files, one after another: each takes all threads."""
-        with progress_bar(self._progress, "converting", nbytes) as callback:
+        with progress_bar(self._progress, "converting", nbytes, delay=1) as callback:
             for plan in plans:
                 plan.write(fsync=self._fsync, progress=_moved(callback, self._conversion.nbytes))
                 self._conversion.nbytes += plan.nbytes

@@ -12,7 +12,9 @@ ProgressCallback: TypeAlias = Callable[[int], None]
 
 
 @contextmanager
-def progress_bar(show: bool, description: str, nbytes: int) -> Iterator[ProgressCallback | None]:
+def progress_bar(
+    show: bool, description: str, nbytes: int, *, delay: float = 0
+) -> Iterator[ProgressCallback | None]:
     """Show a bar that the yielded function moves to an absolute number of bytes.
 
     Parameters
@@ -23,13 +25,17 @@ def progress_bar(show: bool, description: str, nbytes: int) -> Iterator[Progress
         What stands in front of the bar.
     nbytes : int
         The total.
+    delay : float, default 0
+        In seconds: what is over by then shows nothing.
     """
     if not show:
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(total=nbytes, desc=description, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+    with tqdm(
+        total=nbytes, desc=description, unit="B", unit_scale=True, unit_divisor=1024, delay=delay
+    ) as bar:
 
         def move_to(done: int) -> None:
             bar.update(done - bar.n)

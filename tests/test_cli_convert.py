@@ -23,12 +23,16 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.serialization import config as _config
 
 import ptsave
 from ptsave import payload_sources
 from ptsave.cli.main import commands
+from ptsave.compaction import compact
 from ptsave.conversion import convert
 from ptsave.errors import CorruptCheckpointError
+
+config: Any = _config  # a module with methods, which type checkers do not know
 
 METADATA = {"format": "pt"}
 DTYPES = (
@@ -178,6 +182,21 @@ def test_pickle_to_pickle_keeps_locations(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload_sources, "_PIECE_NBYTES", 1000)
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 4096])
+def test_storages_at_any_place(tmp_path: Path, alignment: int) -> None:
+    tensors = {"a": torch.randn(7), "b": torch.ones(3, dtype=torch.uint8), "c": torch.randn(9)[2:4]}
+    config.save.storage_alignment = alignment  # what it was is put back after each test
+    torch.save(tensors, tmp_path / "a.pt")
+    config.save.storage_alignment = 64
+    for target in ("b.safetensors", "b.pt"):
+        succeed(tmp_path / "a.pt", tmp_path / target)
+    check_same(load_file(tmp_path / "b.safetensors"), tensors)
+    check_same(torch.load(tmp_path / "b.pt"), tensors)
+    found = compact(tmp_path / "a.pt", tmp_path / "c.pt")
+    assert found.n_storages == 1
+    check_same(torch.load(tmp_path / "c.pt"), tensors)
 
 
 @pytest.mark.usefixtures("_small_pieces")
@@ -555,11 +574,23 @@ print(peak() - before)
 """
 
 
+def test_files_larger_than_memory(tmp_path: Path) -> None:
+    nbytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tensors = payload_sources.unfilled_tensors([(torch.uint8, (nbytes,)), (torch.float32, (3,))])
+    with torch.serialization.skip_data():
+        ptsave.save({"large": tensors[0], "small": tensors[1]}, tmp_path / "a.pt")  # all hole
+    with ptsave.open(tmp_path / "a.pt") as archive:
+        assert archive.info("large").nbytes == nbytes
+        assert archive.get_tensor("small").tolist() == [0, 0, 0]
+    done = compact(tmp_path / "a.pt", dry_run=True)
+    assert done.nbytes > nbytes
+
+
 def test_memory_stays_small(tmp_path: Path) -> None:
     nbytes = 256 << 20
     torch.save({str(i): torch.ones(nbytes // 16) for i in range(4)}, tmp_path / "a.pt")
     for source, target in (("a.pt", "b.safetensors"), ("b.safetensors", "c.pt")):
-        command = [sys.executable, "-c", _PEAK, tmp_path / source, tmp_path / target]
+        command = [sys.executable, "-c", _PEAK, f"{tmp_path}/{source}", f"{tmp_path}/{target}"]
         result = subprocess.run(command, check=True, capture_output=True, text=True)
         assert int(result.stdout) < 100 << 20
 
@@ -610,11 +641,11 @@ def test_interrupted_and_killed(tmp_path: Path) -> None:
 
 def test_as_a_program(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    command = [sys.executable, "-m", "ptsave", "convert", tmp_path / "a.pt", tmp_path / "a.x"]
+    command = [sys.executable, "-m", "ptsave", "convert", f"{tmp_path}/a.pt", f"{tmp_path}/a.x"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    command[-1] = tmp_path / "a.safetensors"
+    command[-1] = f"{tmp_path}/a.safetensors"
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("wrote ")
 

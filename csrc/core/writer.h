@@ -20,7 +20,7 @@ struct WriteOptions {
   std::size_t chunk_nbytes = std::size_t{4} << 20;
   Stager* stager = nullptr;  // brings payloads that are not in host memory
   // Gets the CRCs of all payloads when they are known, and may refuse them by throwing.  Optional.
-  std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = {};
+  std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = nullptr;
 };
 
 // Bytes of the file written so far; may be read from the poll callback.
