@@ -199,7 +199,8 @@ class _Writing:
 
     def write_object(self) -> None:
         obj = self._checkpoint.obj
-        self._remark_metadata()
+        if self._checkpoint.metadata:
+            obj = self._without_metadata(obj)
         self._conversion.n_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves_of(obj))
         plan = PicklePlan(obj, self._target.path, self._sources)
         self._write([plan], plan.nbytes)
@@ -212,7 +213,7 @@ class _Writing:
     def write_directory(self, limit: int, *, drop: bool) -> None:
         tensors = self._flat(drop=drop).tensors
         if self._target.format == "pt":
-            self._remark_metadata()
+            tensors = self._without_metadata(tensors)
             tensors = self._sources.contiguous(tensors)
         shards = split(tensors, limit, tied=self._target.format == "pt")
         folder = self._target.path
@@ -247,11 +248,22 @@ class _Writing:
             self._conversion.remarks.append(f"left out: {_some(flat.losses)}")
         return flat
 
-    def _remark_metadata(self) -> None:
-        metadata = self._checkpoint.metadata
+    def _without_metadata(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors also under names that only metadata has, as safetensors' load_model."""
+        metadata = dict(self._checkpoint.metadata)
+        others = {
+            name: tensors[first]
+            for name, first in metadata.items()
+            if name != "format" and name not in tensors and first in tensors
+        }
+        for name in others:
+            first = metadata.pop(name)
+            self._conversion.remarks.append(f"{name} is {first}, by the metadata: under both names")
         if metadata.items() - _PLAIN_METADATA.items():
             keys = _some(sorted(metadata))
             self._conversion.remarks.append(f"__metadata__ has no place in a .pt file: {keys}")
+        self._conversion.n_tensors += len(others)
+        return {**tensors, **others}
 
     def _write(self, plans: Iterable[StreamedPlan], nbytes: int) -> None:
         """Write files, one after another: each takes all threads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive_contents import LoadedContents, UnreadContents
+from ptsave.errors import SaveError
 from ptsave.reading_entries import leaves_of, tensor_over
 from ptsave.spans import memory_of
 
@@ -21,8 +22,8 @@ __all__ = [
     "Payload",
     "PayloadSources",
     "StoragePlace",
+    "TemporaryFile",
     "check_records",
-    "temporary_file",
     "unfilled_tensors",
 ]
 
@@ -103,7 +104,7 @@ class PayloadSources:
         self._kept: list[torch.UntypedStorage] = []
         self._unread: list[tuple[int, UnreadContents]] = []
         self._opened: _C.PayloadSources | None = None  # until there is more
-        self._spool: Any = None
+        self._spool: TemporaryFile | None = None
         self._spool_number = 0
         # Locations other than the CPU from which storages were saved, by `storage_id`.
         self.locations: dict[int, str] = {}
@@ -215,20 +216,52 @@ class PayloadSources:
     def _spooled(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
         contents = None if place is None else place.contents
         if self._spool is None:
-            self._spool = temporary_file(self._folder, self._stack)
-            self._spool_number = self.add_file(self._spool.fileno(), "temporary file")
-        begin = -(-self._spool.tell() // _SPOOL_ALIGNMENT) * _SPOOL_ALIGNMENT
+            self._spool = TemporaryFile(self._folder, self._stack)
+            self._spool_number = self.add_file(self._spool.descriptor, "temporary file")
         self._opened = None  # whose size is that of now
-        self._spool.seek(begin)
+        begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
         for view in _pieces(tensor):
             values = view if contents is None else contents.read_slice(view, ..., False)
-            write_all(self._spool.write, values.resolve_conj().resolve_neg().contiguous())
+            flat = _bytes_in(values.resolve_conj().resolve_neg().contiguous())
+            self._spool.write_all(memory_of(flat))
         return Payload(tensor.nbytes, self._spool_number, begin)
 
 
-def temporary_file(folder: str, stack: ExitStack) -> Any:
-    """Open a file without a name, which is gone when it is closed."""
-    return stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
+class TemporaryFile:
+    """A file without a name, which is gone when it is closed, or with the process.
+
+    Parameters
+    ----------
+    folder : str
+        Whose disk it is on.
+    stack : contextlib.ExitStack
+        Closes it.
+    """
+
+    def __init__(self, folder: str, stack: ExitStack) -> None:
+        self._folder = folder
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (the stack closes it)
+        self._file = stack.enter_context(file)
+        self.descriptor = int(self._file.fileno())
+
+    def begin_aligned(self, alignment: int) -> int:
+        """Go on at a multiple of `alignment`, and return where that is."""
+        return int(self._file.seek(-(-self._file.tell() // alignment) * alignment))
+
+    def write_all(self, data: bytes | memoryview) -> None:
+        """Write bytes at the end.
+
+        Raises
+        ------
+        SaveError
+            If there is no room, or another reason; it names the folder.
+        """
+        rest = memoryview(data)
+        try:
+            while rest.nbytes:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise SaveError.from_os_error(error, self._folder) from None
 
 
 def check_records(places: Iterable[StoragePlace]) -> None:
@@ -258,17 +291,11 @@ def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list
     return tensors
 
 
-def write_all(write: Callable[[memoryview], int], values: Tensor) -> None:
-    """Write the bytes of a contiguous tensor."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(
-        values.untyped_storage(),
-        values.storage_offset() * values.itemsize,
-        (values.nbytes,),
-        (1,),
-    )
-    rest = memory_of(flat)
-    while rest.nbytes:
-        rest = rest[write(rest) :]
+def _bytes_in(values: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
+    offset = int(values.storage_offset()) * values.itemsize
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(values.untyped_storage(), offset, (values.nbytes,), (1,))
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

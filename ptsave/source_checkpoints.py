@@ -17,7 +17,7 @@ from ptsave.not_checkpoints import HEAD_NBYTES, is_safetensors
 from ptsave.payload_sources import (
     PayloadSources,
     StoragePlace,
-    temporary_file,
+    TemporaryFile,
     unfilled_tensors,
 )
 from ptsave.shard_files import find_shards
@@ -163,12 +163,10 @@ def _merged(entries: list[tuple[Any, str, Any]]) -> dict[Any, Any]:
 def _fetch(url: str, storage_options: Mapping[str, Any], folder: str, stack: ExitStack) -> int:
     """Fetch a file piece by piece into a temporary one without a name; return its descriptor."""
     source = FsspecFile(url, dict(storage_options))
-    file = temporary_file(folder, stack)
+    file = TemporaryFile(folder, stack)
     for begin in range(0, source.nbytes, _BATCH_NBYTES):
         end = min(begin + _BATCH_NBYTES, source.nbytes)
         ranges = [(at, min(at + _REQUEST_NBYTES, end)) for at in range(begin, end, _REQUEST_NBYTES)]
         for piece in source.read(ranges):
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[file.write(rest) :]
-    return int(file.fileno())
+            file.write_all(piece)
+    return file.descriptor

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -143,6 +144,8 @@ class SafetensorsPlan(StreamedPlan):
         metadata: Mapping[str, str],
     ) -> None:
         super().__init__(path, sources)
+        if sys.byteorder != "little":
+            raise NotImplementedError("safetensors files are little-endian, this machine is not")
         names = sorted(tensors, key=lambda name: _order_of(name, tensors[name]))
         payloads = sources.payloads_of([tensors[name] for name in names])
         header = _header({name: tensors[name] for name in names}, metadata)

@@ -87,7 +87,7 @@ def test_all_else_stays(tmp_path: Path) -> None:
         storage=torch.ones(4).untyped_storage(),
         whole=torch.ones(3, 4).t(),
     )
-    obj._metadata = OrderedDict({"": {"version": 2}})
+    obj._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
     found, _ = compacted(tmp_path, obj)
     assert type(found) is OrderedDict
     assert list(found) == list(obj)

@@ -114,6 +114,10 @@ def test_pickles_as_torch_writes_them(tmp_path: Path) -> None:
     loaded = {
         name: tensor.clone() for name, tensor in load_file(tmp_path / "a.safetensors").items()
     }
+    found = torch.load(tmp_path / "a.pt")
+    # The library gives empty tensors in any order.
+    assert [n for n in found if found[n].numel()] == [n for n in loaded if loaded[n].numel()]
+    loaded = {name: loaded[name] for name in found}
     torch.save(loaded, tmp_path / "stock" / "a.pt")  # the file's name is in the file
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "stock" / "a.pt").read_bytes()
 
@@ -251,6 +255,19 @@ def test_metadata(tmp_path: Path) -> None:
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("target", ["a.pt", "pickled"])
+def test_tied_weights_that_only_metadata_names(tmp_path: Path, target: str) -> None:
+    weight = torch.randn(3, 4)
+    ptsave.save_model({"embedding": weight, "head": weight}, tmp_path / "model")
+    result = succeed(tmp_path / "model", tmp_path / target, "--format", "pt")
+    assert "head is embedding, by the metadata" in result.stderr
+    assert "2 tensors" in result.stdout
+    path = tmp_path / target
+    found = torch.load(path / "pytorch_model.bin" if path.is_dir() else path)
+    check_same(found, {"embedding": weight, "head": weight})
+    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+
+
 # ---------------------------------------------------------------------------- what has no place
 
 
@@ -283,8 +300,17 @@ def test_quantized_and_meta(tmp_path: Path) -> None:
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
         torch.save({"q": quantized, "m": torch.ones(2, device="meta")}, tmp_path / "a.pt")
         message = fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
-    assert "q (a quantized tensor)" in message
-    assert "m (a tensor on the meta device, without values)" in message
+        assert "q (a quantized tensor)" in message
+        assert "m (a tensor on the meta device, without values)" in message
+        succeed(tmp_path / "a.pt", tmp_path / "b.pt")
+        found = torch.load(tmp_path / "b.pt")["q"]
+        assert torch.equal(found.dequantize(), quantized.dequantize())
+    torch.save({"m": torch.ones(2, device="meta"), "a": torch.ones(2)}, tmp_path / "c.pt")
+    for command in (convert, compact):
+        command(tmp_path / "c.pt", tmp_path / "d.pt", force=True)
+        found = torch.load(tmp_path / "d.pt")
+        assert found["m"].is_meta
+        assert found["a"].tolist() == [1, 1]
 
 
 def test_names_that_become_the_same(tmp_path: Path) -> None:

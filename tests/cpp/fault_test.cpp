@@ -9,6 +9,8 @@
 #include <mutex>
 #include <optional>
 #include <ostream>
+#include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -534,8 +536,12 @@ TEST_P(ConversionFaults, LeaveNothingOrAWholeFile) {
       const bool is_there = !failed || injection.after_rename();
       std::set<std::string> names{"source"};
       if (is_there) names.insert("target");
-      if (injection.call() != "unlinkat") EXPECT_EQ(folder.names(), names) << injection.call();
-      if (is_there) EXPECT_TRUE(scratch::read_file(path) == expected) << injection.call();
+      if (injection.call() != "unlinkat") {
+        EXPECT_EQ(folder.names(), names) << injection.call();
+      }
+      if (is_there) {
+        EXPECT_TRUE(scratch::read_file(path) == expected) << injection.call();
+      }
     }
   }
 }
