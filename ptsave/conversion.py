@@ -337,7 +337,7 @@ def _target_of(path: str, wanted: Format | None) -> _Target:
 
 def _check_target(target: _Target, source: str, *, force: bool) -> None:
     both = os.path.exists(source) and os.path.exists(target.path)
-    if both and os.path.samefile(source, target.path):
+    if both and not target.is_directory and os.path.samefile(source, target.path):
         raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
     taken = target.path if os.path.lexists(target.path) else ""
     if target.is_directory and taken:

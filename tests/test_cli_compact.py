@@ -87,11 +87,12 @@ def test_all_else_stays(tmp_path: Path) -> None:
         storage=torch.ones(4).untyped_storage(),
         whole=torch.ones(3, 4).t(),
     )
-    obj._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    metadata = OrderedDict({"": {"version": 2}})
+    obj._metadata = metadata
     found, _ = compacted(tmp_path, obj)
+    assert found._metadata == metadata
     assert type(found) is OrderedDict
     assert list(found) == list(obj)
-    assert found._metadata == obj._metadata
     assert not found["parameter"].requires_grad
     assert found["trained"].requires_grad
     assert isinstance(found["trained"], torch.nn.Parameter)
