@@ -67,6 +67,13 @@ class WritePlan:
     def is_sequential(self) -> bool: ...
     @property
     def is_staged(self) -> bool: ...
+    # These payloads are parts of sources: (record, source, offset, CRC if it is known).
+    def read_from(
+        self, sources: PayloadSources, payloads: Sequence[tuple[str, int, int, int | None]]
+    ) -> None: ...
+    # Of the last write: the records whose CRC was not that, and what it was.  Raises FormatError.
+    @property
+    def damaged(self) -> list[tuple[str, int]]: ...
     # Writes what is on accelerators as this thread's current streams leave it now; with the same
     # chunk size.
     def begin_staging(self, *, options: WriteOptions) -> None: ...
@@ -105,6 +112,46 @@ class WritePlan:
         *,
         options: WriteOptions,
         progress: Progress,
+    ) -> None: ...
+
+# Where payloads come from: files, each a descriptor, which stays the caller's, and a name; or the
+# address and size of memory, which has to live as long, and a name.
+@final
+class PayloadSources:
+    def __init__(self, items: Sequence[tuple[int, bytes] | tuple[int, int, bytes]]) -> None: ...
+
+# A file that is a header and payloads: (size, source, offset, CRC if it is known).
+@final
+class PackedPlan:
+    def __init__(
+        self,
+        header: bytes,
+        sources: PayloadSources,
+        payloads: Sequence[tuple[int, int, int, int | None]],
+    ) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def has_holes(self) -> bool: ...
+    @property
+    def is_sequential(self) -> bool: ...
+    @property
+    def is_staged(self) -> bool: ...
+    # Of the last write: the payloads whose CRC was not that, and what it was.  Raises FormatError.
+    @property
+    def damaged(self) -> list[tuple[int, int]]: ...
+    def write_file(
+        self,
+        path: bytes,
+        display: bytes,
+        *,
+        durable: bool,
+        direct: bool,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+    def write_in_place(
+        self, path: bytes, *, durable: bool, options: WriteOptions, progress: Progress
     ) -> None: ...
 
 # Removes the temporary files that killed writers of `path` have left.
@@ -249,6 +296,9 @@ def rebuilds_blindly(pickle: bytes, dtypes: set[str]) -> bool: ...
 
 # Nothing: Python's pickler must do it, or raise.
 def pickle_object(obj: object) -> tuple[bytes, StorageList] | None: ...
+
+# Addresses without memory, which stand for bytes that are elsewhere.
+def unfilled_storages(sizes: Sequence[int]) -> StorageList: ...
 def untyped_storages(storages: StorageList) -> list[torch.UntypedStorage]: ...
 def unpickle_weights_only(
     pickle: bytes,

@@ -21,7 +21,7 @@ from ptsave.unpickling import unpickle_unread
 from ptsave.verifying import find_damage
 from ptsave.view_reading import bytes_of, new_storage, read_view, view_as
 
-__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents"]
+__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents", "as_saved"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 _ALIGNMENT = 16  # the largest size of an element
@@ -62,10 +62,15 @@ class UnreadContents:
     ----------
     reader : RecordReader
         An archive for which `can_defer_reading` holds.
+
+    Attributes
+    ----------
+    reader : RecordReader
+        The archive.
     """
 
     def __init__(self, reader: RecordReader) -> None:
-        self._reader = reader
+        self.reader = reader
         self.nbytes = reader.engine.nbytes
         self._first_at: dict[int, str] = {}
         # The unpickler keeps its reader until the next garbage collection.
@@ -78,7 +83,7 @@ class UnreadContents:
         self._spans = spans_of(reader)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
-        engine = self._reader.engine
+        engine = self.reader.engine
         places: list[Place] = [*engine.places()]
         for number, location in self._first_at.items():
             places[number] = (*places[number][:3], location)
@@ -90,10 +95,10 @@ class UnreadContents:
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         """Read tensors; those that share a storage do so afterwards."""
         if len(tensors) == 1:
-            return [_as(tensors[0], self.read_slice(tensors[0], ..., verify))]
+            return [as_saved(tensors[0], self.read_slice(tensors[0], ..., verify))]
         extents: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
-            number = self._reader.engine.record_of(tensor)
+            number = self.reader.engine.record_of(tensor)
             begin, end = span_of(tensor)
             begin -= begin % _ALIGNMENT  # the others may be of other dtypes
             if number is not None and begin < end:
@@ -104,23 +109,29 @@ class UnreadContents:
         self._spans.read(spans, verify=verify)
         result = []
         for tensor in tensors:
-            number = self._reader.engine.record_of(tensor)
+            number = self.reader.engine.record_of(tensor)
             if number is None or number not in extents:
-                result.append(_as(tensor, view_as(new_storage(0), tensor, 0, tensor.stride())))
+                result.append(as_saved(tensor, view_as(new_storage(0), tensor, 0, tensor.stride())))
                 continue
             offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
-            result.append(_as(tensor, view_as(storages[number], tensor, offset, tensor.stride())))
+            result.append(
+                as_saved(tensor, view_as(storages[number], tensor, offset, tensor.stride()))
+            )
         return result
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
-        number = self._reader.engine.record_of(tensor)
+        number = self.reader.engine.record_of(tensor)
         return read_view(self._spans, number, tensor.detach()[index], verify)
+
+    def check(self, records: Sequence[int]) -> None:
+        """Compare some records, by their numbers, with their checksums."""
+        self._spans.check(records)
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
-        if not self._reader.engine.storages_have_crcs:
+        if not self.reader.engine.storages_have_crcs:
             warnings.warn(
-                f"{self._reader.path} was written without checksums of its storages "
+                f"{self.reader.path} was written without checksums of its storages "
                 "(set_crc32_options(False) or skip_data()): they cannot be verified",
                 CheckpointWarning,
                 stacklevel=3,
@@ -134,12 +145,12 @@ class UnreadContents:
                 del error  # whose traceback refers to this frame, and that to the archive
 
     def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
-        damage = find_damage(self._reader, self._spans, progress)
+        damage = find_damage(self.reader, self._spans, progress)
         crcs = [found.crcs for found in damage if found.crcs is not None]
         others = [found.error for found in damage if found.crcs is None]
         if others:
             return others[0]
-        return self._reader.damage(crcs) if crcs else None
+        return self.reader.damage(crcs) if crcs else None
 
 
 class LoadedContents:
@@ -163,7 +174,7 @@ class LoadedContents:
         self.obj = obj
         self.metadata = metadata
         self.nbytes = nbytes
-        self._locations = locations
+        self.locations = locations
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         return list(map(self._place_of, tensors))
@@ -172,7 +183,7 @@ class LoadedContents:
         storage = storage_id(tensor)
         if storage is None:
             return id(tensor), None, None, str(tensor.device)
-        return storage, None, None, self._locations.get(storage, str(tensor.device))
+        return storage, None, None, self.locations.get(storage, str(tensor.device))
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         return list(tensors)
@@ -195,7 +206,7 @@ def metadata_of(reader: RecordReader) -> dict[str, str]:
     return metadata
 
 
-def _as(like: Tensor, values: Tensor) -> Tensor:
+def as_saved(like: Tensor, values: Tensor) -> Tensor:
     """Return values as a tensor of the kind that was saved."""
     if isinstance(like, Parameter):
         return Parameter(values, requires_grad=like.requires_grad)

@@ -6,6 +6,7 @@ import _pickle
 import functools
 import io
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ Storage = torch.UntypedStorage
 class _StorageTable:
     """Numbers storages in the order in which the pickler meets them."""
 
-    def __init__(self) -> None:
+    def __init__(self, locations: Mapping[int, str]) -> None:
+        self._locations = locations
         self.storages: dict[str, Storage] = {}
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
@@ -44,6 +46,7 @@ class _StorageTable:
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
         fake_device = getattr(obj, "_fake_device", None)
         location = str(fake_device) if fake_device is not None else location_tag(storage)
+        location = self._locations.get(storage._cdata, location)
         self.storages[key] = storage
         return ("storage", storage_type, key, location, numel)
 
@@ -72,7 +75,10 @@ def _pickler_class(base: Any) -> Any:
 
 
 def pickle_object(
-    obj: object, pickle_module: Any, pickle_protocol: int
+    obj: object,
+    pickle_module: Any,
+    pickle_protocol: int,
+    locations: Mapping[int, str] | None = None,
 ) -> tuple[bytes, _C.StorageList]:
     """Pickle `obj` as :func:`torch.save` does.
 
@@ -84,6 +90,8 @@ def pickle_object(
         Has a ``Pickler`` class: ``pickle``, ``dill``, ...
     pickle_protocol : int
         Passed to that class.
+    locations : mapping of int to str, optional
+        Where storages, by `entries.storage_id`, are said to have been, if it is not where they are.
 
     Returns
     -------
@@ -92,13 +100,13 @@ def pickle_object(
     storages : _C.StorageList
         Storage i is the record ``data/i``.
     """
-    if _is_standard(pickle_module, pickle_protocol):
+    if not locations and _is_standard(pickle_module, pickle_protocol):
         pickled = _C.pickle_object(obj)
         if pickled is not None:
             return pickled
     stream = io.BytesIO()
     pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
-    pickler.table = _StorageTable()
+    pickler.table = _StorageTable(locations or {})
     pickler.dump(obj)
     return stream.getvalue(), _C.StorageList(list(pickler.table.storages.values()))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["read_entry"]
+__all__ = ["leaves_of", "read_entry", "tensor_over"]
 
 
 def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
@@ -22,15 +22,16 @@ def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> 
     read : callable
         Returns tensors with values for some without.
     """
-    leaves = {id(leaf): leaf for leaf in _leaves(entry)}
-    found = read([_tensor_over(leaf) for leaf in leaves.values()])
+    leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
+    found = read([tensor_over(leaf) for leaf in leaves.values()])
     made: dict[int, Any] = {
         key: _back(leaf, values) for (key, leaf), values in zip(leaves.items(), found, strict=True)
     }
     return _copy(entry, made)
 
 
-def _leaves(entry: Any) -> Iterator[Any]:
+def leaves_of(entry: Any) -> Iterator[Any]:
+    """Yield the tensors and storages of an entry."""
     seen: set[int] = set()
     pending = [entry]
     while pending:
@@ -47,7 +48,8 @@ def _is_container(value: Any) -> bool:
     return type(value) in (dict, OrderedDict, list, tuple)
 
 
-def _tensor_over(leaf: Any) -> Tensor:
+def tensor_over(leaf: Any) -> Tensor:
+    """Return a tensor, or one of all the bytes of a storage."""
     if isinstance(leaf, Tensor):
         return leaf
     untyped = leaf if isinstance(leaf, torch.UntypedStorage) else leaf._untyped_storage

@@ -17,12 +17,12 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.not_checkpoints import MAX_SAFETENSORS_HEADER_NBYTES
 from ptsave.sources import RangeSource, SparseFile
 
-__all__ = ["SafetensorsHeader", "StoredTensor", "read_header"]
+__all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "read_header"]
 
 _LENGTH_NBYTES = 8  # of the number before the header
 _FIRST_NBYTES = 64 << 10  # fetched at once: most headers are in there
 
-_DTYPES = {
+DTYPES = {  # the format's names, and torch's
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -169,7 +169,7 @@ def _tensor_cut_off(head: bytes, file_nbytes: int) -> str:
 def _stored_tensor(
     source: RangeSource, name: str, entry: Mapping[str, Any], data_offset: int
 ) -> StoredTensor:
-    dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
+    dtype = getattr(torch, DTYPES.get(entry["dtype"], ""), None)
     if dtype is None:
         raise CorruptCheckpointError(
             f"{source.name}: tensor {name} is of a type that torch has not: {entry['dtype']}",

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,16 @@ from ptsave.errors import SaveError
 from ptsave.serialization import save
 from ptsave.shard_files import FORMATS, ShardFormat
 
-__all__ = ["save_model"]
+__all__ = [
+    "FORMAT_FILES",
+    "Shard",
+    "ShardSet",
+    "files_of_sets",
+    "parse_size",
+    "save_errors",
+    "save_model",
+    "split",
+]
 
 _UNITS = {
     "": 1,
@@ -36,7 +45,7 @@ _UNITS = {
     "TIB": 1 << 40,
 }
 # What torch.save calls the files of this layout, for those who look for them.
-_FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
+FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
 
 
 def save_model(
@@ -99,24 +108,24 @@ def save_model(
     model-00002-of-00002.safetensors
     model.safetensors.index.json
     """
-    if format not in _FORMAT_FILES:
+    if format not in FORMAT_FILES:
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
-    limit = _parse_size(max_shard_size)
+    limit = parse_size(max_shard_size)
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
-    shards = _split(_tensors_of(state_dict), limit)
+    shards = split(_tensors_of(state_dict), limit)
     folder = os.fspath(directory)
-    with _save_errors(folder):
+    with save_errors(folder):
         os.makedirs(folder, exist_ok=True)
-        _ShardSet(folder, format, shards, fsync).write()
+        ShardSet(folder, format, shards, fsync).write()
 
 
 # ----------------------------------------------------------------------------- what goes into which
 
 
 @dataclass
-class _Shard:
+class Shard:
     """The tensors of one file, each with its other names."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -124,7 +133,7 @@ class _Shard:
     nbytes: int = 0
 
 
-def _parse_size(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
     """Return a number of bytes."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", size)
@@ -152,19 +161,29 @@ def _tensors_of(state_dict: Any) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state_dict.items()}
 
 
-def _split(tensors: Mapping[str, Tensor], limit: int) -> list[_Shard]:
-    """Fill one shard after the other, in order."""
-    shards = [_Shard()]
-    homes: dict[object, tuple[_Shard, str]] = {}
+def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
+    """Fill one shard after the other, in order.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        What to divide.
+    limit : int
+        The bytes of tensors that a shard holds at most, unless it is one tensor.
+    tied : bool, default True
+        Whether tensors that are the same memory, in the same shape, are other names of one.
+    """
+    shards = [Shard()]
+    homes: dict[object, tuple[Shard, str]] = {}
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         flags = (tensor.is_conj(), tensor.is_neg())
-        if tensor.numel() > 0 and (place, flags) in homes:
+        if tied and tensor.numel() > 0 and (place, flags) in homes:
             shard, first = homes[place, flags]
             shard.aliases.setdefault(first, []).append(name)
             continue
         if shards[-1].tensors and shards[-1].nbytes + tensor.nbytes > limit:
-            shards.append(_Shard())
+            shards.append(Shard())
         shards[-1].tensors[name] = tensor
         shards[-1].nbytes += tensor.nbytes
         homes[place, flags] = shards[-1], name
@@ -175,18 +194,30 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> list[_Shard]:
 
 
 @dataclass
-class _ShardSet:
-    """The files of one save."""
+class ShardSet:
+    """The files of one save.
+
+    Attributes
+    ----------
+    folder : str
+        Where they go.
+    kind : str
+        "safetensors" or "pt".
+    shards : list of Shard
+        What is in each.
+    fsync : bool
+        As for `save_model`.
+    """
 
     folder: str
     kind: str
-    shards: list[_Shard]
+    shards: list[Shard]
     fsync: bool
 
     def write(self) -> None:
         """Write shards, then the index, then remove what they replace."""
-        files = _FORMAT_FILES[self.kind]
-        old = _files_of_sets(self.folder, files)
+        files = FORMAT_FILES[self.kind]
+        old = files_of_sets(self.folder, files)
         names = self._names(files)
         _remove_leftovers(self.folder, files)
         with ExitStack() as undo:
@@ -217,6 +248,10 @@ class _ShardSet:
         if len(paths) > 1:
             for path in paths:
                 undo.callback(_unlink_if_there, path)
+        self.write_files(paths)
+
+    def write_files(self, paths: Sequence[str]) -> None:
+        """Write each shard to its path."""
         if self.kind == "pt":  # each takes all threads
             for path, shard in zip(paths, self.shards, strict=True):
                 save(_with_aliases(shard), path, fsync=self.fsync)
@@ -236,8 +271,10 @@ class _ShardSet:
     def _write_index(self, files: ShardFormat, names: list[str]) -> None:
         weight_map = {}
         for name, shard in zip(names, self.shards, strict=True):
-            listed = _with_aliases(shard) if self.kind == "pt" else shard.tensors
-            weight_map.update(dict.fromkeys(listed, name))
+            weight_map.update(dict.fromkeys(shard.tensors, name))
+            if self.kind == "pt":
+                for others in shard.aliases.values():
+                    weight_map.update(dict.fromkeys(others, name))
         total = sum(shard.nbytes for shard in self.shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         if self.fsync:
@@ -261,7 +298,7 @@ class _ShardSet:
             _unlink_if_there(os.path.join(self.folder, name))
 
 
-def _files_of_sets(folder: str, files: ShardFormat) -> set[str]:
+def files_of_sets(folder: str, files: ShardFormat) -> set[str]:
     """Return the shards there that `save_model` or transformers has written."""
     pattern = _pattern_of_shards(files)
     return {name for name in os.listdir(folder) if pattern.fullmatch(name)}
@@ -281,7 +318,7 @@ def _remove_leftovers(folder: str, files: ShardFormat) -> None:
             _C.remove_leftovers(os.fsencode(os.path.join(folder, target)))
 
 
-def _with_aliases(shard: _Shard) -> dict[str, Tensor]:
+def _with_aliases(shard: Shard) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in shard.tensors.items():
         stored = _compact(tensor)
@@ -297,7 +334,7 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _write_safetensors(path: str, shard: _Shard, *, fsync: bool) -> None:
+def _write_safetensors(path: str, shard: Shard, *, fsync: bool) -> None:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -357,7 +394,8 @@ def _unlink_if_there(path: str) -> None:
 
 
 @contextmanager
-def _save_errors(folder: str) -> Iterator[None]:
+def save_errors(folder: str) -> Iterator[None]:
+    """Turn what fails in the block, by writing to `folder`, into :class:`SaveError`."""
     try:
         yield
     except SaveError:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,18 @@ from ptsave.safetensors_header import read_header
 from ptsave.shard_files import ShardFiles, refuse_what_is_no_checkpoint
 from ptsave.sources import LocalFile
 
-__all__ = ["Entry", "PickledShard", "Read", "SafetensorsShard", "Shard", "open_shards", "read_all"]
+__all__ = [
+    "Entry",
+    "PickledShard",
+    "Read",
+    "SafetensorsShard",
+    "Shard",
+    "open_shards",
+    "read_all",
+    "those_in_index",
+]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +203,7 @@ def open_shards(files: ShardFiles, stack: ExitStack) -> list[Entry]:
         shard = _open_indexed(path, files)
         stack.push(shard.__exit__)
         entries += shard.entries
-    return entries if files.weight_map is None else _those_in_index(entries, files)
+    return those_in_index(((entry.name, entry.shard.path, entry) for entry in entries), files)
 
 
 def _open_indexed(path: str, files: ShardFiles) -> Shard:
@@ -208,14 +219,29 @@ def _open_indexed(path: str, files: ShardFiles) -> Shard:
         raise
 
 
-def _those_in_index(entries: Iterable[Entry], files: ShardFiles) -> list[Entry]:
-    assert files.weight_map is not None
+def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
+    """Return what counts of what is in the files of a model.
+
+    Parameters
+    ----------
+    found : iterable of (str, str, object)
+        Names, the paths of their files, and what belongs to them.
+    files : ShardFiles
+        The files; a name counts in the one that the index says.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the index promises what is not there.
+    """
+    if files.weight_map is None:
+        return [each for _, _, each in found]
     promised = dict(files.weight_map)
     kept = []
-    for entry in entries:
-        if files.weight_map.get(entry.name, entry.shard.path) == entry.shard.path:
-            kept.append(entry)
-            promised.pop(entry.name, None)
+    for name, path, each in found:
+        if files.weight_map.get(name, path) == path:
+            kept.append(each)
+            promised.pop(name, None)
     for name, path in promised.items():
         raise CorruptCheckpointError(
             f"{path}: there is no tensor {name} in this shard, where {files.index_path} puts it",

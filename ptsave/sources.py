@@ -266,11 +266,11 @@ class LocalFile(_OpenFile):
         self.nbytes = max(os.fstat(self.descriptor).st_size - self.begin, 0)
 
     @classmethod
-    def open(cls, path: str) -> LocalFile:
+    def open(cls, path: str, name: str = "") -> LocalFile:
         """Open a file, all of which is going to be read by the engine."""
         with open(path, "rb", buffering=0) as stream:
             expect_no_more_reads(stream.fileno())
-            return cls(stream, path)
+            return cls(stream, name or path)
 
     @property
     def for_engine(self) -> tuple[int, bytes]:

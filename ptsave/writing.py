@@ -16,7 +16,7 @@ from ptsave.errors import SaveError, operation_of
 from ptsave.progress import ProgressCallback
 from ptsave.reading import real_file
 
-__all__ = ["ArchiveWriter", "resolve_target", "root_for_path"]
+__all__ = ["ArchiveWriter", "FileWriter", "resolve_target", "root_for_path"]
 
 # Errors of rename that say "not this file, not here", as opposed to "the disk failed".
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
@@ -73,13 +73,13 @@ def check_stream(stream: object) -> None:
     raise TypeError(message)
 
 
-class ArchiveWriter:
-    """Writes one planned archive to one target.
+class FileWriter:
+    """Writes one planned file to one path.
 
     Parameters
     ----------
-    plan : _C.WritePlan
-        The records and their places.
+    plan : _C.WritePlan or _C.PackedPlan
+        What is in the file, and where.
     compute_crcs : bool
         False writes zeros for every checksum, as torch can be told to.
     fsync, atomic : bool
@@ -90,7 +90,7 @@ class ArchiveWriter:
 
     def __init__(
         self,
-        plan: _C.WritePlan,
+        plan: _C.WritePlan | _C.PackedPlan,
         *,
         compute_crcs: bool,
         fsync: bool,
@@ -104,26 +104,12 @@ class ArchiveWriter:
         self._progress = progress
         self._config = config.current()
 
-    def begin_staging(self) -> None:
-        """Fix the values of what is on accelerators: those the caller's streams leave there now."""
-        self._plan.begin_staging(options=self._options())
-
-    def write(self, target: Any) -> None:
-        """Write to a path or to a file-like object."""
-        if isinstance(target, str):
-            self.write_path(target)
-        else:
-            self.write_object(target)
-
-    # ------------------------------------------------------------------------------------- paths
-
     def write_path(self, path: str) -> None:
         """Write to a path: atomically where a regular file is or will be there."""
         with _translated_errors(path):
             status = _status(path)
         if status is not None and not stat.S_ISREG(status.st_mode):
-            with _translated_errors(path), open(path, "wb", buffering=0) as stream:
-                self._write_stream(stream.write, _zero_writer(stream.write))
+            self._write_special(path)
             return
         if status is not None:
             _check_writable(path)
@@ -137,6 +123,9 @@ class ArchiveWriter:
             self._replace(target, path)  # overwriting would change the tensors while they are read
         else:
             self._write_in_place(target, path)
+
+    def _write_special(self, path: str) -> None:
+        raise SaveError(errno.EINVAL, "not a regular file", path)
 
     def _replace(self, target: str, path: str) -> None:
         direct = self._config.direct_io and not self._plan.has_holes and self._wants_direct()
@@ -188,7 +177,44 @@ class ArchiveWriter:
         nbytes = self._plan.nbytes
         return nbytes >= _MIN_DIRECT_NBYTES and (self._fsync or nbytes > _dirty_limit_nbytes() // 2)
 
-    # ----------------------------------------------------------------------------------- streams
+    def _options(self, *, direct: bool = False) -> _C.WriteOptions:
+        n_threads = self._config.n_direct_writers if direct else self._config.n_threads
+        chunk_nbytes = self._config.write_chunk_nbytes
+        return _C.WriteOptions(
+            compute_crcs=self._compute_crcs,
+            n_threads=0 if self._plan.is_sequential else n_threads,
+            chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_staged else 0),
+            max_pinned_nbytes=self._config.max_pinned_nbytes,
+        )
+
+
+class ArchiveWriter(FileWriter):
+    """Writes one planned archive to one target, a path or a file-like object.
+
+    Parameters
+    ----------
+    plan : _C.WritePlan
+        The records and their places.
+    compute_crcs, fsync, atomic, progress
+        As for `FileWriter`.
+    """
+
+    _plan: _C.WritePlan
+
+    def begin_staging(self) -> None:
+        """Fix the values of what is on accelerators: those the caller's streams leave there now."""
+        self._plan.begin_staging(options=self._options())
+
+    def write(self, target: Any) -> None:
+        """Write to a path or to a file-like object."""
+        if isinstance(target, str):
+            self.write_path(target)
+        else:
+            self.write_object(target)
+
+    def _write_special(self, path: str) -> None:
+        with _translated_errors(path), open(path, "wb", buffering=0) as stream:
+            self._write_stream(stream.write, _zero_writer(stream.write))
 
     def write_object(self, stream: Any) -> None:
         """Write to a file-like object at its current position."""
@@ -241,16 +267,6 @@ class ArchiveWriter:
             skip,
             options=self._options(),
             progress=self._progress,
-        )
-
-    def _options(self, *, direct: bool = False) -> _C.WriteOptions:
-        n_threads = self._config.n_direct_writers if direct else self._config.n_threads
-        chunk_nbytes = self._config.write_chunk_nbytes
-        return _C.WriteOptions(
-            compute_crcs=self._compute_crcs,
-            n_threads=0 if self._plan.is_sequential else n_threads,
-            chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_staged else 0),
-            max_pinned_nbytes=self._config.max_pinned_nbytes,
         )
 
 

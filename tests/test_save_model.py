@@ -176,7 +176,7 @@ def test_layouts_of_memory(tmp_path: Path, kind: Any) -> None:
     ],
 )
 def test_sizes(size: int | str, nbytes: int) -> None:
-    assert sharded_saving._parse_size(size) == nbytes
+    assert sharded_saving.parse_size(size) == nbytes
 
 
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "5 bytes", "1e9", 0, -5, 2.5, None, True, "0"])

@@ -63,6 +63,10 @@ void bind_pickling(py::module_& module) {
       },
       py::arg("pickle"), py::arg("dtypes"));
   module.def("pickle_object", &pickled, py::arg("obj"));
+  module.def(
+      "unfilled_storages",
+      [](const std::vector<std::uint64_t>& sizes) { return StorageList{unfilled_storages(sizes)}; },
+      py::arg("sizes"));
   module.def("untyped_storages", &untyped_storages, py::arg("storages"));
   module.def(
       "unpickle_weights_only",

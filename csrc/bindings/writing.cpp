@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -16,6 +17,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
+#include "bindings/plan_options.h"
+#include "bindings/sourced_payloads.h"
 #include "core/archive.h"
 #include "core/file.h"
 #include "core/keep_for_ever.h"
@@ -29,11 +32,6 @@ namespace py = pybind11;
 
 namespace ptsave {
 namespace {
-
-// How to write, and how much page-locked memory that may take.
-struct PlanOptions : WriteOptions {
-  std::size_t max_pinned_nbytes = 0;
-};
 
 // Records to write, in order, and their layout.  Keeps `bytes` and listed storages alive; what an
 // address points to is the caller's to keep.
@@ -72,6 +70,7 @@ class WritePlan {
     storages_.clear();
     on_accelerators_.clear();
     staged_ahead_.reset();
+    sourced_ = {};
     kept_bytes_.clear();
     makers_.clear();
   }
@@ -82,12 +81,38 @@ class WritePlan {
     keep_for_ever(std::move(staged_ahead_));
     release();
   }
+  // Payloads that are parts of other files or of memory: their record's name, the source, the
+  // offset in it, and the CRC if it is known.  Nothing may be on accelerators.
+  using Sourced = std::tuple<std::string, std::size_t, std::uint64_t, std::optional<std::uint32_t>>;
+  void read_from(std::shared_ptr<PayloadSources> sources, const std::vector<Sourced>& sourced) {
+    if (is_staged()) throw py::value_error("the payloads come from somewhere else");
+    std::unordered_map<std::string_view, std::size_t> numbers;
+    for (std::size_t i = 0; i < layout_.size(); ++i) numbers.emplace(layout_.name(i), i);
+    std::vector<SourcePayload> payloads(layout_.size());
+    for (const auto& [name, source, offset, crc] : sourced) {
+      const auto found = numbers.find(name);
+      if (found == numbers.end()) throw py::key_error(name);
+      payloads[found->second] = {source, offset, crc};
+    }
+    sourced_ = SourcedPayloads(std::move(sources), std::move(payloads));
+  }
+  // Those whose CRC was not the one expected, with what it was.
+  std::vector<std::pair<std::string, std::uint32_t>> damaged() const {
+    std::vector<std::pair<std::string, std::uint32_t>> result;
+    for (const auto& [record, crc] : sourced_.damaged()) {
+      result.emplace_back(layout_.name(record), crc);
+    }
+    return result;
+  }
+
   // Whether payloads are left out.
   bool has_holes() const { return has_holes_; }
   // Whether payloads are made one at a time.
   bool is_sequential() const { return !makers_.empty(); }
-  // Whether payloads come from accelerators.
-  bool is_staged() const { return !on_accelerators_.empty() || staged_ahead_ != nullptr; }
+  // Whether payloads come from accelerators, or from files.
+  bool is_staged() const {
+    return !on_accelerators_.empty() || staged_ahead_ != nullptr || !sourced_.empty();
+  }
 
   // What is on accelerators will be written as the current streams of this thread leave it now,
   // and with this chunk size.
@@ -242,7 +267,8 @@ class WritePlan {
   }
 
   // Nothing if all payloads are in host memory by now.
-  std::unique_ptr<Stager> make_stager(const PlanOptions& options, WriteOptions& write) const {
+  std::unique_ptr<Stager> make_stager(const PlanOptions& options, WriteOptions& write) {
+    if (!sourced_.empty()) return sourced_.make_stager(write);
     write.stager = staged_ahead_.get();
     if (on_accelerators_.empty()) return nullptr;
     const std::size_t nbytes = max_staged_nbytes(options.chunk_nbytes);
@@ -260,6 +286,7 @@ class WritePlan {
   std::vector<c10::Storage> storages_;  // in CPU memory
   AcceleratorStager::Sources on_accelerators_;
   std::unique_ptr<StagedAhead> staged_ahead_;
+  SourcedPayloads sourced_;
   std::unordered_map<std::size_t, py::function> makers_;
   std::vector<const std::byte*> addresses_;
   bool has_holes_ = false;
@@ -295,6 +322,8 @@ void bind_writing(py::module_& module) {
       .def_property_readonly("has_holes", &WritePlan::has_holes)
       .def_property_readonly("is_sequential", &WritePlan::is_sequential)
       .def_property_readonly("is_staged", &WritePlan::is_staged)
+      .def("read_from", &WritePlan::read_from, py::arg("sources"), py::arg("payloads"))
+      .def_property_readonly("damaged", &WritePlan::damaged)
       .def("begin_staging", &WritePlan::begin_staging, py::kw_only(), py::arg("options"))
       .def("stage", &WritePlan::stage, py::kw_only(), py::arg("n_threads"), py::arg("progress"))
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),

@@ -13,10 +13,6 @@ namespace {
 
 constexpr std::size_t kMaxDescriptorNbytes = 24;
 
-ByteRange intersect(ByteRange a, ByteRange b) {
-  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
-}
-
 }  // namespace
 
 RecordCrcs::RecordCrcs(const ArchiveLayout& layout, std::size_t n_chunks, std::size_t chunk_nbytes)
@@ -104,20 +100,13 @@ class ArchiveBody::StagedCursor {
 
 ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
                          bool compute_crcs, std::size_t chunk_nbytes)
-    : layout_(layout),
+    : FileBody(layout.record(layout.size() - 1).header_offset, chunk_nbytes),
+      layout_(layout),
       payloads_(payloads),
       stager_(stager),
       compute_crcs_(compute_crcs),
-      chunk_nbytes_(chunk_nbytes),
-      nbytes_(layout.record(layout.size() - 1).header_offset),
-      n_chunks_((nbytes_ + chunk_nbytes - 1) / chunk_nbytes),
-      crcs_(layout, n_chunks_, chunk_nbytes),
+      crcs_(layout, n_chunks(), chunk_nbytes),
       lookalikes_(layout.size()) {}
-
-ByteRange ArchiveBody::chunk_range(std::size_t chunk) const {
-  const std::uint64_t begin = std::uint64_t{chunk} * chunk_nbytes_;
-  return {begin, std::min<std::uint64_t>(begin + chunk_nbytes_, nbytes_)};
-}
 
 void ArchiveBody::produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) {
   const ByteRange range = chunk_range(chunk);
@@ -176,10 +165,10 @@ void ArchiveBody::prepare_tail() {
   std::vector<std::string_view> names(last);
   for (std::size_t i = 0; i < last; ++i) names[i] = layout_.name(i);
   names_hash_ = hash_names(names);
-  tail_.resize(layout_.nbytes() - nbytes_);
+  tail_.resize(layout_.nbytes() - nbytes());
   auto* const out = reinterpret_cast<std::byte*>(tail_.data());
   layout_.local_header(last, out);
-  layout_.central_directory(out + (layout_.central_directory_offset() - nbytes_));
+  layout_.central_directory(out + (layout_.central_directory_offset() - nbytes()));
 }
 
 std::string ArchiveBody::tail() {
@@ -197,9 +186,9 @@ std::string ArchiveBody::tail() {
 
   auto* const out = reinterpret_cast<std::byte*>(tail_.data());
   const RecordLayout& record = layout_.record(last);
-  std::memcpy(out + (record.payload_offset - nbytes_), id.data(), id.size());
-  layout_.data_descriptor(last, crcs[last], out + (record.payload_end() - nbytes_));
-  layout_.set_central_crcs(crcs, out + (layout_.central_directory_offset() - nbytes_));
+  std::memcpy(out + (record.payload_offset - nbytes()), id.data(), id.size());
+  layout_.data_descriptor(last, crcs[last], out + (record.payload_end() - nbytes()));
+  layout_.set_central_crcs(crcs, out + (layout_.central_directory_offset() - nbytes()));
   return std::move(tail_);
 }
 

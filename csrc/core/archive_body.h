@@ -1,6 +1,5 @@
 // The bytes of an archive that is being written, chunk by chunk: headers, payloads (checksummed on
-// the way), descriptors and, at the end, the tail that depends on every CRC.  Decides what the
-// bytes are; where they go is a ChunkSink's business.
+// the way), descriptors and, at the end, the tail that depends on every CRC.
 //
 // A chunk that ends a record needs the CRC of the whole record for the data descriptor.  The chunks
 // before it are done or being worked on, so its worker waits for their CRCs (not for their writes):
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "core/archive.h"
+#include "core/file_body.h"
 #include "core/pipeline.h"
 #include "core/stager.h"
 
@@ -29,15 +29,6 @@ namespace ptsave {
 // computed.  Called by the workers; with no workers on the waiting thread and in ascending order,
 // so that it may then make one payload at a time.
 using Payloads = std::function<const std::byte*(std::size_t i)>;
-
-// A half-open range of positions in the archive.
-struct ByteRange {
-  std::uint64_t begin;
-  std::uint64_t end;
-
-  std::uint64_t nbytes() const { return end - begin; }
-  bool empty() const { return begin >= end; }
-};
 
 // The records' CRCs while chunks are being worked on in any order.  Safe for concurrent use.
 //
@@ -76,38 +67,17 @@ class RecordCrcs {
   std::vector<Pieces> pieces_;
 };
 
-// Takes the bytes of one chunk, in file order.
-class ChunkSink {
- public:
-  virtual ~ChunkSink() = default;
-  // A piece of a payload; returns `crc` continued over it, or anything if checksums are off. `data`
-  // stays valid until the chunk is done.
-  virtual std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
-                                    std::uint32_t crc) = 0;
-  // `data` is gone after the call.
-  virtual void put_seam(const std::byte* data, std::size_t nbytes) = 0;
-  virtual void put_hole(std::uint64_t nbytes) = 0;
-};
-
-class ArchiveBody {
+class ArchiveBody final : public FileBody {
  public:
   // `stager` may be null: then all payloads are in host memory.
   ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
               bool compute_crcs, std::size_t chunk_nbytes);
 
-  // The body ends where the last record (the serialization id) begins.
-  std::uint64_t nbytes() const { return nbytes_; }
-  std::size_t n_chunks() const { return n_chunks_; }
-  ByteRange chunk_range(std::size_t chunk) const;
-
-  // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
-  // different chunks of one pipeline.
-  void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink);
-  // Makes what of the tail needs no CRC, for a thread that would only wait while others produce
-  // chunks.  Optional.
-  void prepare_tail();
-  // The rest of the archive, once every chunk is produced.
-  std::string tail();
+  void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
+  void prepare_tail() override;
+  // From the last record (the serialization id) on.
+  std::string tail() override;
+  std::span<const std::uint32_t> crcs() override { return crcs_.all(); }
 
  private:
   class StagedCursor;
@@ -121,9 +91,6 @@ class ArchiveBody {
   const Payloads& payloads_;
   Stager* const stager_;
   const bool compute_crcs_;
-  const std::size_t chunk_nbytes_;
-  const std::uint64_t nbytes_;
-  const std::size_t n_chunks_;
   RecordCrcs crcs_;
   std::vector<std::optional<std::uint32_t>> lookalikes_;  // see serialization_id()
   std::uint64_t names_hash_ = 0;

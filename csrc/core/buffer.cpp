@@ -24,14 +24,14 @@ std::chrono::nanoseconds thread_cpu_time() {
 
 }  // namespace
 
-Mapping::Mapping(std::size_t nbytes) {
+Mapping::Mapping(std::size_t nbytes, Use use) {
   if (nbytes == 0) return;
   if (nbytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();
   nbytes_ = align_up(nbytes, kPageNbytes);
   const bool huge = nbytes_ >= kHugePageNbytes;
   const std::size_t reserved = huge ? nbytes_ + kHugePageNbytes : nbytes_;
-  void* memory =
-      ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (use == Use::kParts ? MAP_NORESERVE : 0);
+  void* memory = ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   data_ = static_cast<std::byte*>(memory);
   if (!huge) return;

@@ -23,12 +23,16 @@ constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
   return align_down(value + alignment - 1, alignment);
 }
 
+// How much of a mapping will be used.  The system refuses one that is larger than all of its memory
+// and has to be usable; a part of one may be all that anybody needs.
+enum class Use : std::uint8_t { kAll, kParts };
+
 // An anonymous private mapping, zero-filled, aligned to huge pages when it is large enough to hold
 // one.  Owns the memory.  Throws std::bad_alloc.
 class Mapping {
  public:
   Mapping() = default;
-  explicit Mapping(std::size_t nbytes);
+  explicit Mapping(std::size_t nbytes, Use use = Use::kAll);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
   Mapping(const Mapping&) = delete;

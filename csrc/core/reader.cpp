@@ -117,13 +117,14 @@ std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::s
 void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n_threads,
                           bool verify, bool exact_offsets) {
   const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
-  region_ = std::make_shared<Region>(wanted, verify);
+  region_ = std::make_shared<Region>(wanted, verify, Use::kAll);
   transfer_ = std::make_unique<Transfer>(source_, index_, wanted, region_, n_threads, verify);
 }
 
 void ArchiveReader::reserve(const std::vector<std::size_t>& records) {
   transfer_.reset();
-  region_ = std::make_shared<Region>(plan(records, /*exact_offsets=*/false), /*verify=*/false);
+  region_ = std::make_shared<Region>(plan(records, /*exact_offsets=*/false), /*verify=*/false,
+                                     Use::kParts);
 }
 
 std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& destinations,

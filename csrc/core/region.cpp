@@ -30,10 +30,10 @@ class Segments final : public Owner {
 
 }  // namespace
 
-Region::Region(std::shared_ptr<const TransferPlan> plan, bool verify)
+Region::Region(std::shared_ptr<const TransferPlan> plan, bool verify, Use use)
     : plan_(std::move(plan)),
       verify_(verify),
-      memory_(std::make_shared<Mapping>(plan_->mirror_nbytes)) {
+      memory_(std::make_shared<Mapping>(plan_->mirror_nbytes, use)) {
   cut_segments();
 }
 

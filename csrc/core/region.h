@@ -39,7 +39,7 @@ class Segment final : public Owner {
 class Region final : public Placement {
  public:
   // With `verify`, CRCs are computed as payloads arrive.
-  Region(std::shared_ptr<const TransferPlan> plan, bool verify);
+  Region(std::shared_ptr<const TransferPlan> plan, bool verify, Use use);
 
   const TransferPlan& plan() const { return *plan_; }
   // std::out_of_range if record `index` has no place here.

@@ -87,7 +87,7 @@ class GatheringChunk final : public ChunkSink {
 };
 
 // Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
-void run_chunks(ArchiveBody& body, std::size_t n_threads, Progress& progress, const Poll& poll,
+void run_chunks(FileBody& body, std::size_t n_threads, Progress& progress, const Poll& poll,
                 const ChunkPipeline::Work& write_chunk) {
   ChunkPipeline pipeline(body.n_chunks(), body.n_chunks() > 1 ? n_threads : 0,
                          [&](ChunkPipeline& self, std::size_t chunk) {
@@ -97,6 +97,16 @@ void run_chunks(ArchiveBody& body, std::size_t n_threads, Progress& progress, co
                          });
   body.prepare_tail();
   pipeline.finish(poll);
+}
+
+std::string checked_tail(FileBody& body, const WriteOptions& options) {
+  std::string tail = body.tail();
+  if (options.check_crcs) options.check_crcs(body.crcs());
+  return tail;
+}
+
+std::uint64_t direct_alignment(const File& file) {
+  return std::max<std::uint64_t>(kPageNbytes, file.direct_io_alignment().offset);
 }
 
 // Writes an aligned buffer to a file in direct mode.  A kernel that refuses (EINVAL) although it
@@ -116,6 +126,11 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
                     std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
                     const Poll& poll) {
   ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
+  write_buffered(body, file, base_offset, options, progress, poll);
+}
+
+void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
+                    const WriteOptions& options, Progress& progress, const Poll& poll) {
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     std::uint64_t offset = base_offset + body.chunk_range(i).begin;
     const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
@@ -126,22 +141,29 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
     body.produce(pipeline, i, chunk);
     chunk.flush();
   });
-  const std::string tail = body.tail();
+  const std::string tail = checked_tail(body, options);
   file.write_at(base_offset + body.nbytes(), tail.data(), tail.size());
-  progress.store(layout.nbytes(), std::memory_order_relaxed);
+  progress.store(body.nbytes() + tail.size(), std::memory_order_relaxed);
+}
+
+std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options) {
+  return align_up(options.chunk_nbytes, direct_alignment(file));
 }
 
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll) {
-  const std::uint64_t alignment =
-      std::max<std::uint64_t>(kPageNbytes, file.direct_io_alignment().offset);
-  const std::size_t chunk_nbytes = align_up(options.chunk_nbytes, alignment);
-  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, chunk_nbytes);
+  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs,
+                   direct_chunk_nbytes(file, options));
+  write_direct(body, file, options, progress, poll);
+}
+
+void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
+                  const Poll& poll) {
   // Only whole blocks can be written directly; what is left of the body goes with the tail.
-  const std::uint64_t aligned_end = align_down(body.nbytes(), alignment);
+  const std::uint64_t aligned_end = align_down(body.nbytes(), direct_alignment(file));
   std::string rest;
   BufferPool buffers(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
-                     chunk_nbytes);
+                     body.chunk_nbytes());
   file.set_direct(true);
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     const ByteRange range = body.chunk_range(i);
@@ -155,9 +177,9 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
     if (nbytes > 0) write_aligned(file, range.begin, buffer.data(), nbytes);
   });
   if (!file.set_direct(false)) throw IoError(errno, "fcntl", file.path());
-  rest += body.tail();
+  rest += checked_tail(body, options);
   file.write_at(aligned_end, rest.data(), rest.size());
-  progress.store(layout.nbytes(), std::memory_order_relaxed);
+  progress.store(aligned_end + rest.size(), std::memory_order_relaxed);
 }
 
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
@@ -167,7 +189,7 @@ void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std:
     MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
     body.produce(pipeline, i, chunk);
   });
-  const std::string tail = body.tail();
+  const std::string tail = checked_tail(body, options);
   std::memcpy(out + body.nbytes(), tail.data(), tail.size());
   progress.store(layout.nbytes(), std::memory_order_relaxed);
 }
@@ -182,7 +204,7 @@ void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, cons
         body.produce(pipeline, i, chunk);
         chunk.flush();
       });
-  const std::string tail = body.tail();
+  const std::string tail = checked_tail(body, options);
   sink(reinterpret_cast<const std::byte*>(tail.data()), tail.size());
   progress.store(layout.nbytes(), std::memory_order_relaxed);
 }

@@ -1,12 +1,13 @@
-// Writes an archive whose layout is planned to a file, to memory or to a stream.  Workers take
-// chunks of the file in order; each byte of a payload is read from memory once, for checksum and
-// copy.
+// Writes an archive whose layout is planned to a file, to memory or to a stream, and any other
+// FileBody to a file.  Workers take chunks of the file in order; each byte of a payload is read
+// from memory once, for checksum and copy.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 
 #include "core/archive_body.h"
 #include "core/file.h"
@@ -18,9 +19,11 @@ struct WriteOptions {
   std::size_t n_threads = 0;  // 0: on the calling thread
   std::size_t chunk_nbytes = std::size_t{4} << 20;
   Stager* stager = nullptr;  // brings payloads that are not in host memory
+  // Gets the CRCs of all payloads when they are known, and may refuse them by throwing.  Optional.
+  std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = nullptr;
 };
 
-// Bytes of the archive written so far; may be read from the poll callback.
+// Bytes of the file written so far; may be read from the poll callback.
 using Progress = std::atomic<std::uint64_t>;
 
 // Into a file, beginning at `base_offset`, through the page cache.  The file must have been cut or
@@ -33,6 +36,14 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
 // to the page cache where the kernel refuses direct writes.
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll);
+
+// Any body, in the same two ways; of the options, chunk size and stager are the body's.
+void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
+                    const WriteOptions& options, Progress& progress, const Poll& poll);
+void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
+                  const Poll& poll);
+// The size that chunks must have for write_direct().
+std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
 
 // Into memory: layout.nbytes() bytes at `out`.  Holes become zeros.
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,

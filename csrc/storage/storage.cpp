@@ -3,13 +3,16 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
 
+#include "core/buffer.h"
 #include "device/side_streams.h"
 
 namespace ptsave {
@@ -21,6 +24,25 @@ constexpr std::uint64_t kMaxSeamNbytes = 512;
 // Chunks that are staged, in the file and in memory.
 constexpr std::uint64_t kMinChunkNbytes = (std::uint64_t{4} << 20) - (std::uint64_t{64} << 10);
 constexpr std::uint64_t kMaxStagedChunkNbytes = std::uint64_t{4} << 20;
+
+// Addresses that nothing else in this process has.  What cannot be written to needs no memory, and
+// no system's accounting counts it.
+class ReservedAddresses final : public Owner {
+ public:
+  explicit ReservedAddresses(std::size_t nbytes)
+      : nbytes_(nbytes),
+        data_(::mmap(nullptr, nbytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
+  }
+
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  ~ReservedAddresses() override { ::munmap(data_, nbytes_); }
+
+  std::size_t nbytes_;
+  void* data_;
+};
 
 void release_owner(void* context) { static_cast<Owner*>(context)->release(); }
 
@@ -69,6 +91,21 @@ std::uint64_t StorageList::staging_nbytes(std::uint64_t alignment) const {
 c10::Storage storage_over(LoadedPayload payload) {
   return wrap(payload.nbytes, c10::DataPtr(payload.data, payload.owner.detach(), &release_owner,
                                            c10::Device(c10::DeviceType::CPU)));
+}
+
+std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t> sizes) {
+  std::uint64_t total = 1;
+  for (const std::uint64_t nbytes : sizes) total += align_up(nbytes, kTorchAlignment);
+  auto* const addresses = new ReservedAddresses(total);
+  const OwnerReference owner(addresses);
+  std::byte* place = addresses->data();
+  std::vector<c10::Storage> storages;
+  storages.reserve(sizes.size());
+  for (const std::uint64_t nbytes : sizes) {
+    storages.push_back(nbytes > 0 ? storage_over({place, nbytes, owner}) : make_storage({}));
+    place += align_up(nbytes, kTorchAlignment);
+  }
+  return storages;
 }
 
 c10::Storage make_storage(LoadedPayload payload) {

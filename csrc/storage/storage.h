@@ -4,6 +4,7 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "core/region.h"
@@ -23,6 +24,10 @@ c10::Storage storage_over(LoadedPayload payload);
 // A storage of a device that can be filled, not resizable until set_resizable(true) is called on
 // it.
 c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device);
+
+// CPU storages of these sizes that stand for bytes which are elsewhere: addresses without memory,
+// of which no two are the same.  Their zeros can be read, nothing can be written.  std::bad_alloc.
+std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t> sizes);
 
 // Whether make_storage() looks at the payload's bytes.
 bool must_copy(const LoadedPayload& payload);

@@ -19,7 +19,16 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.reading import MINIZ_ADVICE
 from ptsave.sources import is_url
 
-__all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "report_error", "shows_progress"]
+__all__ = [
+    "FAILED",
+    "NEGATIVE",
+    "Command",
+    "Settings",
+    "note",
+    "report_error",
+    "result",
+    "shows_progress",
+]
 
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
 NEGATIVE = 1
@@ -139,6 +148,12 @@ def _remark_of(ctx: click.Context) -> Callable[..., None]:
         note(ctx, one_line(message) if isinstance(message, Warning) else message)
 
     return show
+
+
+def result(ctx: click.Context, text: str) -> None:
+    """Say what was done; ``--quiet`` leaves it out."""
+    if not ctx.ensure_object(Settings).quiet:
+        click.echo(text)
 
 
 def shows_progress(ctx: click.Context) -> bool:

@@ -19,6 +19,8 @@ _MODULES: dict[str, str] = {
     "verify": "verify",
     "globals": "globals",
     "extract": "extract",
+    "convert": "convert",
+    "compact": "compact",
     "diff": "diff",
     "bench": "bench",
     "completion": "completion",

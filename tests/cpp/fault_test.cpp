@@ -9,6 +9,8 @@
 #include <mutex>
 #include <optional>
 #include <ostream>
+#include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -18,7 +20,10 @@
 #include "archive_fixture.h"
 #include "core/error.h"
 #include "core/file.h"
+#include "core/packed_body.h"
 #include "core/reader.h"
+#include "core/source_stager.h"
+#include "core/staged_chunks.h"
 #include "core/system.h"
 #include "core/writer.h"
 #include "scratch.h"
@@ -482,6 +487,67 @@ TEST_P(LoadFaults, AFileThatEndsEarly) {
     EXPECT_EQ(failed_with, -1);
   }
 }
+
+// ------------------------------------------------------------------------------------- conversions
+
+// One file made of parts of another, as the extension module does it.
+void convert(std::span<const ArchiveSource> sources, const std::string& path, bool direct) {
+  const std::vector<SourcePayload> payloads{{0, 5000, {}}, {0, 0, {}}};
+  const std::vector<std::uint64_t> sizes{20'000, 3000};
+  const std::string header = "header";
+  constexpr std::size_t kChunkNbytes = 8192;
+  SourceStager stager(sources, payloads, {max_staged_nbytes(kChunkNbytes), 2});
+  const WriteOptions options{.n_threads = 2, .chunk_nbytes = kChunkNbytes, .stager = &stager};
+  PackedBody body(header, sizes, stager, true, kChunkNbytes);
+  Progress progress{0};
+  AtomicFile target(path, path);
+  if (direct && target.file().direct_io_alignment().supported()) {
+    write_direct(body, target.file(), options, progress, [] {});
+  } else {
+    write_buffered(body, target.file(), 0, options, progress, [] {});
+  }
+  target.commit(true);
+}
+
+class ConversionFaults : public testing::TestWithParam<bool> {};
+
+TEST_P(ConversionFaults, LeaveNothingOrAWholeFile) {
+  const Folder folder;
+  const std::string source = noise(30'000, 1);
+  const std::string expected = "header" + source.substr(5000, 20'000) + source.substr(0, 3000);
+  scratch::write_file(folder / "source", source);
+  std::vector<ArchiveSource> sources;
+  sources.emplace_back(File::open_for_reading(folder / "source"), 0);
+  for (const int errnum : {EIO, ENOSPC}) {
+    bool happened = true;
+    for (int n = 1; happened; ++n) {
+      const std::string path = folder / "target";
+      ::unlink(path.c_str());
+      if (n % 2 == 0) scratch::drop_from_page_cache(folder / "source");
+      const Injection injection({errnum, nullptr, false, {}}, n);
+      bool failed = false;
+      try {
+        convert(sources, path, GetParam());
+      } catch (const IoError& error) {
+        failed = true;
+        EXPECT_EQ(error.errnum(), errnum) << injection.call();
+      }
+      happened = injection.happened();
+      const bool is_there = !failed || injection.after_rename();
+      std::set<std::string> names{"source"};
+      if (is_there) names.insert("target");
+      if (injection.call() != "unlinkat") {
+        EXPECT_EQ(folder.names(), names) << injection.call();
+      }
+      if (is_there) {
+        EXPECT_TRUE(scratch::read_file(path) == expected) << injection.call();
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, ConversionFaults, testing::Bool(),
+                         [](const auto& each) { return each.param ? "Direct" : "Buffered"; });
 
 }  // namespace
 }  // namespace ptsave

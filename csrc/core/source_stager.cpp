@@ -1,0 +1,51 @@
+#include "core/source_stager.h"
+
+#include <utility>
+
+#include "core/range_list.h"
+
+namespace ptsave {
+
+class SourceStager::Pieces final : public StagedPieces {
+ public:
+  explicit Pieces(BufferPool& pool) : buffer_(pool) {}
+  std::byte* place() { return buffer_.data(); }
+  const std::byte* data() const override { return buffer_.data(); }
+
+ private:
+  BufferPool::Lease buffer_;
+};
+
+SourceStager::SourceStager(std::span<const ArchiveSource> sources,
+                           std::span<const SourcePayload> payloads, Buffers buffers)
+    : sources_(sources),
+      payloads_(payloads),
+      staged_(buffers.max_count, buffers.max_nbytes),
+      windows_(buffers.max_count, RangeList::kWindowNbytes) {}
+
+std::unique_ptr<StagedPieces> SourceStager::stage(std::size_t /*chunk*/,
+                                                  std::span<const PayloadPiece> pieces) {
+  auto staged = std::make_unique<Pieces>(staged_);
+  std::vector<FileRange> ranges;
+  ranges.reserve(pieces.size());
+  std::byte* place = staged->place();
+  for (const PayloadPiece& piece : pieces) {
+    const SourcePayload& payload = payloads_[piece.record];
+    ranges.push_back({payload.source, payload.offset + piece.offset, piece.nbytes, place});
+    place += piece.nbytes;
+  }
+  const RangeList list(sources_, std::move(ranges));
+  for (std::size_t i = 0; i < list.n_stretches(); ++i) list.read(i, windows_);
+  return staged;
+}
+
+std::vector<DamagedPayload> damaged_payloads(std::span<const SourcePayload> payloads,
+                                             std::span<const std::uint32_t> crcs) {
+  std::vector<DamagedPayload> damaged;
+  for (std::size_t i = 0; i < payloads.size(); ++i) {
+    if (payloads[i].crc && *payloads[i].crc != crcs[i]) damaged.push_back({i, crcs[i]});
+  }
+  return damaged;
+}
+
+}  // namespace ptsave

@@ -1,0 +1,58 @@
+"""``ptsave compact``: a checkpoint without what its tensors do not use."""
+
+from __future__ import annotations
+
+import click
+
+from ptsave.cli.command import Command, result, shows_progress
+from ptsave.cli.text import size_text
+
+_EXAMPLES = """
+ptsave compact checkpoint.pt --dry-run
+ptsave compact checkpoint.pt -o small.pt
+ptsave compact checkpoint.pt --in-place
+"""
+
+
+@click.command(
+    "compact", cls=Command, short_help="A file without unused bytes.", examples=_EXAMPLES
+)
+@click.argument("file")
+@click.option("--output", "-o", metavar="OUT", help="Where to write the compact file.")
+@click.option("--in-place", is_flag=True, help="Replace FILE, if that saves anything.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be saved.")
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    file: str,
+    output: str | None,
+    in_place: bool,
+    dry_run: bool,
+    force: bool,
+    fsync: bool,
+) -> None:
+    """Rewrite a .pt FILE so that its storages hold only what its tensors use.
+
+    A view that was saved has taken its whole storage along.  Views that overlap go on sharing
+    memory; those of one storage that do not overlap share none afterwards.
+    """
+    from ptsave.compaction import compact
+
+    if in_place == (output is not None) and not (dry_run and output is None and not in_place):
+        raise click.UsageError("pass one of --output OUT, --in-place and --dry-run")
+    done = compact(
+        file, output, dry_run=dry_run, force=force, fsync=fsync, progress=shows_progress(ctx)
+    )
+    saved = done.nbytes_before - done.nbytes
+    change = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}"
+    parts = f"{done.n_storages} storage{'' if done.n_storages == 1 else 's'}"
+    if done.n_storages == 0:
+        saving = "nothing to save: its tensors use all of their storages"
+        result(ctx, f"wrote {done.path}: {saving}" if done.is_written else f"{file}: {saving}")
+    elif done.is_written:
+        result(ctx, f"wrote {done.path}: {change}, {size_text(saved)} saved in {parts}")
+    else:
+        result(ctx, f"{file}: {change}, {size_text(saved)} could be saved in {parts}")

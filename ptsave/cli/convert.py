@@ -1,0 +1,71 @@
+"""``ptsave convert``: a checkpoint in another format."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from ptsave.cli.command import Command, note, result, shows_progress
+from ptsave.cli.text import size_text
+
+_EXAMPLES = """
+ptsave convert pytorch_model.bin model.safetensors
+ptsave convert model.safetensors model.pt
+ptsave convert checkpoint.pt model.safetensors --drop   # leave out what is no tensor
+ptsave convert checkpoint.pt shards/ --max-shard-size 2GB
+ptsave convert shards/ model.pt
+ptsave convert old.pt new.pt                            # from before torch 1.6, or compressed
+"""
+
+
+@click.command("convert", cls=Command, short_help="A file in another format.", examples=_EXAMPLES)
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["pt", "safetensors"]),
+    help="Of a directory (default: safetensors), or of a file with another suffix.",
+)
+@click.option("--max-shard-size", metavar="SIZE", help="For a directory; default: 5GB.")
+@click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    source: str,
+    target: str,
+    file_format: str | None,
+    max_shard_size: str | None,
+    drop: bool,
+    force: bool,
+    fsync: bool,
+) -> None:
+    """Write the tensors of SOURCE in the format of TARGET.
+
+    SOURCE is a file, a directory of shards, its index, or a URL.  TARGET is a file (.pt, .pth,
+    .bin, .ckpt, .safetensors) or, with no suffix or a slash at its end, a directory of shards.
+    Bytes are copied from file to file, and compared with their checksums on the way.
+    """
+    from ptsave.conversion import convert
+
+    begin = time.perf_counter()
+    conversion = convert(
+        source,
+        target,
+        format=file_format,  # type: ignore[arg-type]  # click has checked it
+        max_shard_size=max_shard_size,
+        drop=drop,
+        force=force,
+        fsync=fsync,
+        progress=shows_progress(ctx),
+    )
+    seconds = time.perf_counter() - begin
+    for remark in conversion.remarks:
+        note(ctx, remark)
+    what = f"{conversion.n_tensors} tensor{'' if conversion.n_tensors == 1 else 's'}"
+    size = size_text(conversion.nbytes)
+    result(ctx, f"wrote {conversion.path}: {what}, {size} in {seconds:.2f} s")

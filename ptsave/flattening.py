@@ -1,0 +1,133 @@
+"""An object as the flat dict of tensors that some formats hold, and what that leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ptsave.entry_names import Path, dotted
+
+__all__ = ["Flattened", "flatten"]
+
+_MAX_DEPTH = 200
+_N_NAMED = 5
+
+
+@dataclass
+class Flattened:
+    """The tensors of an object.
+
+    Attributes
+    ----------
+    tensors : dict of str to torch.Tensor
+        By dotted name, in the order of the object.
+    losses : list of str
+        What has no place, each with the reason.
+    remarks : list of str
+        What is kept, but not as it was.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def flatten(obj: Any, dtypes: Collection[torch.dtype] | None) -> Flattened:
+    """Return the tensors of an object by dotted name.
+
+    Parameters
+    ----------
+    obj : object
+        Dicts, lists and tuples are looked into.
+    dtypes : collection of torch.dtype or None
+        What the format has; None for all.
+
+    Raises
+    ------
+    ValueError
+        If two entries have the same dotted name, or if containers are nested too deep.
+    """
+    result = Flattened()
+    paths: dict[str, Path] = {}
+    n_nested = n_with_gradients = n_not_contiguous = 0
+    storages: dict[int, str] = {}
+    sharing: list[str] = []
+    for path, value in _leaves(obj, result):
+        name = dotted(path)
+        reason = _reason_against(value, dtypes) if path else "it has no name: save a dict of it"
+        if reason is not None:
+            result.losses.append(f"{name or 'the object itself'} ({reason})")
+            continue
+        if name in result.tensors:
+            raise ValueError(f"{paths[name]!r} and {path!r} are both called {name!r} when flat")
+        paths[name] = path
+        result.tensors[name] = value
+        n_nested += len(path) > 1 or not isinstance(path[0], str)
+        n_with_gradients += isinstance(value, Parameter) or value.requires_grad
+        n_not_contiguous += not value.is_contiguous()
+        if value.numel() and storages.setdefault(value.untyped_storage().data_ptr(), name) != name:
+            sharing.append(name)
+    _remark(result, n_nested, "from within containers: their names are the paths, with dots")
+    _remark(result, n_with_gradients, "parameters or with requires_grad, which is not kept")
+    _remark(result, n_not_contiguous, "not contiguous: written contiguously")
+    if sharing:
+        result.remarks.append(
+            f"{_some(sharing)} {'shares' if len(sharing) == 1 else 'share'} memory with others: "
+            "written in full for every name"
+        )
+    return result
+
+
+def _remark(result: Flattened, n: int, what: str) -> None:
+    if n:
+        result.remarks.append(f"{n} tensor{' is' if n == 1 else 's are'} {what}")
+
+
+def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
+    """Yield what is no container with its path; each container is looked into once."""
+    seen: dict[int, Path] = {}
+    pending: list[tuple[Path, Any]] = [((), obj)]
+    while pending:
+        path, value = pending.pop()
+        if not isinstance(value, (Mapping, list, tuple)):
+            yield path, value
+            continue
+        first = seen.setdefault(id(value), path)
+        if first is not path:
+            result.losses.append(f"{dotted(path)} (it is {dotted(first) or 'the whole'} again)")
+            continue
+        if len(path) >= _MAX_DEPTH:
+            raise ValueError(f"containers are nested deeper than {_MAX_DEPTH} levels")
+        if getattr(value, "_metadata", None):
+            result.remarks.append(f"_metadata of {dotted(path) or 'the state dict'} is not kept")
+        items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+        if not items and path:
+            result.losses.append(f"{dotted(path)} (an empty {type(value).__name__})")
+        pending += [((*path, key), child) for key, child in reversed(items)]
+
+
+def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str | None:
+    """Return why a format of plain tensors cannot hold something; None if it can."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout != torch.strided:
+        return f"a {str(value.layout).removeprefix('torch.')} tensor"
+    if value.is_quantized:
+        return "a quantized tensor"
+    if value.is_meta and value.numel():
+        return "a tensor on the meta device, without values"
+    if type(value) not in (Tensor, Parameter):
+        return f"a tensor of type {type(value).__name__}"
+    if dtypes is not None and value.dtype not in dtypes:
+        return f"dtype {str(value.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _N_NAMED
+    return ", ".join(names[:_N_NAMED]) + (f" and {more} more" if more > 0 else "")

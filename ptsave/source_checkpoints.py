@@ -1,0 +1,174 @@
+"""Opening what is to be converted: its object, with tensors whose bytes stay where they are."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptsave.archive_contents import LoadedContents, UnreadContents
+from ptsave.archive_kinds import open_contents
+from ptsave.not_checkpoints import HEAD_NBYTES, is_safetensors
+from ptsave.payload_sources import (
+    PayloadSources,
+    StoragePlace,
+    TemporaryFile,
+    unfilled_tensors,
+)
+from ptsave.safetensors_header import read_header
+from ptsave.shard_files import find_shards
+from ptsave.shards import those_in_index
+from ptsave.sources import FsspecFile, LocalFile, is_url
+from ptsave.spans import MIB
+
+__all__ = ["SourceCheckpoint", "open_checkpoint"]
+
+# Of a URL: what is in memory at a time, and what is asked for in one request.
+_BATCH_NBYTES = 32 * MIB
+_REQUEST_NBYTES = 8 * MIB
+
+
+@dataclass
+class SourceCheckpoint:
+    """What is in a file, or in all files of a model, while its tensors are not read.
+
+    Attributes
+    ----------
+    obj : object
+        What was saved; for the files of a model, one dict of all of them.
+    files : list of str
+        The local files.
+    is_safetensors : bool
+        Whether all are safetensors files.
+    metadata : dict of str to str
+        What those say beside their tensors.
+    remarks : list of str
+        What their owner should know.
+    """
+
+    obj: Any = None
+    files: list[str] = field(default_factory=list)
+    is_safetensors: bool = True
+    metadata: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def open_checkpoint(
+    path: str,
+    sources: PayloadSources,
+    stack: ExitStack,
+    *,
+    folder: str,
+    storage_options: Mapping[str, Any],
+) -> SourceCheckpoint:
+    """Open a file, a directory of shards, an index of shards, or a URL.
+
+    Parameters
+    ----------
+    path : str
+        What to open.
+    sources : PayloadSources
+        Learns where the bytes of the tensors are.
+    stack : contextlib.ExitStack
+        Closes the files.
+    folder : str
+        Where a temporary file may be made: that of a URL is fetched first.
+    storage_options : mapping
+        For the file system of a URL.
+
+    Raises
+    ------
+    NotCheckpointError, CorruptCheckpointError, pickle.UnpicklingError, OSError
+        As from :func:`ptsave.open` and :func:`ptsave.load_model`.
+    """
+    checkpoint = SourceCheckpoint()
+    if is_url(path):
+        fd = _fetch(path, storage_options, folder, stack)
+        checkpoint.obj = _open_file(path, f"/proc/self/fd/{fd}", sources, stack, checkpoint)
+        return checkpoint
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    files = find_shards(path)
+    checkpoint.files = files.paths
+    objects = [_open_file(each, each, sources, stack, checkpoint) for each in files.paths]
+    if len(objects) == 1 and files.weight_map is None:
+        checkpoint.obj = objects[0]
+    else:
+        found = list(_entries(files.paths, objects))
+        checkpoint.obj = _merged(those_in_index(found, files))
+    return checkpoint
+
+
+def _open_file(
+    path: str, opened: str, sources: PayloadSources, stack: ExitStack, checkpoint: SourceCheckpoint
+) -> Any:
+    if not stat.S_ISREG(os.stat(opened).st_mode):  # opening a pipe would wait for its writer
+        raise OSError(errno.EINVAL, "not a file", path)
+    stream = io.FileIO(opened)
+    stack.callback(stream.close)
+    head = stream.read(HEAD_NBYTES)
+    if is_safetensors(head, os.fstat(stream.fileno()).st_size):
+        return _open_safetensors(path, opened, sources, stack, checkpoint)
+    checkpoint.is_safetensors = False
+    stream.seek(0)
+    contents = open_contents(stream, path, {}, verify=True)
+    if isinstance(contents, UnreadContents):
+        sources.add_unread(contents, stream.fileno(), path)
+        if not contents.reader.engine.storages_have_crcs:
+            checkpoint.remarks.append(
+                f"{path} has no checksums of its storages: they are copied unverified"
+            )
+    elif isinstance(contents, LoadedContents):
+        sources.add_loaded(contents)
+    return contents.obj
+
+
+def _open_safetensors(
+    path: str, opened: str, sources: PayloadSources, stack: ExitStack, checkpoint: SourceCheckpoint
+) -> Any:
+    file = LocalFile.open(opened, path)
+    stack.callback(file.close)
+    header = read_header(file)
+    source = sources.add_file(file.descriptor, path)
+    tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in header.tensors])
+    for stored, tensor in zip(header.tensors, tensors, strict=True):
+        place = StoragePlace(source, stored.offset, stored.nbytes)
+        sources.put(tensor.untyped_storage(), place)
+    checkpoint.metadata.update(header.metadata)
+    return {stored.name: tensor for stored, tensor in zip(header.tensors, tensors, strict=True)}
+
+
+def _entries(paths: list[str], objects: list[Any]) -> Iterator[tuple[str, str, Any]]:
+    for path, obj in zip(paths, objects, strict=True):
+        if not isinstance(obj, Mapping):
+            raise TypeError(f"{path} holds {type(obj).__name__}, not a dict of tensors")
+        for name, value in obj.items():
+            yield name, path, (name, path, value)
+
+
+def _merged(entries: list[tuple[Any, str, Any]]) -> dict[Any, Any]:
+    merged: dict[Any, Any] = {}
+    homes: dict[Any, str] = {}
+    for name, path, value in entries:
+        if name in merged:
+            raise ValueError(f"{name!r} is in {homes[name]} and in {path}: no index says which")
+        merged[name] = value
+        homes[name] = path
+    return merged
+
+
+def _fetch(url: str, storage_options: Mapping[str, Any], folder: str, stack: ExitStack) -> int:
+    """Fetch a file piece by piece into a temporary one without a name; return its descriptor."""
+    source = FsspecFile(url, dict(storage_options))
+    file = TemporaryFile(folder, stack)
+    for begin in range(0, source.nbytes, _BATCH_NBYTES):
+        end = min(begin + _BATCH_NBYTES, source.nbytes)
+        ranges = [(at, min(at + _REQUEST_NBYTES, end)) for at in range(begin, end, _REQUEST_NBYTES)]
+        for piece in source.read(ranges):
+            file.write_all(piece)
+    return file.descriptor

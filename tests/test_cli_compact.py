@@ -1,0 +1,217 @@
+"""`ptsave compact`: the same object in less space."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+import ptsave
+from ptsave.cli.main import commands
+from ptsave.compaction import Compaction, compact
+from ptsave.errors import CorruptCheckpointError
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, ["compact", *map(str, arguments)])
+
+
+def saved(path: Path, obj: Any) -> Path:
+    torch.save(obj, path)
+    return path
+
+
+def storage_nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def compacted(tmp_path: Path, obj: Any, **options: Any) -> tuple[Any, Compaction]:
+    path = saved(tmp_path / "a.pt", obj)
+    done = compact(path, tmp_path / "b.pt", force=True, **options)
+    assert done.is_written
+    assert done.nbytes == (tmp_path / "b.pt").stat().st_size
+    assert done.nbytes_before == path.stat().st_size
+    return torch.load(tmp_path / "b.pt", weights_only=True), done
+
+
+def test_views_get_storages_of_their_own(tmp_path: Path) -> None:
+    base = torch.randn(1000, 100)
+    obj = {"row": base[7], "block": base[20:30], "nothing": base[5:5], "number": base[3, 3]}
+    found, done = compacted(tmp_path, obj)
+    for name, tensor in obj.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].stride() == tensor.stride()
+        assert storage_nbytes(found[name]) == tensor.nbytes
+    assert (done.n_tensors, done.n_storages) == (4, 1)
+    assert done.nbytes < 10_000
+    assert done.nbytes_before > 400_000
+
+
+def test_views_that_overlap_share(tmp_path: Path) -> None:
+    base = torch.arange(10_000.0)
+    obj = {"a": base[10:20], "b": base[15:30], "c": base[15:30:5], "far": base[9000:9001]}
+    found, _ = compacted(tmp_path, obj)
+    assert [storage_nbytes(tensor) for tensor in found.values()] == [80, 80, 80, 4]
+    found["b"].zero_()
+    assert found["a"].tolist() == [10, 11, 12, 13, 14, 0, 0, 0, 0, 0]
+    assert found["c"].tolist() == [0, 0, 0]
+    assert found["far"].tolist() == [9000]
+
+
+def test_strided_views_alone_become_contiguous(tmp_path: Path) -> None:
+    base = torch.randn(1000, 100)
+    found, _ = compacted(tmp_path, {"column": base[:, 3]})
+    assert torch.equal(found["column"], base[:, 3])
+    assert storage_nbytes(found["column"]) == 4000
+    found, _ = compacted(tmp_path, {"nearly": base[1:, 1:]})
+    assert found["nearly"].stride() == (100, 1)
+
+
+def test_all_else_stays(tmp_path: Path) -> None:
+    base = torch.randn(100)
+    shared = base[:3]
+    obj: Any = OrderedDict(
+        step=7,
+        parameter=torch.nn.Parameter(base[10:13], requires_grad=False),
+        trained=torch.nn.Parameter(base[20:23]),
+        conjugate=torch.randn(9, dtype=torch.complex64)[3:5].conj(),
+        negative=torch._neg_view(torch.randn(9)[3:5]),
+        nested=[shared, (shared, {"text": "x", "size": torch.Size([1, 2])})],
+        storage=torch.ones(4).untyped_storage(),
+        whole=torch.ones(3, 4).t(),
+    )
+    metadata = OrderedDict({"": {"version": 2}})
+    obj._metadata = metadata
+    found, _ = compacted(tmp_path, obj)
+    assert found._metadata == metadata
+    assert type(found) is OrderedDict
+    assert list(found) == list(obj)
+    assert not found["parameter"].requires_grad
+    assert found["trained"].requires_grad
+    assert isinstance(found["trained"], torch.nn.Parameter)
+    assert found["conjugate"].is_conj()
+    assert found["negative"].is_neg()
+    assert found["nested"][0] is found["nested"][1][0]
+    assert found["nested"][1][1] == obj["nested"][1][1]
+    assert found["storage"]._untyped_storage.tolist() == obj["storage"].tolist()
+    assert found["whole"].stride() == (1, 4)
+    for name in ("parameter", "trained", "conjugate", "negative", "whole"):
+        assert torch.equal(found[name], obj[name])
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    obj = {"a": torch.ones(3), "b": torch.ones(2, 3).t(), "n": 1}
+    path = saved(tmp_path / "a.pt", obj)
+    before = path.stat()
+    assert "nothing to save" in run(path, "--in-place").stdout
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    (tmp_path / "copy").mkdir()
+    assert "nothing to save" in run(path, "-o", tmp_path / "copy" / "a.pt").stdout
+    assert (tmp_path / "copy" / "a.pt").read_bytes() == path.read_bytes()
+
+
+def test_in_place(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {"a": torch.arange(100_000)[5:8]})
+    nbytes = path.stat().st_size
+    result = run(path, "--dry-run")
+    assert "could be saved in 1 storage\n" in result.stdout
+    assert path.stat().st_size == nbytes
+    result = run(path, "--in-place")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"wrote {path}: 783 KiB -> ")
+    assert path.stat().st_size < 2000
+    assert torch.load(path)["a"].tolist() == [5, 6, 7]
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_files_that_load_whole(tmp_path: Path, legacy: bool) -> None:
+    base = torch.randn(10_000)
+    obj = {"a": base[5:8], "column": base.view(100, 100)[:, 1], "sparse": torch.eye(3).to_sparse()}
+    if legacy:
+        obj.pop("column")
+    torch.save(obj, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    compact(tmp_path / "a.pt", tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt")
+    assert torch.equal(found["a"], obj["a"])
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+
+
+def test_locations_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+        path = saved(tmp_path / "a.pt", {"a": torch.arange(1000)[5:8], "b": torch.ones(2)})
+    compact(path)
+    with ptsave.open(path) as archive:
+        assert [info.location for info in archive.infos()] == ["cuda:1", "cuda:1"]
+        assert archive["a"].tolist() == [5, 6, 7]
+
+
+def test_random_views(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    for _ in range(20):
+        bases = [torch.randn(40, 50), torch.randn(500, dtype=torch.float64)]
+        obj = {}
+        for i in range(chance.randrange(1, 8)):
+            tensor = chance.choice(bases)
+            for _ in range(chance.randrange(1, 4)):
+                dim = chance.randrange(tensor.dim())
+                begin = chance.randrange(tensor.shape[dim])
+                end = chance.randrange(begin, tensor.shape[dim]) + 1
+                index = [slice(None)] * tensor.dim()
+                index[dim] = slice(begin, end, chance.choice([1, 1, 2]))
+                tensor = tensor[tuple(index)]
+            obj[str(i)] = tensor if chance.random() < 0.7 else tensor.t()
+        found, done = compacted(tmp_path, obj)
+        assert done.nbytes <= done.nbytes_before + 1000
+        names = list(obj)
+        for name in names:
+            assert torch.equal(found[name], obj[name])
+        for first in names:  # what shared elements still does
+            found[first].fill_(7)
+            obj[first].fill_(7)
+            for name in names:
+                assert torch.equal(found[name], obj[name])
+
+
+def test_damage(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {"whole": torch.ones(50), "part": torch.arange(1000)[:9]})
+    for name in ("whole", "part"):
+        with ptsave.open(path) as archive:
+            offset = archive.info(name).offset
+        assert offset is not None
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 4
+        (tmp_path / "damaged.pt").write_bytes(data)
+        result = run(tmp_path / "damaged.pt", "--in-place")
+        assert result.exit_code == 2
+        assert f"used by {name}" in result.stderr
+        assert (tmp_path / "damaged.pt").read_bytes() == data
+        with pytest.raises(CorruptCheckpointError):
+            compact(tmp_path / "damaged.pt", tmp_path / "b.pt")
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "damaged.pt"]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", torch.ones(2))
+    ptsave.save_model({"a": torch.ones(2)}, tmp_path / "m")
+    cases: list[tuple[list[object], str]] = [
+        ([path], "pass one of"),
+        ([path, "--in-place", "-o", "b.pt"], "pass one of"),
+        ([path, "-o", path], "--in-place"),
+        ([path, "-o", tmp_path / "m" / "model.safetensors"], "--force"),
+        ([tmp_path / "m", "--in-place"], "one at a time"),
+        ([tmp_path / "m" / "model.safetensors", "--in-place"], "share nothing"),
+        ([tmp_path / "missing.pt", "--in-place"], "No such file"),
+    ]
+    for arguments, words in cases:
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr

@@ -1,0 +1,691 @@
+"""`ptsave convert`: the same files as those of the libraries, and nothing lost without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.serialization import config as _config
+
+import ptsave
+from ptsave import payload_sources
+from ptsave.cli.main import commands
+from ptsave.compaction import compact
+from ptsave.conversion import convert
+from ptsave.errors import CorruptCheckpointError
+
+config: Any = _config  # a module with methods, which type checkers do not know
+
+METADATA = {"format": "pt"}
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, ["convert", *map(str, arguments)])
+
+
+def succeed(*arguments: object) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def fail(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ptsave: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return flat.reshape(-1).view(torch.uint8)
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(bits_of(found[name]), bits_of(tensor))
+
+
+def random_tensors() -> dict[str, Tensor]:
+    """Many dtypes, shapes and names, in no order that a format would have."""
+    tensors = {}
+    for i, dtype in enumerate(DTYPES):
+        shape = [(), (3,), (0, 4), (5, 7), (1, 2, 3)][i % 5]
+        raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensors[f"{(i * 7) % 13}.{dtype}"] = raw.view(dtype).reshape(shape)
+    tensors['é "quoted"\n\x1f'] = torch.randn(1000)
+    tensors["large"] = torch.randn(1_500_000)
+    return tensors
+
+
+def nothing_but(folder: Path, *names: str) -> bool:
+    return sorted(os.listdir(folder)) == sorted(names)
+
+
+# --------------------------------------------------------------------- the same files as others'
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_safetensors_as_the_library_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str
+) -> None:
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", threads)
+    tensors = random_tensors()
+    torch.save(tensors, tmp_path / "a.pt")
+    save_file(tensors, tmp_path / "expected.safetensors", METADATA)
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    written = (tmp_path / "a.safetensors").read_bytes()
+    assert written == (tmp_path / "expected.safetensors").read_bytes()
+    assert result.stderr == ""
+    assert f"wrote {tmp_path}/a.safetensors: {len(tensors)} tensors, " in result.stdout
+
+
+def test_pickles_as_torch_writes_them(tmp_path: Path) -> None:
+    save_file(random_tensors(), tmp_path / "a.safetensors", METADATA)
+    succeed(tmp_path / "a.safetensors", tmp_path / "a.pt")
+    (tmp_path / "stock").mkdir()
+    loaded = {
+        name: tensor.clone() for name, tensor in load_file(tmp_path / "a.safetensors").items()
+    }
+    found = torch.load(tmp_path / "a.pt")
+    # The library gives empty tensors in any order.
+    assert [n for n in found if found[n].numel()] == [n for n in loaded if loaded[n].numel()]
+    loaded = {name: loaded[name] for name in found}
+    torch.save(loaded, tmp_path / "stock" / "a.pt")  # the file's name is in the file
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "stock" / "a.pt").read_bytes()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_page_cache_and_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    tensors = {str(i): torch.randn(3_000_001 // (i + 1)) for i in range(8)}
+    torch.save(tensors, tmp_path / "a.pt")
+    if direct:
+        with (tmp_path / "a.pt").open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    else:
+        monkeypatch.setenv("PTSAVE_DIRECT_IO", "0")
+    options = ["--fsync"] if direct else []
+    succeed(tmp_path / "a.pt", tmp_path / "b.safetensors", *options)
+    check_same(load_file(tmp_path / "b.safetensors"), tensors)
+    succeed(tmp_path / "b.safetensors", tmp_path / "c.pt", *options)
+    check_same(torch.load(tmp_path / "c.pt"), tensors)
+
+
+def test_empty_checkpoint(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "a.pt")
+    save_file({}, tmp_path / "expected.safetensors", METADATA)
+    succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    expected = (tmp_path / "expected.safetensors").read_bytes()
+    assert (tmp_path / "a.safetensors").read_bytes() == expected
+    succeed(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert torch.load(tmp_path / "b.pt") == {}
+
+
+def test_many_tensors(tmp_path: Path) -> None:
+    tensors = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3000)}
+    torch.save(tensors, tmp_path / "a.pt")
+    succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "expected.safetensors", METADATA)
+    expected = (tmp_path / "expected.safetensors").read_bytes()
+    assert (tmp_path / "a.safetensors").read_bytes() == expected
+
+
+def test_pickle_to_pickle_keeps_the_object(tmp_path: Path) -> None:
+    base = torch.randn(10)
+    obj = OrderedDict(a=base[2:5], b=[base, {"step": 7}], c=torch.nn.Parameter(torch.ones(2)))
+    obj._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    (tmp_path / "stock").mkdir()
+    torch.save(obj, tmp_path / "a.pt")
+    torch.save(obj, tmp_path / "stock" / "b.pth")
+    assert succeed(tmp_path / "a.pt", tmp_path / "b.pth").stderr == ""
+    assert (tmp_path / "b.pth").read_bytes() == (tmp_path / "stock" / "b.pth").read_bytes()
+
+
+def test_pickle_to_pickle_keeps_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+        torch.save({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "a.pt")
+    succeed(tmp_path / "a.pt", tmp_path / "b.pt")
+    with ptsave.open(tmp_path / "b.pt") as archive:
+        assert [info.location for info in archive.infos()] == ["cuda:1", "cuda:1"]
+
+
+# ---------------------------------------------------------------------- what needs rearranging
+
+
+@pytest.fixture
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_sources, "_PIECE_NBYTES", 1000)
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 4096])
+def test_storages_at_any_place(tmp_path: Path, alignment: int) -> None:
+    tensors = {"a": torch.randn(7), "b": torch.ones(3, dtype=torch.uint8), "c": torch.randn(9)[2:4]}
+    config.save.storage_alignment = alignment  # what it was is put back after each test
+    torch.save(tensors, tmp_path / "a.pt")
+    config.save.storage_alignment = 64
+    for target in ("b.safetensors", "b.pt"):
+        succeed(tmp_path / "a.pt", tmp_path / target)
+    check_same(load_file(tmp_path / "b.safetensors"), tensors)
+    check_same(torch.load(tmp_path / "b.pt"), tensors)
+    found = compact(tmp_path / "a.pt", tmp_path / "c.pt")
+    assert found.n_storages == 1
+    check_same(torch.load(tmp_path / "c.pt"), tensors)
+
+
+@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_strides_sharing_and_lazy_bits(tmp_path: Path, legacy: bool) -> None:
+    base = torch.randn(60, 50)
+    complex_base = torch.randn(30, dtype=torch.complex64)
+    tensors = {
+        "transposed": base.t(),
+        "columns": base[:, 3:17],
+        "every third": base[::3],
+        "permuted": torch.randn(5, 6, 70).permute(2, 0, 1),
+        "expanded": torch.randn(1, 40).expand(300, 40),
+        "scalar expanded": torch.tensor(3.0).expand(1000),
+        "conjugate": complex_base.conj(),
+        "negative": torch._neg_view(torch.randn(40)),
+        "rows": base[10:20],
+        "all": base,
+        "again": base,
+        "empty": base[5:5],
+    }
+    torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    expected = {name: tensor.resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+    check_same(load_file(tmp_path / "a.safetensors"), expected)
+    assert "not contiguous" in result.stderr
+    assert "share memory" in result.stderr
+    assert nothing_but(tmp_path, "a.pt", "a.safetensors")
+
+
+def test_remarks_and_quiet(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    torch.save({"model": model.state_dict(), "own": [model.weight]}, tmp_path / "a.pt")
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert set(load_file(tmp_path / "a.safetensors")) == {"model.weight", "model.bias", "own.0"}
+    for words in (
+        "within containers",
+        "requires_grad",
+        "own.0 shares memory",
+        "_metadata of model",
+    ):
+        assert words in result.stderr
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors", "--force", "--quiet")
+    assert result.output == ""
+
+
+def test_metadata(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", {"format": "pt", "who": "me"})
+    result = succeed(tmp_path / "a.safetensors", tmp_path / "a.pt")
+    assert "__metadata__ has no place in a .pt file: format, who" in result.stderr
+    succeed(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("target", ["a.pt", "pickled"])
+def test_tied_weights_that_only_metadata_names(tmp_path: Path, target: str) -> None:
+    weight = torch.randn(3, 4)
+    ptsave.save_model({"embedding": weight, "head": weight}, tmp_path / "model")
+    result = succeed(tmp_path / "model", tmp_path / target, "--format", "pt")
+    assert "head is embedding, by the metadata" in result.stderr
+    assert "2 tensors" in result.stdout
+    path = tmp_path / target
+    found = torch.load(path / "pytorch_model.bin" if path.is_dir() else path)
+    check_same(found, {"embedding": weight, "head": weight})
+    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+
+
+# ---------------------------------------------------------------------------- what has no place
+
+
+def test_losses_are_named(tmp_path: Path) -> None:
+    obj: dict[str, Any] = {
+        "step": 7,
+        "nothing": None,
+        "sparse": torch.eye(3).to_sparse(),
+        "c128": torch.ones(2, dtype=torch.complex128),
+        "no items": {},
+        "kept": torch.ones(2),
+    }
+    obj["twice"] = obj["also twice"] = {"x": torch.ones(1)}
+    torch.save(obj, tmp_path / "a.pt")
+    message = fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    for words in ("step (int)", "nothing (NoneType)", "sparse (a sparse_coo tensor)", "--drop"):
+        assert words in message
+    for words in ("c128 (dtype complex128)", "no items (an empty dict)", "it is twice again"):
+        assert words in message
+    assert nothing_but(tmp_path, "a.pt")
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors", "--drop")
+    assert "left out: step (int)" in result.stderr
+    expected = {"kept": obj["kept"], "twice.x": torch.ones(1)}
+    check_same(load_file(tmp_path / "a.safetensors"), expected)
+
+
+def test_quantized_and_meta(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        torch.save({"q": quantized, "m": torch.ones(2, device="meta")}, tmp_path / "a.pt")
+        message = fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
+        assert "q (a quantized tensor)" in message
+        assert "m (a tensor on the meta device, without values)" in message
+        succeed(tmp_path / "a.pt", tmp_path / "b.pt")
+        found = torch.load(tmp_path / "b.pt")["q"]
+        assert torch.equal(found.dequantize(), quantized.dequantize())
+    torch.save({"m": torch.ones(2, device="meta"), "a": torch.ones(2)}, tmp_path / "c.pt")
+    for command in (convert, compact):
+        command(tmp_path / "c.pt", tmp_path / "d.pt", force=True)
+        found = torch.load(tmp_path / "d.pt")
+        assert found["m"].is_meta
+        assert found["a"].tolist() == [1, 1]
+
+
+def test_names_that_become_the_same(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, tmp_path / "a.pt")
+    assert "both called 'a.b'" in fail(tmp_path / "a.pt", tmp_path / "a.safetensors", "--drop")
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\udcff"])
+def test_names_that_the_format_has_not(tmp_path: Path, name: str) -> None:
+    torch.save({name: torch.ones(1)}, tmp_path / "a.pt")
+    fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert nothing_but(tmp_path, "a.pt")
+
+
+def test_tensor_alone(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert "has no name" in fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    succeed(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert torch.equal(torch.load(tmp_path / "b.pt"), torch.ones(3))
+
+
+# ------------------------------------------------------------------------------------ directories
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_shards_as_save_model_writes_them(tmp_path: Path, kind: Any) -> None:
+    tensors = {f"layer.{i}.weight": torch.randn(1000 + i) for i in range(10)}
+    torch.save(tensors, tmp_path / "a.pt")
+    limit = ["--max-shard-size", "12KB"]
+    succeed(tmp_path / "a.pt", tmp_path / "found", "--format", kind, *limit)
+    ptsave.save_model(tensors, tmp_path / "expected", max_shard_size="12KB", format=kind)
+    names = sorted(os.listdir(tmp_path / "expected"))
+    assert nothing_but(tmp_path / "found", *names)
+    for name in names:
+        found = (tmp_path / "found" / name).read_bytes()
+        assert found == (tmp_path / "expected" / name).read_bytes()
+    succeed(tmp_path / "found", tmp_path / "b.pt")
+    check_same(torch.load(tmp_path / "b.pt"), tensors)
+    index = next(name for name in names if name.endswith(".json"))
+    succeed(tmp_path / "found" / index, tmp_path / "b.safetensors")
+    check_same(load_file(tmp_path / "b.safetensors"), tensors)
+
+
+def test_one_shard(tmp_path: Path) -> None:
+    tensors = {"b": torch.ones(3), "a": torch.ones(2)}
+    torch.save(tensors, tmp_path / "a.pt")
+    succeed(tmp_path / "a.pt", f"{tmp_path}/found/")
+    assert nothing_but(tmp_path / "found", "model.safetensors")
+    check_same(load_file(tmp_path / "found" / "model.safetensors"), tensors)
+
+
+def test_views_in_pickled_shards(tmp_path: Path) -> None:
+    base = torch.randn(4, 1000)
+    tensors = {"q": base[0], "k": base[1], "tied": base[0], "t": base.t(), "all": base}
+    torch.save(tensors, tmp_path / "a.pt")
+    succeed(tmp_path / "a.pt", tmp_path / "s", "--format", "pt", "--max-shard-size", "8000")
+    assert sum(path.stat().st_size for path in (tmp_path / "s").iterdir()) < 50_000
+    succeed(tmp_path / "s", tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt")
+    check_same({name: found[name] for name in tensors}, tensors)
+    assert found["q"].data_ptr() == found["tied"].data_ptr()
+
+
+def test_shards_of_another_kind(tmp_path: Path) -> None:
+    tensors = {str(i): torch.randn(100) for i in range(6)}
+    ptsave.save_model(tensors, tmp_path / "m", max_shard_size="1KB", format="pt")
+    succeed(tmp_path / "m" / "pytorch_model.bin.index.json", tmp_path / "m")
+    check_same(load_file(tmp_path / "m" / "model.safetensors"), tensors)
+    assert "--force" in fail(tmp_path / "m", tmp_path / "m")
+    assert "a file of the source" in fail(tmp_path / "m", tmp_path / "m", "--force")
+    succeed(tmp_path / "m", tmp_path / "m", "--format", "pt", "--force")
+    check_same(torch.load(tmp_path / "m" / "pytorch_model.bin"), tensors)
+    assert nothing_but(tmp_path / "m", "model.safetensors", "pytorch_model.bin")
+
+
+def test_the_same_name_in_two_shards(tmp_path: Path) -> None:
+    for name in ("model-a.pt", "model-b.pt"):
+        torch.save({"x": torch.ones(2)}, tmp_path / name)
+    message = fail(tmp_path, tmp_path / "out.safetensors")
+    assert "'x' is in" in message
+    assert nothing_but(tmp_path, "model-a.pt", "model-b.pt")
+
+
+def test_an_index_that_promises_too_much(tmp_path: Path) -> None:
+    ptsave.save_model({str(i): torch.ones(100) for i in range(4)}, tmp_path, max_shard_size=900)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["more"] = index["weight_map"]["0"]
+    path.write_text(json.dumps(index))
+    assert "there is no tensor more" in fail(tmp_path, tmp_path / "out.pt")
+
+
+# --------------------------------------------------------------------------- what only loads whole
+
+
+@pytest.mark.parametrize("target", ["b.pt", "b.safetensors"])
+def test_old_and_compressed_files(tmp_path: Path, target: str) -> None:
+    tensors = {"a": torch.randn(100), "b": torch.randn(3, 4)}
+    torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(tensors, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    for source in ("old.pt", "packed.pt"):
+        succeed(tmp_path / source, tmp_path / target, "--force")
+        load: Any = load_file if target.endswith("safetensors") else torch.load
+        check_same(load(tmp_path / target), tensors)
+
+
+def test_urls(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(1000), "b": torch.randn(300, 4).t()}
+    torch.save(tensors, tmp_path / "a.pt")
+    save_file({"a": tensors["a"]}, tmp_path / "a.safetensors")
+    memory = fsspec.filesystem("memory")
+    for name in ("a.pt", "a.safetensors"):
+        memory.pipe(f"/convert/{name}", (tmp_path / name).read_bytes())
+    succeed("memory://convert/a.pt", tmp_path / "b.safetensors")
+    check_same(load_file(tmp_path / "b.safetensors"), tensors)
+    succeed("memory://convert/a.safetensors", tmp_path / "b.pt")
+    check_same(torch.load(tmp_path / "b.pt"), {"a": tensors["a"]})
+    assert "local files" in fail(tmp_path / "a.pt", "memory://convert/c.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(bytes(bits_of(tensors["a"]).tolist())) + 5] ^= 1
+    memory.pipe("/convert/damaged.pt", bytes(data))
+    message = fail("memory://convert/damaged.pt", tmp_path / "c.safetensors")
+    assert "memory://convert/damaged.pt: record data/0" in message
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+# ----------------------------------------------------------------------------------------- damage
+
+
+def damaged(tmp_path: Path, tensors: dict[str, Tensor], name: str) -> Path:
+    """Return a file in which one byte of a tensor is another one."""
+    path = tmp_path / "damaged.pt"
+    torch.save(tensors, path)
+    with ptsave.open(path) as archive:
+        offset = archive.info(name).offset
+    assert offset is not None
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("target", ["out.safetensors", "out.pt", "out", "out-pt"])
+@pytest.mark.parametrize("name", ["large", "small", "part"])
+def test_damage(tmp_path: Path, target: str, name: str) -> None:
+    tensors = {"large": torch.randn(3_000_000), "small": torch.ones(5), "x": torch.ones(3)}
+    tensors["part"] = torch.randn(10)[2:5]
+    path = damaged(tmp_path, tensors, name)
+    options = ["--format", "pt"] if target == "out-pt" else []
+    message = fail(path, tmp_path / target, *options)
+    number = [*tensors].index(name)
+    assert f"record data/{number} at offset" in message
+    assert f"used by {name}" in message
+    assert nothing_but(tmp_path, "damaged.pt")
+
+
+def test_damage_keeps_what_is_there(tmp_path: Path) -> None:
+    path = damaged(tmp_path, {"a": torch.ones(100)}, "a")
+    (tmp_path / "out.safetensors").write_text("old")
+    fail(path, tmp_path / "out.safetensors", "--force")
+    assert (tmp_path / "out.safetensors").read_text() == "old"
+
+
+def test_damage_is_an_error_of_its_own(tmp_path: Path) -> None:
+    path = damaged(tmp_path, {"a": torch.ones(100)}, "a")
+    with pytest.raises(CorruptCheckpointError) as caught:
+        convert(path, tmp_path / "out.pt")
+    assert (caught.value.record, caught.value.entries) == ("data/0", ["a"])
+
+
+def test_cut_short(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(20)}, tmp_path / "a.pt")
+    save_file({"a": torch.ones(20)}, tmp_path / "a.safetensors")
+    for source, target in (("a.pt", "b.safetensors"), ("a.safetensors", "b.pt")):
+        data = (tmp_path / source).read_bytes()
+        for nbytes in (*range(0, len(data), 41), len(data) - 1):
+            (tmp_path / "cut").mkdir()
+            (tmp_path / "cut" / source).write_bytes(data[:nbytes])
+            fail(tmp_path / "cut" / source, tmp_path / "cut" / target)
+            assert nothing_but(tmp_path / "cut", source)
+            shutil.rmtree(tmp_path / "cut")
+
+
+def test_no_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(20)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert "has no checksums" in result.stderr
+    check_same(load_file(tmp_path / "a.safetensors"), {"a": torch.ones(20)})
+
+
+# ------------------------------------------------------------------------------------ bad arguments
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (b"", "it is empty"),
+        (b"<!DOCTYPE html><title>404</title>", "an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\nsize 5\n", "a git-lfs pointer"),
+        (b"hello", "it is text"),
+        (b"\x1f\x8b123", "gzip"),
+        (b"PK\x03\x04 and nothing", "record"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_no_checkpoint(tmp_path: Path, contents: bytes, words: str, name: str) -> None:
+    (tmp_path / name).write_bytes(contents)
+    message = fail(tmp_path / name, tmp_path / "out.safetensors")
+    assert str(tmp_path / name) in message
+    if words != "record":
+        assert words in message
+    assert nothing_but(tmp_path, name)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
+
+
+def test_sources_that_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "script.pt")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.pt")
+    cases = {
+        "evil.pt": "weights_only",
+        "script.pt": "TorchScript",
+        "folder": "no *.safetensors",
+        "pipe.pt": "not a file",
+        "missing.pt": "No such file",
+    }
+    for name, words in cases.items():
+        assert words in fail(tmp_path / name, tmp_path / "out.safetensors")
+    assert nothing_but(tmp_path, "evil.pt", "script.pt", "folder", "pipe.pt")
+
+
+def test_targets_that_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    before = path.read_bytes()
+    (tmp_path / "link.pt").symlink_to(path)
+    (tmp_path / "b.pt").write_text("old")
+    ptsave.save_model({"a": torch.ones(1)}, tmp_path / "model")
+    ptsave.save_model({"a": torch.ones(1)}, tmp_path / "pickled", format="pt")
+    cases: list[tuple[list[object], str]] = [
+        ([path, path, "--force"], "it is the source itself"),
+        ([path, tmp_path / "link.pt", "--force"], "it is the source itself"),
+        ([path, tmp_path / "b.pt"], "--force"),
+        ([path, tmp_path / "model"], "--force"),
+        ([tmp_path / "model" / "model.safetensors", tmp_path / "model", "--force"], "the source"),
+        ([path, tmp_path / "b.xyz"], "--format"),
+        ([path, tmp_path / "c.pt", "--format", "safetensors"], "not for the format"),
+        ([path, tmp_path / "c.pt", "--max-shard-size", "5GB"], "for directories"),
+        ([path, tmp_path / "dir", "--max-shard-size", "much"], "max_shard_size must be"),
+        ([path, tmp_path / "no" / "c.pt"], "no such directory"),
+    ]
+    for arguments, words in cases:
+        assert words in fail(*arguments)
+    assert path.read_bytes() == before
+    assert (tmp_path / "b.pt").read_text() == "old"
+    assert nothing_but(tmp_path, "a.pt", "b.pt", "link.pt", "model", "pickled")
+    succeed(path, tmp_path / "b.pt", "--force")
+    succeed(path, tmp_path / "b.xyz", "--format", "safetensors")
+    succeed(path, tmp_path / "pickled")  # the other format is left alone
+    assert nothing_but(tmp_path / "pickled", "model.safetensors", "pytorch_model.bin")
+
+
+# -------------------------------------------------------------------------- memory, disks, signals
+
+
+_PEAK = """
+import sys, torch, ptsave.conversion, safetensors.torch
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+before = peak()
+for source, target in zip(sys.argv[1:], sys.argv[2:]):
+    ptsave.conversion.convert(source, target)
+    print(peak() - before)
+"""
+
+
+def test_files_larger_than_memory(tmp_path: Path) -> None:
+    nbytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tensors = payload_sources.unfilled_tensors([(torch.uint8, (nbytes,)), (torch.float32, (3,))])
+    with torch.serialization.skip_data():
+        ptsave.save({"large": tensors[0], "small": tensors[1]}, tmp_path / "a.pt")  # all hole
+    with ptsave.open(tmp_path / "a.pt") as archive:
+        assert archive.info("large").nbytes == nbytes
+        assert archive.get_tensor("small").tolist() == [0, 0, 0]
+    done = compact(tmp_path / "a.pt", dry_run=True)
+    assert done.nbytes > nbytes
+
+
+def test_memory_stays_small(tmp_path: Path) -> None:
+    torch.save({str(i): torch.ones(8 << 20) for i in range(4)}, tmp_path / "a.pt")
+    paths = [f"{tmp_path}/{name}" for name in ("a.pt", "b.safetensors", "c.pt")]
+    command = [sys.executable, "-c", _PEAK, *paths]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    for nbytes in map(int, result.stdout.split()):
+        assert nbytes < 64 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("may not mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("target", ["b.safetensors", "b.pt", "b"])
+@pytest.mark.parametrize("kind", ["plain", "transposed"])
+def test_full_disk(tmp_path: Path, small_disk: Path, target: str, kind: str) -> None:
+    tensor = torch.randn(1000, 3000)
+    torch.save({"a": tensor if kind == "plain" else tensor.t()}, tmp_path / "a.pt")
+    assert "No space left" in fail(tmp_path / "a.pt", small_disk / target)
+    assert nothing_but(small_disk)
+
+
+def test_interrupted_and_killed(tmp_path: Path) -> None:
+    tensors = {str(i): torch.randn(2_000_000) for i in range(8)}
+    torch.save(tensors, tmp_path / "a.pt")
+    save_file(tensors, tmp_path / "expected.safetensors", METADATA)
+    expected = (tmp_path / "expected.safetensors").read_bytes()
+    target = tmp_path / "b.safetensors"
+    chance = random.Random(0)
+    for i in range(12):
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                convert(tmp_path / "a.pt", target, force=True, fsync=i % 2 == 0)
+            finally:
+                os._exit(0)
+        time.sleep(chance.uniform(0, 0.15))
+        os.kill(child, signal.SIGKILL if i % 3 else signal.SIGINT)
+        os.waitpid(child, 0)
+        if target.exists():
+            assert target.read_bytes() == expected
+    convert(tmp_path / "a.pt", target, force=True)
+    assert nothing_but(tmp_path, "a.pt", "b.safetensors", "expected.safetensors")
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    command = [sys.executable, "-m", "ptsave", "convert", f"{tmp_path}/a.pt", f"{tmp_path}/a.x"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    command[-1] = f"{tmp_path}/a.safetensors"
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("wrote ")
+
+
+@pytest.mark.usefixtures("_leaves_nothing_open")
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2, 3).t()}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    convert(tmp_path / "b.safetensors", tmp_path / "c.pt")
+    path = damaged(tmp_path, {"a": torch.ones(100)}, "a")
+    with pytest.raises(CorruptCheckpointError):
+        convert(path, tmp_path / "d.pt")
