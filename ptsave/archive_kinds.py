@@ -19,6 +19,7 @@ from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zi
 from ptsave.reading import RecordReader, open_archive, real_file
 from ptsave.safetensors_contents import SafetensorsContents
 from ptsave.serialization import load
+from ptsave.shard_files import directory_error
 from ptsave.sources import (
     Buffer,
     FileObject,
@@ -30,7 +31,7 @@ from ptsave.sources import (
 )
 from ptsave.unpickling import can_defer_reading
 
-__all__ = ["directory_error", "open_contents", "require_saved_object"]
+__all__ = ["open_contents", "require_saved_object"]
 
 _LEGACY = {"format": "torch before 1.6"}
 _Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
@@ -90,14 +91,6 @@ def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
         raise directory_error(name, path)
     with io.FileIO(name) as stream:
         return _open_stream(stream, path, verify)
-
-
-def directory_error(name: str | bytes, path: str) -> OSError:
-    """Return what to raise for a directory that is opened as a file."""
-    hint = "open one of the files in it"
-    if ".metadata" in map(os.fsdecode, os.listdir(name)):
-        hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
-    return IsADirectoryError(f"{path} is a directory: {hint}")
 
 
 def _open_stream(stream: Any, path: str, verify: bool) -> Contents:

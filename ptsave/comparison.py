@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ptsave.checkpoint_source import CheckpointSource, flat
+from ptsave.compared_checkpoints import ComparedCheckpoint, flat
 from ptsave.entry_comparison import Detail, EntryComparer, EntryDifference, TensorPair
 from ptsave.entry_names import entry_not_found
 from ptsave.moved_names import moved_names
@@ -115,7 +115,7 @@ def compare(
     [('numbers', 'weight', 0.5)]
     """
     tolerance = _tolerance(rtol, atol)
-    sources = CheckpointSource(a), CheckpointSource(b)
+    sources = ComparedCheckpoint(a), ComparedCheckpoint(b)
     result = Comparison()
     objects = _objects(sources, result)
     wanted = _Wanted(patterns)
@@ -172,7 +172,7 @@ class _Wanted:
 
 
 def _objects(
-    sources: tuple[CheckpointSource, CheckpointSource], result: Comparison
+    sources: tuple[ComparedCheckpoint, ComparedCheckpoint], result: Comparison
 ) -> tuple[Any, Any]:
     """Return what to compare: the objects, or their tensors where one side has no more."""
     if not any(source.is_flat for source in sources):
@@ -202,7 +202,7 @@ def _holds_more(obj: Any) -> bool:
 
 
 def _compare_values(
-    sources: tuple[CheckpointSource, CheckpointSource],
+    sources: tuple[ComparedCheckpoint, ComparedCheckpoint],
     pairs: list[TensorPair],
     tolerance: Tolerance | None,
     result: Comparison,
@@ -242,7 +242,7 @@ def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
 
 
 def _remarks_on_sharing(
-    sources: tuple[CheckpointSource, CheckpointSource], pairs: list[TensorPair]
+    sources: tuple[ComparedCheckpoint, ComparedCheckpoint], pairs: list[TensorPair]
 ) -> list[str]:
     """Say which tensors share memory on one side only."""
     of_a = _sharing(sources[0], pairs, [pair.a for pair in pairs])
@@ -258,7 +258,7 @@ def _remarks_on_sharing(
 
 
 def _sharing(
-    source: CheckpointSource, pairs: list[TensorPair], tensors: list[Tensor]
+    source: ComparedCheckpoint, pairs: list[TensorPair], tensors: list[Tensor]
 ) -> dict[tuple[str, ...], None]:
     """Return which of the compared tensors share a storage."""
     groups: dict[object, list[str]] = {}

@@ -16,8 +16,8 @@ from ptsave.archive import open as open_archive
 from ptsave.entry_names import Path, entry_not_found
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import EntryNotFoundError
-from ptsave.file_listing import files_at
 from ptsave.serialization import save
+from ptsave.shard_files import files_at
 
 __all__ = ["default_output", "read_entries", "write_entries"]
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ptsave.archive_contents import Contents, Place
-from ptsave.archive_kinds import directory_error, open_contents
+from ptsave.archive_kinds import open_contents
 from ptsave.archive_listing import Facts, facts_of, pausing_garbage_collection
 from ptsave.entry_names import entry_not_found
 from ptsave.entry_tree import EntryTree
 from ptsave.reading import describe
-from ptsave.shard_files import INDEX_SUFFIX, ShardFiles, find_shards
 
-__all__ = ["FileListing", "Totals", "files_at", "list_file", "select"]
+__all__ = ["FileListing", "Totals", "list_file", "select"]
 
 
 @dataclass(frozen=True)
@@ -164,19 +162,3 @@ def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[lis
             names = [node.name for listing in listings for node in listing.tree.nodes]
             raise entry_not_found(" ".join(each.path for each in listings), pattern, names)
     return [listing.tree.select(patterns) for listing in listings]
-
-
-def files_at(path: str) -> ShardFiles | None:
-    """Return the files of the model in a directory, or that an index names; None for a file.
-
-    Raises
-    ------
-    OSError
-        If there is no model in the directory, or a part of it is missing.
-    """
-    is_directory = os.path.isdir(path)
-    if not is_directory and not (path.endswith(INDEX_SUFFIX) and os.path.exists(path)):
-        return None
-    if is_directory and ".metadata" in os.listdir(path):
-        raise directory_error(path, path)
-    return find_shards(path)

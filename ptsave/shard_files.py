@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, what_came_instead
@@ -19,9 +19,15 @@ __all__ = [
     "INDEX_SUFFIX",
     "ShardFiles",
     "ShardFormat",
+    "directory_error",
+    "files_at",
     "find_shards",
+    "merged",
     "refuse_what_is_no_checkpoint",
+    "those_in_index",
 ]
+
+_T = TypeVar("_T")
 
 INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_NBYTES = 256 << 20
@@ -101,6 +107,83 @@ def find_shards(path: str) -> ShardFiles:
     raise FileNotFoundError(
         errno.ENOENT, "no *.safetensors, pytorch_model*.bin or *.pt in this directory", path
     )
+
+
+def files_at(path: str) -> ShardFiles | None:
+    """Return the files of the model in a directory, or that an index names; None for a file.
+
+    Raises
+    ------
+    OSError
+        If there is no model in the directory, or a part of it is missing.
+    """
+    is_directory = os.path.isdir(path)
+    if not is_directory and not (path.endswith(INDEX_SUFFIX) and os.path.exists(path)):
+        return None
+    if is_directory and ".metadata" in os.listdir(path):
+        raise directory_error(path, path)
+    return find_shards(path)
+
+
+def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
+    """Return what counts of what is in the files of a model.
+
+    Parameters
+    ----------
+    found : iterable of (str, str, object)
+        Names, the paths of their files, and what belongs to them.
+    files : ShardFiles
+        The files; a name counts in the one that the index says.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the index promises what is not there.
+    """
+    if files.weight_map is None:
+        return [each for _, _, each in found]
+    promised = dict(files.weight_map)
+    kept = []
+    for name, path, each in found:
+        if files.weight_map.get(name, path) == path:
+            kept.append(each)
+            promised.pop(name, None)
+    for name, path in promised.items():
+        raise CorruptCheckpointError(
+            f"{path}: there is no tensor {name} in this shard, where {files.index_path} puts it",
+            path=path,
+            entries=[name],
+        )
+    return kept
+
+
+def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any, _T]:
+    """Return what is in the files of a model by its names; arguments as of `those_in_index`.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the index promises what is not there.
+    ValueError
+        If a name is in two files and no index says which one counts.
+    """
+    result: dict[Any, _T] = {}
+    homes: dict[Any, str] = {}
+    named = ((name, path, (name, path, each)) for name, path, each in found)
+    for name, path, each in those_in_index(named, files):
+        if name in result:
+            raise ValueError(f"{name!r} is in {homes[name]} and in {path}: no index says which")
+        result[name] = each
+        homes[name] = path
+    return result
+
+
+def directory_error(name: str | bytes, path: str) -> OSError:
+    """Return what to raise for a directory that is opened as a file."""
+    hint = "open one of the files in it"
+    if ".metadata" in map(os.fsdecode, os.listdir(name)):
+        hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
+    return IsADirectoryError(f"{path} is a directory: {hint}")
 
 
 def _find_format(directory: str, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:

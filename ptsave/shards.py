@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
 from ptsave.restoring import FileCopier, restoring
 from ptsave.safetensors_header import read_header
-from ptsave.shard_files import ShardFiles, refuse_what_is_no_checkpoint
+from ptsave.shard_files import ShardFiles, refuse_what_is_no_checkpoint, those_in_index
 from ptsave.sources import LocalFile
 
 __all__ = [
@@ -31,10 +31,7 @@ __all__ = [
     "Shard",
     "open_shards",
     "read_all",
-    "those_in_index",
 ]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,38 +214,6 @@ def _open_indexed(path: str, files: ShardFiles) -> Shard:
             named = ", ".join(error.entries[:3]) + more
             error.args = (f"{error}; {files.index_path} says that it holds {named}",)
         raise
-
-
-def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
-    """Return what counts of what is in the files of a model.
-
-    Parameters
-    ----------
-    found : iterable of (str, str, object)
-        Names, the paths of their files, and what belongs to them.
-    files : ShardFiles
-        The files; a name counts in the one that the index says.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the index promises what is not there.
-    """
-    if files.weight_map is None:
-        return [each for _, _, each in found]
-    promised = dict(files.weight_map)
-    kept = []
-    for name, path, each in found:
-        if files.weight_map.get(name, path) == path:
-            kept.append(each)
-            promised.pop(name, None)
-    for name, path in promised.items():
-        raise CorruptCheckpointError(
-            f"{path}: there is no tensor {name} in this shard, where {files.index_path} puts it",
-            path=path,
-            entries=[name],
-        )
-    return kept
 
 
 def _open_shard(path: str) -> Shard:

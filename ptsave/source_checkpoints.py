@@ -21,8 +21,7 @@ from ptsave.payload_sources import (
     unfilled_tensors,
 )
 from ptsave.safetensors_header import read_header
-from ptsave.shard_files import find_shards
-from ptsave.shards import those_in_index
+from ptsave.shard_files import find_shards, merged
 from ptsave.sources import FsspecFile, LocalFile, is_url
 from ptsave.spans import MIB
 
@@ -99,8 +98,7 @@ def open_checkpoint(
     if len(objects) == 1 and files.weight_map is None:
         checkpoint.obj = objects[0]
     else:
-        found = list(_entries(files.paths, objects))
-        checkpoint.obj = _merged(those_in_index(found, files))
+        checkpoint.obj = merged(_entries(files.paths, objects), files)
     return checkpoint
 
 
@@ -148,18 +146,7 @@ def _entries(paths: list[str], objects: list[Any]) -> Iterator[tuple[str, str, A
         if not isinstance(obj, Mapping):
             raise TypeError(f"{path} holds {type(obj).__name__}, not a dict of tensors")
         for name, value in obj.items():
-            yield name, path, (name, path, value)
-
-
-def _merged(entries: list[tuple[Any, str, Any]]) -> dict[Any, Any]:
-    merged: dict[Any, Any] = {}
-    homes: dict[Any, str] = {}
-    for name, path, value in entries:
-        if name in merged:
-            raise ValueError(f"{name!r} is in {homes[name]} and in {path}: no index says which")
-        merged[name] = value
-        homes[name] = path
-    return merged
+            yield name, path, value
 
 
 def _fetch(url: str, storage_options: Mapping[str, Any], folder: str, stack: ExitStack) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptsave import config
-from ptsave.checkpoint_source import CheckpointSource
+from ptsave.compared_checkpoints import ComparedCheckpoint
 from ptsave.entry_comparison import TensorPair, quantizer_of
 from ptsave.number_differences import NumberDifference, Tolerance, number_difference
 
@@ -64,8 +64,8 @@ class _Piece:
 
 
 def compare_tensors(
-    a: CheckpointSource,
-    b: CheckpointSource,
+    a: ComparedCheckpoint,
+    b: ComparedCheckpoint,
     pairs: Iterable[TensorPair],
     tolerance: Tolerance | None,
     done: Callable[[int], None],
@@ -74,7 +74,7 @@ def compare_tensors(
 
     Parameters
     ----------
-    a, b : CheckpointSource
+    a, b : ComparedCheckpoint
         Where the tensors of the pairs come from.
     pairs : iterable of TensorPair
         Of equal shapes and layouts.
@@ -100,7 +100,10 @@ _Values = tuple[list[Tensor], list[Tensor]]
 
 
 def _read_ahead(
-    pieces: Iterator[_Piece], a: CheckpointSource, b: CheckpointSource, readers: ThreadPoolExecutor
+    pieces: Iterator[_Piece],
+    a: ComparedCheckpoint,
+    b: ComparedCheckpoint,
+    readers: ThreadPoolExecutor,
 ) -> Iterator[tuple[_Piece, _Values]]:
     """Yield pieces with their values, while the next ones are being read."""
     queue: deque[tuple[_Piece, Future[list[Tensor]], Future[list[Tensor]]]] = deque()
@@ -126,7 +129,7 @@ def _read_ahead(
 
 
 def _read(
-    source: CheckpointSource, tensors: list[Tensor], index: tuple[slice, ...] | None
+    source: ComparedCheckpoint, tensors: list[Tensor], index: tuple[slice, ...] | None
 ) -> list[Tensor]:
     if index is None:
         return source.read(tensors)

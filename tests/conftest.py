@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def _leaves_nothing_open() -> Iterator[None]:
     """Fail if the test leaves file descriptors or threads behind."""
+    gc.collect()  # what earlier tests have left may have files
     descriptors, threads = _n_descriptors(), threading.active_count()
     yield
     assert _n_descriptors() == descriptors

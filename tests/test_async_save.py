@@ -44,6 +44,7 @@ ANSWERS_TO_FULL: list[Any] = ["wait", "raise"]
 @pytest.fixture
 def _everything_ends() -> Iterator[None]:
     """Fail if a test leaves threads, files or staged bytes behind."""
+    gc.collect()  # what earlier tests have left may have files
     descriptors = len(os.listdir("/proc/self/fd"))
     yield
     eventually(lambda: not any(t.name.startswith("ptsave") for t in threading.enumerate()))

@@ -310,7 +310,7 @@ def test_files_directories_and_urls(tmp_path: Path) -> None:
 def test_names_in_two_shards(tmp_path: Path) -> None:
     for name in ("one.pt", "two.pt"):
         stock_save({"w": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(ValueError, match=r"w is in .*one.pt and in .*two.pt"):
+    with pytest.raises(ValueError, match=r"'w' is in .*one.pt and in .*two.pt"):
         compare(str(tmp_path), str(tmp_path))
 
 

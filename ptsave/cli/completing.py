@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
-from ptsave.file_listing import files_at, list_file
+from ptsave.file_listing import list_file
+from ptsave.shard_files import files_at
 
 __all__ = ["FILE", "complete_names"]
 

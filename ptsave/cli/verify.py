@@ -19,10 +19,9 @@ from ptsave.cli.command import (
 )
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable, size_text
-from ptsave.file_listing import files_at
 from ptsave.file_verification import Problem, Verification, compare_with_index, verify_file
 from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.shard_files import ShardFiles
+from ptsave.shard_files import ShardFiles, files_at
 from ptsave.sources import FsspecFile, is_url
 
 __all__ = ["command"]

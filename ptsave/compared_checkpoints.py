@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,15 +10,13 @@ from torch import Tensor
 from ptsave.archive_contents import Contents
 from ptsave.archive_kinds import open_contents
 from ptsave.entry_names import EntryNames, dotted
-from ptsave.errors import CorruptCheckpointError
 from ptsave.safetensors_contents import SafetensorsContents
-from ptsave.shard_files import INDEX_SUFFIX, ShardFiles, find_shards
-from ptsave.sources import is_url
+from ptsave.shard_files import files_at, merged
 
-__all__ = ["CheckpointSource", "flat"]
+__all__ = ["ComparedCheckpoint", "flat"]
 
 
-class CheckpointSource:
+class ComparedCheckpoint:
     """What is in a checkpoint, and reading it.  Safe for concurrent use.
 
     Parameters
@@ -47,41 +44,23 @@ class CheckpointSource:
     def __init__(self, path: str) -> None:
         self.path = path
         self._contents_of: dict[int, Contents] = {}
-        if is_url(path) or not (os.path.isdir(path) or path.endswith(INDEX_SUFFIX)):
+        files = files_at(path)
+        if files is None:
             contents = open_contents(path, path, {}, True)
             self.obj = contents.obj
             self._default = contents
             self.is_flat = isinstance(contents, SafetensorsContents)
         else:
             self.is_flat = True
-            self.obj = self._merge(find_shards(path))
+            self.obj = merged(self._entries_of(files.paths), files)
 
-    def _merge(self, files: ShardFiles) -> dict[str, Tensor]:
-        merged: dict[str, Tensor] = {}
-        shard_of: dict[str, str] = {}
-        for shard in files.paths:
-            contents = open_contents(shard, shard, {}, True)
+    def _entries_of(self, paths: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        for path in paths:
+            contents = open_contents(path, path, {}, True)
             self._default = contents
-            for name, tensor in flat(contents.obj, shard).items():
-                if files.weight_map is not None and files.weight_map.get(name, shard) != shard:
-                    continue
-                if name in merged:
-                    raise ValueError(
-                        f"{self.path}: {name} is in {shard_of[name]} and in {shard}: "
-                        "compare single files"
-                    )
-                merged[name] = tensor
-                shard_of[name] = shard
+            for name, tensor in flat(contents.obj, path).items():
                 self._contents_of[id(tensor)] = contents
-        for name, shard in (files.weight_map or {}).items():
-            if name not in merged:
-                raise CorruptCheckpointError(
-                    f"{shard}: there is no tensor {name} in this shard, where {files.index_path} "
-                    "puts it",
-                    path=shard,
-                    entries=[name],
-                )
-        return merged
+                yield name, path, tensor
 
     def contents_of(self, tensor: Tensor) -> Contents:
         """Return what reads a tensor."""
