@@ -16,6 +16,7 @@ from ptsave.bench.report import SPEED_HEADER, aligned, speed_rows, table
 from ptsave.bench.rounds import LIMIT, STOCK
 from ptsave.bench.system import describe_machine
 from ptsave.cli.command import Command, note, shows_progress
+from ptsave.cli.completing import FILE
 from ptsave.cli.text import size_text
 
 __all__ = ["command"]
@@ -41,7 +42,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
 @click.command(
     "bench", cls=Command, short_help="How fast your disk is, beside torch.", examples=_EXAMPLES
 )
-@click.argument("directory", metavar="[DIR]", default=".")
+@click.argument("directory", metavar="[DIR]", default=".", type=FILE)
 @click.option(
     "--size",
     callback=_size,
@@ -50,7 +51,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--markdown", is_flag=True, help="Print a markdown report with the machine's data.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--plot", metavar="FILE", help="Write a picture, too: .png, .svg or .pdf.")
+@click.option("--plot", type=FILE, metavar="FILE", help="Write a picture, too: .png, .svg or .pdf.")
 @click.pass_context
 def command(
     ctx: click.Context,

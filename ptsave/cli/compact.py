@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ptsave.cli.command import Command, result, shows_progress
+from ptsave.cli.completing import FILE
 from ptsave.cli.text import size_text
 
 _EXAMPLES = """
@@ -17,11 +18,11 @@ ptsave compact checkpoint.pt --in-place
 @click.command(
     "compact", cls=Command, short_help="A file without unused bytes.", examples=_EXAMPLES
 )
-@click.argument("file")
-@click.option("--output", "-o", metavar="OUT", help="Where to write the compact file.")
+@click.argument("file", type=FILE)
+@click.option("-o", "--output", type=FILE, metavar="OUT", help="Where to write the compact file.")
 @click.option("--in-place", is_flag=True, help="Replace FILE, if that saves anything.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be saved.")
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("-f", "--force", is_flag=True, help="Replace OUT if it is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
 @click.pass_context
 def command(

@@ -7,6 +7,7 @@ import time
 import click
 
 from ptsave.cli.command import Command, note, result, shows_progress
+from ptsave.cli.completing import FILE
 from ptsave.cli.text import size_text
 
 _EXAMPLES = """
@@ -20,8 +21,8 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
 
 
 @click.command("convert", cls=Command, short_help="A file in another format.", examples=_EXAMPLES)
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=FILE)
+@click.argument("target", type=FILE)
 @click.option(
     "--format",
     "file_format",
@@ -30,7 +31,7 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
 )
 @click.option("--max-shard-size", metavar="SIZE", help="For a directory; default: 5GB.")
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
-@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("-f", "--force", is_flag=True, help="Replace what is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
 @click.pass_context
 def command(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ptsave.cli.command import NEGATIVE, Command, note, shows_progress
+from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
 from ptsave.comparison import Comparison, compare
 from ptsave.entry_comparison import Detail, EntryDifference, quantizer_of
@@ -35,8 +36,8 @@ ptsave diff a.pt b.pt --only 'model.*' --ignore-dtype --json
 @click.command(
     "diff", cls=Command, short_help="In what two checkpoints differ.", examples=_EXAMPLES
 )
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
 @click.option("--rtol", type=float, help="Relative tolerance, to values in B.")
 @click.option("--atol", type=float, help="Absolute tolerance.")
 @click.option("--names-only", is_flag=True, help="Compare names and types only.")
