@@ -83,7 +83,7 @@ test-cpp: build/core/build.ninja  ## C++ unit tests of core
 	$(CTEST) --test-dir build/core --parallel $(JOBS)
 
 test-python: build  ## pytest without what is slow or large
-	$(RUN) -m pytest --timeout 600 $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 --timeout 600 $(PYTEST_ARGS)
 
 # In a process of its own: a backend that is registered stays.
 test-accelerator: build  ## tests on two devices that are made of memory and threads
