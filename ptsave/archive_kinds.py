@@ -30,7 +30,7 @@ from ptsave.sources import (
 )
 from ptsave.unpickling import can_defer_reading
 
-__all__ = ["directory_error", "open_contents", "require_saved_object"]
+__all__ = ["directory_error", "open_contents", "reporting_damage", "require_saved_object"]
 
 _LEGACY = {"format": "torch before 1.6"}
 _Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
@@ -57,9 +57,9 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
         raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
     if is_url(f):
         source = FsspecFile(f, storage_options)
-        with _as_corrupt(path):
+        with reporting_damage(path):
             return _open_source(source, verify, source.open)
-    with _as_corrupt(path):
+    with reporting_damage(path):
         return _open_local(f, path, verify)
 
 
@@ -73,7 +73,7 @@ def _open_local(f: Any, path: str, verify: bool) -> Contents:
 
 
 @contextmanager
-def _as_corrupt(path: str) -> Iterator[None]:
+def reporting_damage(path: str) -> Iterator[None]:
     """Turn what torch raises for damage that it does not expect into what says so."""
     try:
         yield

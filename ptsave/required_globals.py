@@ -18,7 +18,13 @@ from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zi
 from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.sources import FsspecFile, RemoteReader, is_url
 
-__all__ = ["code_to_allow", "never_allowed", "required_globals", "unsafe_globals"]
+__all__ = [
+    "code_to_allow",
+    "globals_in_pickle",
+    "never_allowed",
+    "required_globals",
+    "unsafe_globals",
+]
 
 # Magic number, protocol, a description of the machine, the object, the keys of its storages.
 _N_LEGACY_PICKLES = 5
@@ -78,12 +84,12 @@ def _globals_in(stream: BinaryIO, f: Any, path: str) -> dict[str, str]:
     if is_legacy(head):
         found: dict[str, str] = {}
         for _ in range(_N_LEGACY_PICKLES):
-            found |= _named_in(stream, path)
+            found |= globals_in_pickle(stream, path)
         return found
     if not is_zip(head):
         what = what_it_is(head, nbytes)
         raise NotCheckpointError(f"{path} is no checkpoint: {what}", path=path)
-    return _named_in(io.BytesIO(_pickle_of(f, stream, path)), path)
+    return globals_in_pickle(io.BytesIO(_pickle_of(f, stream, path)), path)
 
 
 def _pickle_of(f: Any, stream: BinaryIO, path: str) -> bytes:
@@ -101,8 +107,8 @@ def _pickle_of(f: Any, stream: BinaryIO, path: str) -> bytes:
     return data
 
 
-def _named_in(stream: BinaryIO, path: str) -> dict[str, str]:
-    """Return the globals of one pickle, at whose end the stream is left."""
+def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
+    """Return the globals of one pickle, at whose end the stream is left, as `required_globals`."""
     found: dict[str, str] = {}
     memo: dict[int, str | None] = {}
     strings: list[str | None] = []  # the last values that were pushed; None for no text

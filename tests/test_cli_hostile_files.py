@@ -1,0 +1,95 @@
+"""Files that nobody has meant to be read: what the commands say of them is still true."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from ptsave.cli.main import commands
+from ptsave.file_verification import verify_file
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, [*map(str, arguments)])
+
+
+def saved(obj: object) -> dict[str, bytes]:
+    """Return the records that torch makes of an object."""
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    with zipfile.ZipFile(stream) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def archive_of(path: Path, records: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_format_that_a_safetensors_file_claims(tmp_path: Path) -> None:
+    """Files of transformers say that they are for "pt": that does not make them archives."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3)}, path, metadata={"format": "pt"})
+    assert "a safetensors file has no checksums" in run("verify", path).stderr
+    assert '"format": "safetensors"' in run("ls", "--json", path).stdout
+
+
+@pytest.mark.parametrize("name", ["version", ".data/version", ".storage_alignment", "byteorder"])
+def test_nonsense_in_a_small_record(tmp_path: Path, name: str) -> None:
+    records = saved({"a": torch.ones(3)})
+    prefix = next(iter(records)).split("/")[0]
+    path = archive_of(tmp_path / "a.pt", records | {f"{prefix}/{name}": b"\xff\xff\xff\x7f"})
+    result = run("verify", path)
+    assert result.exit_code in (0, 1), result.stderr
+    assert result.exit_code == 0 or "DAMAGED" in result.stdout
+    assert (run("ls", path).exit_code == 0) == (result.exit_code == 0)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80\x02X\xff\xff\xff\x7fabc.", b"\x80\x02\x8b\xff\xff\xff\x7fa."]
+)
+def test_pickle_that_ends_too_soon(tmp_path: Path, data: bytes) -> None:
+    records = {"x/data.pkl": data, "x/version": b"3\n", "x/byteorder": b"little"}
+    result = run("verify", archive_of(tmp_path / "a.pt", records))
+    assert result.exit_code == 1
+    assert "pickle is damaged" in result.stdout
+
+
+def sparse() -> dict[str, torch.Tensor]:
+    return {"a": torch.ones(2), "coo": torch.eye(4).to_sparse(), "b": torch.ones(3)}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:TypedStorage")
+def test_tensors_that_need_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.pt"
+    torch.save(sparse(), path)
+    assert verify_file(path).tensors == list(sparse())
+    quantized = torch.ops.aten.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    torch.save({"a": torch.ones(2), "q": quantized}, path)
+    found = verify_file(path)
+    assert found.tensors == ["a", "q"]
+    assert not found.remarks
+
+
+@pytest.mark.parametrize("record", ["data/1", "data/2"])
+def test_damage_in_any_part_of_a_sparse_tensor(tmp_path: Path, record: str) -> None:
+    path = tmp_path / "sparse.pt"
+    torch.save(sparse(), path)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        part = archive.read(f"sparse/{record}")
+    data[data.index(part)] ^= 1
+    path.write_bytes(data)
+    found = verify_file(path)
+    assert [problem.entries for problem in found.problems] == [["coo"]]
+    assert found.whole == ["a", "b"]
+    path.write_bytes(data[: -len(data) // 20])  # without a directory
+    assert verify_file(path).whole == ["a", "b"]
