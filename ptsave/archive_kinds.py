@@ -15,7 +15,14 @@ from torch import _weights_only_unpickler
 from ptsave.archive_contents import Contents, LoadedContents, UnreadContents, metadata_of
 from ptsave.checking import check_compressed_members, check_version
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zip, what_it_is
+from ptsave.not_checkpoints import (
+    HEAD_NBYTES,
+    is_legacy,
+    is_safetensors,
+    is_zip,
+    refuse_special_file,
+    what_it_is,
+)
 from ptsave.reading import RecordReader, open_archive, real_file
 from ptsave.safetensors_contents import SafetensorsContents
 from ptsave.serialization import load
@@ -88,6 +95,7 @@ def reporting_damage(path: str) -> Iterator[None]:
 def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
     if stat.S_ISDIR(os.stat(name).st_mode):
         raise directory_error(name, path)
+    refuse_special_file(name)
     with io.FileIO(name) as stream:
         return _open_stream(stream, path, verify)
 

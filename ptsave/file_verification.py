@@ -17,7 +17,7 @@ from ptsave.cut_archives import CutArchive
 from ptsave.entries import entries_with_records
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, is_zip
+from ptsave.not_checkpoints import HEAD_NBYTES, is_zip, refuse_special_file
 from ptsave.progress import ProgressCallback
 from ptsave.reading import RecordReader, bare_message, describe, open_archive
 from ptsave.required_globals import globals_in_pickle, unsafe_globals
@@ -131,6 +131,7 @@ def _head_of(f: Any) -> tuple[bytes, int]:
         source = FsspecFile(f, {})
         (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
         return head, source.nbytes
+    refuse_special_file(f)
     with open(f, "rb") as stream:
         return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
 

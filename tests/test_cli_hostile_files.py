@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+import ptsave
 from ptsave.cli.main import commands
 from ptsave.file_verification import verify_file
+from ptsave.required_globals import required_globals
 
 
 def run(*arguments: object) -> Result:
@@ -93,3 +97,41 @@ def test_damage_in_any_part_of_a_sparse_tensor(tmp_path: Path, record: str) -> N
     assert found.whole == ["a", "b"]
     path.write_bytes(data[: -len(data) // 20])  # without a directory
     assert verify_file(path).whole == ["a", "b"]
+
+
+def test_pipes_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    os.mkfifo(path)
+    commands_on_it = [[name, path] for name in ("ls", "verify", "globals")]
+    commands_on_it += [["extract", path, "a"], ["diff", path, path], ["ls", tmp_path]]
+    for arguments in commands_on_it:
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "it is no regular file" in result.stderr
+    with pytest.raises(OSError, match="not a file"):
+        ptsave.load_model(torch.nn.Linear(1, 1), tmp_path)
+
+
+def test_archive_cut_in_its_first_name(tmp_path: Path) -> None:
+    path = archive_of(tmp_path / "a.pt", saved([torch.ones(3)]))
+    data = path.read_bytes()
+    for nbytes in range(4, 40, 3):
+        path.write_bytes(data[:nbytes])
+        assert "failed finding central directory" in run("ls", path).stderr
+
+
+def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
+    """torch wants the classes of dtypes to be allowed, too, which no pickle names."""
+    path = tmp_path / "a.pt"
+    arrays = [np.arange(3.0), np.zeros(2, dtype=">u2"), np.array(["x"]), np.float16(1.5)]
+    torch.save({"rng": np.random.get_state(), "arrays": arrays}, path, pickle_protocol=4)
+    named = required_globals(path)
+    torch.save({"rng": np.random.get_state(), "arrays": arrays}, path)
+    assert required_globals(path).keys() - named.keys() == {"_codecs.encode"}
+    result = run("globals", path)
+    code = "\n".join(line.strip() for line in result.stdout.splitlines() if line.startswith("    "))
+    assert result.exit_code == 1
+    with torch.serialization.safe_globals([]):  # which forgets them afterwards
+        exec(code, {})
+        loaded = torch.load(path)
+    assert all(map(np.array_equal, loaded["arrays"], arrays))
