@@ -84,7 +84,10 @@ def reporting_damage(path: str) -> Iterator[None]:
     """Turn what torch raises for damage that it does not expect into what says so."""
     try:
         yield
-    except (CorruptCheckpointError, UnpicklingError, OSError, ImportError, MemoryError):
+    except (CorruptCheckpointError, OSError, ImportError, MemoryError):
+        raise
+    except UnpicklingError as error:
+        error.path = path  # type: ignore[attr-defined]  # torch's message does not say it
         raise
     except Exception as error:
         raise CorruptCheckpointError(

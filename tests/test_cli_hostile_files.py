@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 import zipfile
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 import ptsave
+from ptsave.cli.command import Command
 from ptsave.cli.main import commands
+from ptsave.errors import CheckpointWarning
 from ptsave.file_verification import verify_file
 from ptsave.required_globals import required_globals
 
@@ -117,7 +121,7 @@ def test_archive_cut_in_its_first_name(tmp_path: Path) -> None:
     data = path.read_bytes()
     for nbytes in range(4, 40, 3):
         path.write_bytes(data[:nbytes])
-        assert "failed finding central directory" in run("ls", path).stderr
+        assert "failed reading zip archive" in run("ls", path).stderr
 
 
 def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
@@ -135,3 +139,27 @@ def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
         exec(code, {})
         loaded = torch.load(path)
     assert all(map(np.array_equal, loaded["arrays"], arrays))
+
+
+def test_what_is_refused_in_which_file(tmp_path: Path) -> None:
+    plain, other, odd = (tmp_path / name for name in ("plain.pt", "other one.pt", "odd.pt"))
+    torch.save([1], plain)
+    torch.save([np.float64(1)], other)
+    message = run("diff", plain, other).stderr
+    assert message.startswith(f"ptsave: {other} needs more than")
+    assert "`ptsave globals FILE`" in message
+    archive_of(odd, {"x/data.pkl": b"\x80\x02K\x01K\x01b.", "x/version": b"3\n"})
+    message = run("ls", odd).stderr
+    assert "Can only build Tensor" in message
+    assert "ptsave globals" not in message  # which would say that there is nothing
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_that_are_not_about_the_file() -> None:
+    @click.command("warn", cls=Command)
+    def command() -> None:
+        warnings.warn("a remark for programmers", UserWarning, stacklevel=1)
+        warnings.warn("a remark on the file", CheckpointWarning, stacklevel=1)
+
+    assert CliRunner().invoke(command, []).stderr == "ptsave: a remark on the file\n"
+    assert "programmers" in CliRunner().invoke(command, ["--debug"]).stderr
