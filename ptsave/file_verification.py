@@ -183,7 +183,8 @@ def _verify_archive(
     except NotCheckpointError as error:
         if not reader.has_record("constants.pkl"):
             raise
-        remarks.append(f"{error}; its records were compared with their checksums all the same")
+        what = str(error).removeprefix(f"{reader.path} ")
+        remarks.append(f"it {what}; its records were compared with their checksums all the same")
     except CorruptCheckpointError as error:
         if error.record not in damaged:
             problems.append(_problem_of(error))
@@ -276,7 +277,8 @@ def _verify_without_directory(path: str, error: CorruptCheckpointError) -> Verif
         reason = (
             "it is cut short, or was never finished: its directory, which comes last, is missing"
         )
-    reason += f"; {len(whole)} records can still be found, and are whole"
+    found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
+    reason += f"; {found} still be found whole"
     problem = Problem(reason, None, nbytes, lost)
     return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
 

@@ -163,3 +163,48 @@ def test_warnings_that_are_not_about_the_file() -> None:
 
     assert CliRunner().invoke(command, []).stderr == "ptsave: a remark on the file\n"
     assert "programmers" in CliRunner().invoke(command, ["--debug"]).stderr
+
+
+def odd_names() -> dict[object, object]:
+    return {
+        "a": {"b": torch.ones(1)},
+        "a.b": torch.ones(2),
+        0: torch.ones(3),
+        "0": torch.ones(4),
+        "(1, 2)": torch.ones(5),
+        "": torch.ones(6),
+        " ": torch.ones(7),
+        "\u65e5\u672c": torch.ones(8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [("('a.b',)", 2), ("('a', 'b')", 1), ("(0,)", 3), ("('0',)", 4), ("(1, 2)", 5), ("('',)", 6)],
+)
+def test_names_that_are_tuples_or_look_so(tmp_path: Path, name: str, n: int) -> None:
+    """ls, and what extract says of ambiguous names, show what both commands take."""
+    path, output = tmp_path / "odd.pt", tmp_path / "o.pt"
+    torch.save(odd_names(), path)
+    assert f"float32 [{n}] " in " ".join(run("ls", path, name).stdout.split())
+    assert run("extract", path, name, "-o", output).exit_code == 0
+    assert torch.load(output).shape == (n,)
+
+
+def test_names_are_seen_and_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "odd.pt"
+    torch.save(odd_names(), path)
+    lines = [line for line in run("ls", path).stdout.splitlines() if " [" in line]
+    columns = {line.index("float32") + sum(c >= "\u2e80" for c in line) for line in lines}
+    assert len(columns) == 1
+    assert [line.split("  ")[0] for line in lines if line.startswith("'")] == ["''", "' '"]
+
+
+@pytest.mark.parametrize("index", [b"\xff garbage", b"[1]", b'{"weight_map": {"a": "../b"}}'])
+def test_damaged_index(tmp_path: Path, index: bytes) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert "model.safetensors.index.json: " in result.stdout
+    assert "ptsave verify" not in result.stdout + result.stderr
