@@ -113,12 +113,14 @@ def write_entries(
     TypeError
         If the format cannot hold the entries.
     SaveError, OSError
-        If it cannot be written.
+        If it cannot be written, or is a directory.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):
         save(obj, output)
         return
+    if os.path.isdir(output):
+        raise IsADirectoryError(errno.EISDIR, "is a directory: name a file in it", output)
     if os.path.lexists(output) and not overwrite:
         raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
     if output.endswith(".safetensors"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -208,3 +210,25 @@ def test_damaged_index(tmp_path: Path, index: bytes) -> None:
     assert result.exit_code == 1
     assert "model.safetensors.index.json: " in result.stdout
     assert "ptsave verify" not in result.stdout + result.stderr
+
+
+def test_pipe_that_nobody_reads(tmp_path: Path) -> None:
+    """1 would be an answer: of verify, that the file is damaged."""
+    torch.save([torch.ones(3)], tmp_path / "a.pt")
+    command = [sys.executable, "-m", "ptsave", "verify", str(tmp_path / "a.pt")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (2, b"ptsave: No space left on device\n")
+
+
+def test_extract_to_a_directory(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    for force in ([], ["--force"]):
+        result = run("extract", tmp_path / "a.pt", "a", "-o", tmp_path, *force)
+        assert result.exit_code == 2
+        assert "is a directory: name a file in it" in result.stderr

@@ -25,6 +25,7 @@ __all__ = ["FAILED", "NEGATIVE", "Command", "Settings", "note", "report_error", 
 NEGATIVE = 1
 FAILED = 2
 _INTERRUPTED = 130
+_PIPE_CLOSED = 141  # as of programs that SIGPIPE ends
 
 _MAX_LENGTH = 700
 _WEIGHTS_ONLY = "Weights only load failed"
@@ -70,8 +71,11 @@ class Command(click.Command):
             with warnings.catch_warnings():
                 warnings.showwarning = _remark_of(ctx)
                 return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:  # click would exit with 1, which is an answer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+            ctx.exit(_PIPE_CLOSED)
         except KeyboardInterrupt:
             _say("interrupted")
             ctx.exit(_INTERRUPTED)
@@ -91,6 +95,8 @@ def one_line(error: BaseException) -> str:
     """Return what an error says, in one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    elif isinstance(error, OSError) and error.strerror:  # of standard output
+        text = error.strerror
     elif isinstance(error, UnpicklingError) and _WEIGHTS_ONLY in str(error):
         text = _short_refusal(str(error), getattr(error, "path", "the file"))
     elif type(error) is KeyError:
