@@ -140,7 +140,7 @@ def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([]):  # which forgets them afterwards
         exec(code, {})
         loaded = torch.load(path)
-    assert all(map(np.array_equal, loaded["arrays"], arrays))
+    assert all(np.array_equal(*pair) for pair in zip(loaded["arrays"], arrays, strict=True))
 
 
 def test_what_is_refused_in_which_file(tmp_path: Path) -> None:
