@@ -9,6 +9,7 @@ import sys
 import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -129,7 +130,7 @@ def test_archive_cut_in_its_first_name(tmp_path: Path) -> None:
 def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
     """torch wants the classes of dtypes to be allowed, too, which no pickle names."""
     path = tmp_path / "a.pt"
-    arrays = [np.arange(3.0), np.zeros(2, dtype=">u2"), np.array(["x"]), np.float16(1.5)]
+    arrays: list[Any] = [np.arange(3.0), np.zeros(2, dtype=">u2"), np.array(["x"]), np.float16(1.5)]
     torch.save({"rng": np.random.get_state(), "arrays": arrays}, path, pickle_protocol=4)
     named = required_globals(path)
     torch.save({"rng": np.random.get_state(), "arrays": arrays}, path)
