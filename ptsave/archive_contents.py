@@ -37,6 +37,8 @@ class Contents(Protocol):
 
     Attributes
     ----------
+    kind : str
+        What kind of file it is: ``"pt"``, ``"safetensors"``, ...
     obj : object
         What was saved.  The values of its tensors may not be there.
     metadata : dict
@@ -45,6 +47,7 @@ class Contents(Protocol):
         The size of the file.
     """
 
+    kind: str
     obj: Any
     metadata: dict[str, str]
     nbytes: int
@@ -80,6 +83,7 @@ class UnreadContents:
         ):
             self.obj = unpickle_unread(unpickled, _weights_only_unpickler, set(), self._first_at)
         self.metadata = metadata_of(reader)
+        self.kind = self.metadata["format"]
         self._spans = spans_of(reader)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -173,6 +177,7 @@ class LoadedContents:
     ) -> None:
         self.obj = obj
         self.metadata = metadata
+        self.kind = metadata["format"]
         self.nbytes = nbytes
         self.locations = locations
 

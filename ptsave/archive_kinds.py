@@ -15,7 +15,14 @@ from torch import _weights_only_unpickler
 from ptsave.archive_contents import Contents, LoadedContents, UnreadContents, metadata_of
 from ptsave.checking import check_compressed_members, check_version
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zip, what_it_is
+from ptsave.not_checkpoints import (
+    HEAD_NBYTES,
+    is_legacy,
+    is_safetensors,
+    is_zip,
+    refuse_special_file,
+    what_it_is,
+)
 from ptsave.reading import RecordReader, open_archive, real_file
 from ptsave.safetensors_contents import SafetensorsContents
 from ptsave.serialization import load
@@ -31,7 +38,7 @@ from ptsave.sources import (
 )
 from ptsave.unpickling import can_defer_reading
 
-__all__ = ["open_contents", "require_saved_object"]
+__all__ = ["open_contents", "reporting_damage", "require_saved_object"]
 
 _LEGACY = {"format": "torch before 1.6"}
 _Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
@@ -58,9 +65,9 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
         raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
     if is_url(f):
         source = FsspecFile(f, storage_options)
-        with _as_corrupt(path):
+        with reporting_damage(path):
             return _open_source(source, verify, source.open)
-    with _as_corrupt(path):
+    with reporting_damage(path):
         return _open_local(f, path, verify)
 
 
@@ -74,11 +81,14 @@ def _open_local(f: Any, path: str, verify: bool) -> Contents:
 
 
 @contextmanager
-def _as_corrupt(path: str) -> Iterator[None]:
+def reporting_damage(path: str) -> Iterator[None]:
     """Turn what torch raises for damage that it does not expect into what says so."""
     try:
         yield
-    except (CorruptCheckpointError, UnpicklingError, OSError, ImportError, MemoryError):
+    except (CorruptCheckpointError, OSError, ImportError, MemoryError):
+        raise
+    except UnpicklingError as error:
+        error.path = path  # type: ignore[attr-defined]  # torch's message does not say it
         raise
     except Exception as error:
         raise CorruptCheckpointError(
@@ -89,6 +99,7 @@ def _as_corrupt(path: str) -> Iterator[None]:
 def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
     if stat.S_ISDIR(os.stat(name).st_mode):
         raise directory_error(name, path)
+    refuse_special_file(name)
     with io.FileIO(name) as stream:
         return _open_stream(stream, path, verify)
 

@@ -117,8 +117,10 @@ class CutArchive:
         if "data.pkl" not in whole:
             return [], []
         reader: Any = _WholeRecords(self._map, whole)
-        kept = entries_using(reader, set(whole))
-        return entries_using(reader, set(reader.asked_for)), kept
+        entries_using(reader, set())  # which asks for all that there should be
+        lost = set(entries_using(reader, reader.asked_for.keys() - whole.keys()))
+        tensors = entries_using(reader, set(reader.asked_for))
+        return tensors, [name for name in tensors if name not in lost]
 
 
 class _WholeRecords:

@@ -36,11 +36,11 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
     list of str
         Empty if the object cannot be rebuilt that way.
     """
-    return [name for name, _ in entries_with_records(reader, records)]
+    return [*dict.fromkeys(name for name, _ in entries_with_records(reader, records))]
 
 
 def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[str, str]]:
-    """Return what `entries_using` does, each with the record that it is stored in."""
+    """Return what `entries_using` does, each with every record that it is stored in."""
     location = _serialization_tls.map_location
     try:
         names: dict[int | None, str] = {
@@ -65,7 +65,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
     storages : set of int
         As from `storage_id`.
     """
-    return [name for name, _ in _collect(obj, storages, storage_id)]
+    return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id))]
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
@@ -106,9 +106,10 @@ def _collect(
     while pending and len(seen) < _MAX_NODES:
         value, path, depth = pending.pop()
         if isinstance(value, torch.Tensor):
-            place = place_of(value)
-            if place in places:
-                found.append((path or "the tensor itself", place))
+            for part in _parts_of(value):
+                place = place_of(part)
+                if place in places:
+                    found.append((path or "the tensor itself", place))
         elif id(value) not in seen and depth < _MAX_DEPTH:
             seen.add(id(value))
             children = [
@@ -117,6 +118,17 @@ def _collect(
             ]
             pending += reversed(children)
     return found
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold what a sparse tensor consists of; any other one itself."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def _offset(tensor: torch.Tensor) -> int | None:

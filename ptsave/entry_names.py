@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
 
-__all__ = ["EntryNames", "Path", "dotted", "entry_not_found"]
+__all__ = ["EntryNames", "Path", "dotted", "entry_not_found", "path_in"]
 
 Path: TypeAlias = tuple[Any, ...]
 
@@ -126,6 +128,20 @@ def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryN
     nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
     hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
+
+
+def path_in(text: str) -> Path | None:
+    """Return the keys of a name that is written as Python's tuple; None for any other text.
+
+    >>> path_in("('a.b', 0)"), path_in("a.b")
+    (('a.b', 0), None)
+    """
+    if text.startswith("(") and text.endswith(")"):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            path = ast.literal_eval(text)
+            if isinstance(path, tuple):
+                return path
+    return None
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

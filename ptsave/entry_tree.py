@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ptsave.entry_names import Path
+from ptsave.entry_names import Path, path_in
 
 __all__ = ["EntryTree", "Node", "is_plain"]
 
@@ -142,13 +142,18 @@ class EntryTree:
         Parameters
         ----------
         patterns : sequence of str
-            Names, which mean what is in them, too, or patterns as of the shell.
+            Names, which mean what is in them, too, or patterns as of the shell.  ``"('a.b', 0)"``
+            is a path of keys.
         """
+        paths = [path for path in map(path_in, patterns) if path is not None]
         chosen: set[int] = set()
         number = 0
         while number < len(self.nodes):
             name = self.nodes[number].name
-            if not any(name == p or fnmatch.fnmatchcase(name, p) for p in patterns):
+            if not (
+                any(name == p or fnmatch.fnmatchcase(name, p) for p in patterns)
+                or (paths and self.path_of(number) in paths)
+            ):
                 number += 1
                 continue
             parent = self.nodes[number].parent

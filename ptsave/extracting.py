@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
 import secrets
@@ -12,8 +11,9 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from ptsave.archive import Archive
 from ptsave.archive import open as open_archive
-from ptsave.entry_names import Path, entry_not_found
+from ptsave.entry_names import entry_not_found, path_in
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import EntryNotFoundError
 from ptsave.serialization import save
@@ -56,7 +56,7 @@ def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dic
     shards = files_at(file)
     if shards is None:
         with open_archive(file, verify=verify) as archive:
-            return {name: archive[_path_of(name)] for name in names}
+            return {name: _entry(archive, name) for name in names}
     entries: dict[str, Any] = {}
     others: list[str] = []
     for path in shards.paths:
@@ -64,7 +64,7 @@ def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dic
             for name in names:
                 if (shards.weight_map or {}).get(name, path) == path:
                     with suppress(EntryNotFoundError):
-                        entries[name] = archive[_path_of(name)]
+                        entries[name] = _entry(archive, name)
             others += map(str, archive.keys())
     for name in names:
         if name not in entries:
@@ -72,14 +72,13 @@ def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dic
     return {name: entries[name] for name in names}
 
 
-def _path_of(name: str) -> str | Path:
-    """Return what a name on the command line means: text, or a tuple of keys."""
-    if name.startswith("(") and name.endswith(")"):
-        with suppress(ValueError, SyntaxError):
-            path = ast.literal_eval(name)
-            if isinstance(path, tuple):
-                return path
-    return name
+def _entry(archive: Archive, name: str) -> Any:
+    """Return the entry that a name on the command line means: a tuple of keys, or as it is."""
+    path = path_in(name)
+    if path is not None:
+        with suppress(EntryNotFoundError):
+            return archive[path]
+    return archive[name]
 
 
 def default_output(name: str) -> str:
@@ -114,12 +113,14 @@ def write_entries(
     TypeError
         If the format cannot hold the entries.
     SaveError, OSError
-        If it cannot be written.
+        If it cannot be written, or is a directory.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):
         save(obj, output)
         return
+    if os.path.isdir(output):
+        raise IsADirectoryError(errno.EISDIR, "is a directory: name a file in it", output)
     if os.path.lexists(output) and not overwrite:
         raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
     if output.endswith(".safetensors"):

@@ -57,6 +57,8 @@ class FileListing:
     ----------
     path : str
         The file.
+    kind : str
+        What kind of file it is: ``"pt"``, ``"safetensors"``, ...
     metadata : dict
         What it says about itself, as :attr:`Archive.metadata`.
     tree : EntryTree
@@ -72,6 +74,7 @@ class FileListing:
     """
 
     path: str
+    kind: str
     metadata: dict[str, str]
     tree: EntryTree
     facts: list[Facts]
@@ -124,7 +127,7 @@ def _listing_of(contents: Contents, path: str) -> FileListing:
         sum(facts[first][5] - used[first] for first in first_of.values()),
         contents.nbytes,
     )
-    return FileListing(path, contents.metadata, tree, facts, places, sharing, totals)
+    return FileListing(path, contents.kind, contents.metadata, tree, facts, places, sharing, totals)
 
 
 def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass, field
 from pickle import UnpicklingError
@@ -10,15 +11,16 @@ from typing import Any
 from torch import _weights_only_unpickler
 
 from ptsave.archive_contents import UnreadContents
-from ptsave.archive_kinds import open_contents, require_saved_object
+from ptsave.archive_kinds import open_contents, reporting_damage, require_saved_object
 from ptsave.checking import check_version
 from ptsave.cut_archives import CutArchive
 from ptsave.entries import entries_with_records
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, is_zip
+from ptsave.not_checkpoints import HEAD_NBYTES, is_zip, refuse_special_file
 from ptsave.progress import ProgressCallback
 from ptsave.reading import RecordReader, bare_message, describe, open_archive
+from ptsave.required_globals import globals_in_pickle, unsafe_globals
 from ptsave.shard_files import ShardFiles
 from ptsave.sources import FsspecFile, RemoteReader, is_url
 from ptsave.spans import spans_of
@@ -121,7 +123,7 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
         if is_url(f):
             return Verification(path, [_problem_of(error)], nbytes=nbytes)
         return _verify_without_directory(path, error)
-    return _verify_archive(reader, progress)
+    return _verify_archive(f, reader, progress)
 
 
 def _head_of(f: Any) -> tuple[bytes, int]:
@@ -129,6 +131,7 @@ def _head_of(f: Any) -> tuple[bytes, int]:
         source = FsspecFile(f, {})
         (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
         return head, source.nbytes
+    refuse_special_file(f)
     with open(f, "rb") as stream:
         return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
 
@@ -154,7 +157,7 @@ def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
         return Verification(path, [cut], nbytes=nbytes)
     except CorruptCheckpointError as error:
         return Verification(path, [_problem_of(error)], nbytes=nbytes)
-    kind = contents.metadata["format"]
+    kind = contents.kind
     remark = (
         "a safetensors file has no checksums: header and sizes are right, values were not checked"
         if kind == "safetensors"
@@ -164,7 +167,9 @@ def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
     return Verification(path, [], [remark], 0, nbytes, names, names)
 
 
-def _verify_archive(reader: RecordReader, progress: ProgressCallback | None) -> Verification:
+def _verify_archive(
+    f: Any, reader: RecordReader, progress: ProgressCallback | None
+) -> Verification:
     damage = find_damage(reader, spans_of(reader), progress)
     damaged = {found.record for found in damage}
     problems: list[Problem] = []
@@ -173,11 +178,13 @@ def _verify_archive(reader: RecordReader, progress: ProgressCallback | None) -> 
     users: dict[str | None, list[str]] = {}
     try:
         require_saved_object(reader)
-        tensors, users = _users_of_records(reader)
+        with reporting_damage(reader.path):
+            tensors, users = _tensors_in(f, reader, bool(damage))
     except NotCheckpointError as error:
         if not reader.has_record("constants.pkl"):
             raise
-        remarks.append(f"{error}; its records were compared with their checksums all the same")
+        what = str(error).removeprefix(f"{reader.path} ")
+        remarks.append(f"it {what}; its records were compared with their checksums all the same")
     except CorruptCheckpointError as error:
         if error.record not in damaged:
             problems.append(_problem_of(error))
@@ -202,14 +209,19 @@ def _verify_archive(reader: RecordReader, progress: ProgressCallback | None) -> 
 
 
 _SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
-_UNKNOWN_TENSORS = "which tensors there are is not known: its object cannot be made by weights_only"
+_UNKNOWN_TENSORS = (
+    "which tensors there are is not known: its object needs more than weights_only=True, or values "
+    "that are damaged"
+)
 _WITHOUT_CHECKSUMS = (
     "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
     "not compared"
 )
 
 
-def _users_of_records(reader: RecordReader) -> tuple[list[str], dict[str | None, list[str]]]:
+def _tensors_in(
+    f: Any, reader: RecordReader, is_damaged: bool
+) -> tuple[list[str], dict[str | None, list[str]]]:
     """Return the names of all tensors, and of those in each record.
 
     Raises
@@ -222,20 +234,35 @@ def _users_of_records(reader: RecordReader) -> tuple[list[str], dict[str | None,
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return [], {}
     check_version(reader)
-    users: dict[str | None, list[str]] = {}
     if not can_defer_reading(reader, _weights_only_unpickler):
-        found = entries_with_records(reader, set(reader.get_all_records()))
-        if not found:
-            raise UnpicklingError
-        for name, record in found:
-            users.setdefault(record, []).append(name)
-        return [name for name, _ in found], users
+        return _tensors_made_of_values(f, reader, is_damaged)
     contents = UnreadContents(reader)
     tree = EntryTree(contents.obj)
-    names = [tree.nodes[number].name or "the tensor itself" for number in tree.tensor_nodes]
+    names = _tensor_names(tree)
+    users: dict[str | None, list[str]] = {}
     for name, place in zip(names, contents.places_of(tree.tensors), strict=True):
         users.setdefault(place[1], []).append(name)
     return names, users
+
+
+def _tensors_made_of_values(
+    f: Any, reader: RecordReader, is_damaged: bool
+) -> tuple[list[str], dict[str | None, list[str]]]:
+    """Return what `_tensors_in` does for an object that torch makes with its values only."""
+    found = entries_with_records(reader, set(reader.get_all_records()))
+    users: dict[str | None, list[str]] = {}
+    for name, record in found:
+        users.setdefault(record, []).append(name)
+    if found and is_damaged:
+        return [*dict.fromkeys(name for name, _ in found)], users
+    pickle = io.BytesIO(reader.get_record("data.pkl"))
+    if is_damaged or unsafe_globals(globals_in_pickle(pickle, reader.path)):
+        raise UnpicklingError  # before anything is loaded for it
+    return _tensor_names(EntryTree(open_contents(f, reader.path, {}, verify=True).obj)), users
+
+
+def _tensor_names(tree: EntryTree) -> list[str]:
+    return [tree.nodes[number].name or "the tensor itself" for number in tree.tensor_nodes]
 
 
 def _verify_without_directory(path: str, error: CorruptCheckpointError) -> Verification:
@@ -250,7 +277,8 @@ def _verify_without_directory(path: str, error: CorruptCheckpointError) -> Verif
         reason = (
             "it is cut short, or was never finished: its directory, which comes last, is missing"
         )
-    reason += f"; {len(whole)} records can still be found, and are whole"
+    found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
+    reason += f"; {found} still be found whole"
     problem = Problem(reason, None, nbytes, lost)
     return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
 

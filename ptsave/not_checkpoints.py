@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
+import stat
 import struct
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "is_legacy",
     "is_safetensors",
     "is_zip",
+    "refuse_special_file",
     "what_came_instead",
     "what_it_is",
 ]
@@ -40,6 +43,22 @@ _PAGE = re.compile(
     rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body|(?P<xml>\?xml))\b", re.I
 )
 _NAME_OFFSET = 30  # of the first member's name in a zip archive
+
+
+def refuse_special_file(path: str | bytes) -> None:
+    """Raise for a pipe, a terminal, ...: opening it might wait forever, and it has no end.
+
+    Raises
+    ------
+    OSError
+        If it is one, or is not there.
+    """
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode)):
+        raise OSError(
+            f"{os.fsdecode(path)} cannot be read at any position: it is no regular file (copy what "
+            "comes out of it to one)"
+        )
 
 
 def is_zip(head: bytes) -> bool:
@@ -126,7 +145,7 @@ def _what_zip_it_is(head: bytes) -> str | None:
         return "it is a NumPy archive (.npz): load it with numpy.load"
     if name == b"[Content_Types].xml":
         return "it is an office document"
-    if b"/" not in name:
+    if b"/" not in name and len(head) >= _NAME_OFFSET + name_nbytes:  # or it is cut short there
         return f"it is a zip archive of other files ({name.decode('utf-8', 'replace')!r}, ...)"
     return None
 

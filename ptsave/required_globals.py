@@ -5,7 +5,9 @@ from __future__ import annotations
 import _compat_pickle
 import io
 import pickletools
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import torch
@@ -14,15 +16,29 @@ from torch import _weights_only_unpickler
 from ptsave.archive_kinds import require_saved_object
 from ptsave.checking import check_compressed_members
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, is_legacy, is_safetensors, is_zip, what_it_is
+from ptsave.not_checkpoints import (
+    HEAD_NBYTES,
+    is_legacy,
+    is_safetensors,
+    is_zip,
+    refuse_special_file,
+    what_it_is,
+)
 from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.sources import FsspecFile, RemoteReader, is_url
 
-__all__ = ["code_to_allow", "never_allowed", "required_globals", "unsafe_globals"]
+__all__ = [
+    "code_to_allow",
+    "globals_in_pickle",
+    "never_allowed",
+    "required_globals",
+    "unsafe_globals",
+]
 
 # Magic number, protocol, a description of the machine, the object, the keys of its storages.
 _N_LEGACY_PICKLES = 5
 _UNKNOWN = "(computed while unpickling)"
+_DTYPE_CODE = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,9}")
 _PUTS = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 
@@ -30,7 +46,8 @@ _GETS = {"GET", "BINGET", "LONG_BINGET"}
 def required_globals(f: Any) -> dict[str, str]:
     """Return the functions and classes that a checkpoint names.
 
-    The steps of the pickle are read, and none is taken.
+    The steps of the pickle are read, and none is taken.  With NumPy's arrays there are the classes
+    of their dtypes, which no file names, but torch wants to have allowed, too.
 
     Parameters
     ----------
@@ -64,6 +81,7 @@ def required_globals(f: Any) -> dict[str, str]:
     if is_url(f):
         with FsspecFile(f, {}).open() as stream:
             return _globals_in(stream, f, path)
+    refuse_special_file(f)
     with open(f, "rb") as stream:
         return _globals_in(stream, f, path)
 
@@ -78,12 +96,12 @@ def _globals_in(stream: BinaryIO, f: Any, path: str) -> dict[str, str]:
     if is_legacy(head):
         found: dict[str, str] = {}
         for _ in range(_N_LEGACY_PICKLES):
-            found |= _named_in(stream, path)
+            found |= globals_in_pickle(stream, path)
         return found
     if not is_zip(head):
         what = what_it_is(head, nbytes)
         raise NotCheckpointError(f"{path} is no checkpoint: {what}", path=path)
-    return _named_in(io.BytesIO(_pickle_of(f, stream, path)), path)
+    return globals_in_pickle(io.BytesIO(_pickle_of(f, stream, path)), path)
 
 
 def _pickle_of(f: Any, stream: BinaryIO, path: str) -> bytes:
@@ -101,24 +119,27 @@ def _pickle_of(f: Any, stream: BinaryIO, path: str) -> bytes:
     return data
 
 
-def _named_in(stream: BinaryIO, path: str) -> dict[str, str]:
-    """Return the globals of one pickle, at whose end the stream is left."""
+def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
+    """Return the globals of one pickle, at whose end the stream is left, as `required_globals`."""
     found: dict[str, str] = {}
     memo: dict[int, str | None] = {}
     strings: list[str | None] = []  # the last values that were pushed; None for no text
     try:
         for opcode, argument, _ in pickletools.genops(stream):
+            value: str | None = argument if isinstance(argument, str) else None
             if opcode.name in ("GLOBAL", "INST"):
-                _add(found, *str(argument).split(" ", 1))
+                value = _add(found, *str(argument).split(" ", 1))
             elif opcode.name == "STACK_GLOBAL":
-                _add(found, *(strings if len(strings) == 2 else (None, None)))
+                value = _add(found, *(strings if len(strings) == 2 else (None, None)))
             if opcode.name in _PUTS:
                 key = len(memo) if opcode.name == "MEMOIZE" else int(str(argument))
                 memo[key] = strings[-1] if strings else None
             elif opcode.name in _GETS:
                 strings.append(memo.get(int(str(argument))))
             elif opcode.stack_after:
-                strings.append(argument if isinstance(argument, str) else None)
+                strings.append(value)
+            if len(strings) > 1 and _is_dtype(strings[-2]):
+                found |= _dtype_class(strings[-1])
             del strings[:-2]
     except (ValueError, AttributeError, IndexError, OverflowError, UnicodeError) as error:
         raise CorruptCheckpointError(
@@ -127,16 +148,38 @@ def _named_in(stream: BinaryIO, path: str) -> dict[str, str]:
     return found
 
 
-def _add(found: dict[str, str], module: str | None, name: str | None) -> None:
+class _Global(str):
+    """The full name of a global, among texts that are none."""
+
+
+def _add(found: dict[str, str], module: str | None, name: str | None) -> _Global:
     if not module or not name:
         found[_UNKNOWN] = ""
-        return
+        return _Global(_UNKNOWN)
     # Files are written with the names of Python 2.
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
     found[f"{module}.{name}"] = module
+    return _Global(f"{module}.{name}")
+
+
+def _is_dtype(value: str | None) -> bool:
+    return isinstance(value, _Global) and value == "numpy.dtype"
+
+
+def _dtype_class(code: str | None) -> dict[str, str]:
+    """Return the class of the dtype that NumPy makes of such a text, and its module."""
+    if code is None or not _DTYPE_CODE.fullmatch(code):
+        return {}
+    with suppress(ImportError, TypeError, ValueError):
+        import numpy
+
+        kind = type(numpy.dtype(code))
+        if kind.__module__ == "numpy.dtypes":  # before NumPy 1.25 they have no names
+            return {f"numpy.dtypes.{kind.__name__}": "numpy.dtypes"}
+    return {}
 
 
 def unsafe_globals(names: Iterable[str]) -> list[str]:

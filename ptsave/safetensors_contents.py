@@ -37,6 +37,7 @@ class SafetensorsContents:
 
     def __init__(self, source: RangeSource) -> None:
         header = read_header(source)
+        self.kind = "safetensors"  # the file's own "format" is the library it was written for
         self.metadata = {"format": "safetensors", **header.metadata}
         self.nbytes = source.nbytes
         self.obj: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, what_came_instead
+from ptsave.not_checkpoints import HEAD_NBYTES, refuse_special_file, what_came_instead
 from ptsave.sources import expect_no_more_reads
 
 __all__ = [
@@ -281,6 +281,7 @@ def refuse_what_is_no_checkpoint(path: str) -> None:
     OSError
         If it cannot be opened, or is a directory.
     """
+    refuse_special_file(path)
     with open(path, "rb") as stream:
         expect_no_more_reads(stream.fileno())
         head = stream.read(HEAD_NBYTES)

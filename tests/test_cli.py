@@ -97,7 +97,7 @@ def test_refusal_of_weights_only_is_short(tmp_path: Path) -> None:
         result = CliRunner().invoke(commands, ["ls", str(tmp_path / name)])
         assert result.exit_code == FAILED
         assert f"allows: {needed} (`ptsave globals FILE`" in result.stderr
-        assert len(result.stderr) < 200
+        assert len(result.stderr.replace(str(tmp_path), "")) < 200
 
 
 class Runs:

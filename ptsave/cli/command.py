@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ptsave.cli.text import printable
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.reading import MINIZ_ADVICE
 from ptsave.sources import is_url
 
@@ -34,10 +34,12 @@ __all__ = [
 NEGATIVE = 1
 FAILED = 2
 _INTERRUPTED = 130
+_PIPE_CLOSED = 141  # as of programs that SIGPIPE ends
 
 _MAX_LENGTH = 700
 _WEIGHTS_ONLY = "Weights only load failed"
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+_REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _CPP_FRAMES = "\nException raised from "  # behind the messages of torch's C++ part
 
 
@@ -78,8 +80,11 @@ class Command(click.Command):
             with warnings.catch_warnings():
                 warnings.showwarning = _remark_of(ctx)
                 return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:  # click would exit with 1, which is an answer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+            ctx.exit(_PIPE_CLOSED)
         except KeyboardInterrupt:
             _say("interrupted")
             ctx.exit(_INTERRUPTED)
@@ -99,8 +104,10 @@ def one_line(error: BaseException) -> str:
     """Return what an error says, in one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    elif isinstance(error, OSError) and error.strerror:  # of standard output
+        text = error.strerror
     elif isinstance(error, UnpicklingError) and _WEIGHTS_ONLY in str(error):
-        text = _short_refusal(str(error))
+        text = _short_refusal(str(error), getattr(error, "path", "the file"))
     elif type(error) is KeyError:
         text = f"no entry {error}"
     else:
@@ -113,14 +120,14 @@ def one_line(error: BaseException) -> str:
     )
 
 
-def _short_refusal(message: str) -> str:
-    """Return what torch's restricted unpickler has refused, without its advice."""
+def _short_refusal(message: str, path: str) -> str:
+    """Return what torch's restricted unpickler has refused in a file, without its advice."""
+    needs = f"{path} needs more than torch.load(weights_only=True) allows"
     found = _REFUSED.search(message)
-    what = f": {found[1]}" if found else ""
-    return (
-        f"the file needs more than torch.load(weights_only=True) allows{what} (`ptsave globals "
-        "FILE` lists what, and runs nothing)"
-    )
+    if found:
+        return f"{needs}: {found[1]} (`ptsave globals FILE` lists what, and runs nothing)"
+    reason = _REASON.search(message)  # no global would help
+    return f"{needs}: {reason[1]}" if reason else needs
 
 
 def report_error(ctx: click.Context, error: Exception) -> None:
@@ -142,10 +149,15 @@ def note(ctx: click.Context, text: str) -> None:
 
 
 def _remark_of(ctx: click.Context) -> Callable[..., None]:
-    """Return what shows a warning as a remark."""
+    """Return what shows a warning as a remark, if it is about the file.
 
-    def show(message: Warning | str, *place: object) -> None:
-        note(ctx, one_line(message) if isinstance(message, Warning) else message)
+    What libraries say to programmers, such as torch of storages and of quantized tensors that it
+    makes, is for ``--debug``.
+    """
+
+    def show(message: Warning | str, category: type[Warning], *place: object) -> None:
+        if issubclass(category, CheckpointWarning) or ctx.ensure_object(Settings).debug:
+            note(ctx, one_line(message) if isinstance(message, Warning) else message)
 
     return show
 

@@ -41,7 +41,7 @@ def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
     ]
     return {
         "path": listing.path,
-        "format": listing.metadata["format"],
+        "format": listing.kind,
         "metadata": listing.metadata,
         "tensors": [_tensor_json(listing, number) for number in tensors],
         "values": [

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from ptsave.archive_listing import Facts
-from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
+from ptsave.cli.text import (
+    count_text,
+    dtype_text,
+    n_columns,
+    padded,
+    printable,
+    shape_text,
+    size_text,
+)
 from ptsave.entry_tree import EntryTree, Node, is_plain
 from ptsave.file_listing import FileListing, Totals
 
@@ -36,8 +44,16 @@ def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | No
     nodes = listing.tree.nodes
     if max_depth is not None:
         numbers = [number for number in numbers if nodes[number].depth < max_depth]
-    names = [_INDENT * nodes[i].depth + printable(str(nodes[i].key)) for i in numbers]
+    alone = len(nodes) == 1 and not listing.tree.path_of(0)
+    names = [
+        "" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers
+    ]
     return _Table(listing).lines(numbers, names)
+
+
+def _key_text(key: str) -> str:
+    """Return a key; quoted if its beginning or end could not be seen."""
+    return printable(key) if key and key == key.strip(" ") else f"'{printable(key)}'"
 
 
 def lines_by_size(listing: FileListing, numbers: Sequence[int]) -> list[str]:
@@ -69,11 +85,11 @@ class _Table:
         columns = [*self._kinds.values(), *others.values()]
         widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
         texts = {row: _joined(row, widths) for row in columns}
-        width = min(max(map(len, names), default=0), _MAX_NAME_WIDTH)
+        width = min(max(map(n_columns, names), default=0), _MAX_NAME_WIDTH)
         sharing, places = self._listing.sharing, self._listing.places
         lines = []
         for number, name, kind, tensor in zip(numbers, names, kinds, tensors, strict=True):
-            line = f"{name.ljust(width)}  {texts[kind or others[number]]}"
+            line = f"{padded(name, width)}  {texts[kind or others[number]]}"
             if tensor in sharing or (tensor >= 0 and places[tensor][3] not in (None, "cpu")):
                 line += self._remarks(nodes[number])
             lines.append(line.rstrip())
@@ -189,7 +205,7 @@ def totals_lines(totals: Totals) -> list[str]:
     lines = ["; ".join(sums)]
     if totals.unused_nbytes:
         lines.append(
-            f"{size_text(totals.unused_nbytes)} of the storages is in no tensor: `ptsave compact` "
-            "leaves it out"
+            f"{size_text(totals.unused_nbytes)} of the storages are in no tensor: `ptsave compact` "
+            "leaves them out"
         )
     return lines

@@ -45,7 +45,8 @@ def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_
     """List what FILE holds: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, or a directory of shards (or their index). NAMEs are
-    names of entries, with all that is in them, or patterns such as '*.weight'. No tensor is read.
+    names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a
+    path of keys. No tensor is read.
     """
     gc.disable()  # what is made lives until the end
     shards = files_at(file)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["count_text", "dtype_text", "printable", "shape_text", "size_text"]
+__all__ = [
+    "count_text",
+    "dtype_text",
+    "n_columns",
+    "padded",
+    "printable",
+    "shape_text",
+    "size_text",
+]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -48,6 +57,25 @@ def count_text(n: int, noun: str) -> str:
     ('1 tensor', '100,000 tensors')
     """
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def padded(text: str, width: int) -> str:
+    """Return text with blanks behind it up to a width, as a terminal shows it.
+
+    >>> padded("ab", 4) + "|", padded("\u65e5", 4) + "|"
+    ('ab  |', '\u65e5  |')
+    """
+    return text + " " * (width - n_columns(text))
+
+
+def n_columns(text: str) -> int:
+    """Return how many columns of a terminal some text takes: two for a character of Chinese."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
 
 
 def printable(text: str) -> str:

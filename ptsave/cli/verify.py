@@ -19,6 +19,7 @@ from ptsave.cli.command import (
 )
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable, size_text
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.file_verification import Problem, Verification, compare_with_index, verify_file
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.shard_files import ShardFiles, files_at
@@ -109,6 +110,10 @@ def _model_at(path: str) -> _Model:
             raise
         # A shard is missing.
         return _Model(path, ShardFiles([]), [Problem(f"{error.filename}: {error.strerror}")])
+    except NotCheckpointError:
+        raise
+    except CorruptCheckpointError as error:  # the index
+        return _Model(path, ShardFiles([]), [Problem(str(error))])
     if files is None and not is_url(path):
         os.stat(path)
     return _Model(path, files or ShardFiles([path]), [])

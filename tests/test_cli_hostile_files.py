@@ -1,0 +1,235 @@
+"""Files that nobody has meant to be read: what the commands say of them is still true."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+import ptsave
+from ptsave.cli.command import Command
+from ptsave.cli.main import commands
+from ptsave.errors import CheckpointWarning
+from ptsave.file_verification import verify_file
+from ptsave.required_globals import required_globals
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, [*map(str, arguments)])
+
+
+def saved(obj: object) -> dict[str, bytes]:
+    """Return the records that torch makes of an object."""
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    with zipfile.ZipFile(stream) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def archive_of(path: Path, records: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_format_that_a_safetensors_file_claims(tmp_path: Path) -> None:
+    """Files of transformers say that they are for "pt": that does not make them archives."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3)}, path, metadata={"format": "pt"})
+    assert "a safetensors file has no checksums" in run("verify", path).stderr
+    assert '"format": "safetensors"' in run("ls", "--json", path).stdout
+
+
+@pytest.mark.parametrize("name", ["version", ".data/version", ".storage_alignment", "byteorder"])
+def test_nonsense_in_a_small_record(tmp_path: Path, name: str) -> None:
+    records = saved({"a": torch.ones(3)})
+    prefix = next(iter(records)).split("/")[0]
+    path = archive_of(tmp_path / "a.pt", records | {f"{prefix}/{name}": b"\xff\xff\xff\x7f"})
+    result = run("verify", path)
+    assert result.exit_code in (0, 1), result.stderr
+    assert result.exit_code == 0 or "DAMAGED" in result.stdout
+    assert (run("ls", path).exit_code == 0) == (result.exit_code == 0)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80\x02X\xff\xff\xff\x7fabc.", b"\x80\x02\x8b\xff\xff\xff\x7fa."]
+)
+def test_pickle_that_ends_too_soon(tmp_path: Path, data: bytes) -> None:
+    records = {"x/data.pkl": data, "x/version": b"3\n", "x/byteorder": b"little"}
+    result = run("verify", archive_of(tmp_path / "a.pt", records))
+    assert result.exit_code == 1
+    assert "pickle is damaged" in result.stdout
+
+
+def sparse() -> dict[str, torch.Tensor]:
+    return {"a": torch.ones(2), "coo": torch.eye(4).to_sparse(), "b": torch.ones(3)}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:TypedStorage")
+def test_tensors_that_need_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.pt"
+    torch.save(sparse(), path)
+    assert verify_file(path).tensors == list(sparse())
+    quantized = torch.ops.aten.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    torch.save({"a": torch.ones(2), "q": quantized}, path)
+    found = verify_file(path)
+    assert found.tensors == ["a", "q"]
+    assert not found.remarks
+
+
+@pytest.mark.parametrize("record", ["data/1", "data/2"])
+def test_damage_in_any_part_of_a_sparse_tensor(tmp_path: Path, record: str) -> None:
+    path = tmp_path / "sparse.pt"
+    torch.save(sparse(), path)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        part = archive.read(f"sparse/{record}")
+    data[data.index(part)] ^= 1
+    path.write_bytes(data)
+    found = verify_file(path)
+    assert [problem.entries for problem in found.problems] == [["coo"]]
+    assert found.whole == ["a", "b"]
+    path.write_bytes(data[: -len(data) // 20])  # without a directory
+    assert verify_file(path).whole == ["a", "b"]
+
+
+def test_pipes_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    os.mkfifo(path)
+    commands_on_it = [[name, path] for name in ("ls", "verify", "globals")]
+    commands_on_it += [["extract", path, "a"], ["diff", path, path], ["ls", tmp_path]]
+    for arguments in commands_on_it:
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "it is no regular file" in result.stderr
+    with pytest.raises(OSError, match="not a file"):
+        ptsave.load_model(torch.nn.Linear(1, 1), tmp_path)
+
+
+def test_archive_cut_in_its_first_name(tmp_path: Path) -> None:
+    path = archive_of(tmp_path / "a.pt", saved([torch.ones(3)]))
+    data = path.read_bytes()
+    for nbytes in range(4, 40, 3):
+        path.write_bytes(data[:nbytes])
+        assert "failed reading zip archive" in run("ls", path).stderr
+
+
+def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
+    """torch wants the classes of dtypes to be allowed, too, which no pickle names."""
+    path = tmp_path / "a.pt"
+    arrays: list[Any] = [np.arange(3.0), np.zeros(2, dtype=">u2"), np.array(["x"]), np.float16(1.5)]
+    torch.save({"rng": np.random.get_state(), "arrays": arrays}, path, pickle_protocol=4)
+    named = required_globals(path)
+    torch.save({"rng": np.random.get_state(), "arrays": arrays}, path)
+    assert required_globals(path).keys() - named.keys() == {"_codecs.encode"}
+    result = run("globals", path)
+    code = "\n".join(line.strip() for line in result.stdout.splitlines() if line.startswith("    "))
+    assert result.exit_code == 1
+    with torch.serialization.safe_globals([]):  # which forgets them afterwards
+        exec(code, {})
+        loaded = torch.load(path)
+    assert all(np.array_equal(*pair) for pair in zip(loaded["arrays"], arrays, strict=True))
+
+
+def test_what_is_refused_in_which_file(tmp_path: Path) -> None:
+    plain, other, odd = (tmp_path / name for name in ("plain.pt", "other one.pt", "odd.pt"))
+    torch.save([1], plain)
+    torch.save([np.float64(1)], other)
+    message = run("diff", plain, other).stderr
+    assert message.startswith(f"ptsave: {other} needs more than")
+    assert "`ptsave globals FILE`" in message
+    archive_of(odd, {"x/data.pkl": b"\x80\x02K\x01K\x01b.", "x/version": b"3\n"})
+    message = run("ls", odd).stderr
+    assert "Can only build Tensor" in message
+    assert "ptsave globals" not in message  # which would say that there is nothing
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_that_are_not_about_the_file() -> None:
+    @click.command("warn", cls=Command)
+    def command() -> None:
+        warnings.warn("a remark for programmers", UserWarning, stacklevel=1)
+        warnings.warn("a remark on the file", CheckpointWarning, stacklevel=1)
+
+    assert CliRunner().invoke(command, []).stderr == "ptsave: a remark on the file\n"
+    assert "programmers" in CliRunner().invoke(command, ["--debug"]).stderr
+
+
+def odd_names() -> dict[object, object]:
+    return {
+        "a": {"b": torch.ones(1)},
+        "a.b": torch.ones(2),
+        0: torch.ones(3),
+        "0": torch.ones(4),
+        "(1, 2)": torch.ones(5),
+        "": torch.ones(6),
+        " ": torch.ones(7),
+        "\u65e5\u672c": torch.ones(8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [("('a.b',)", 2), ("('a', 'b')", 1), ("(0,)", 3), ("('0',)", 4), ("(1, 2)", 5), ("('',)", 6)],
+)
+def test_names_that_are_tuples_or_look_so(tmp_path: Path, name: str, n: int) -> None:
+    """ls, and what extract says of ambiguous names, show what both commands take."""
+    path, output = tmp_path / "odd.pt", tmp_path / "o.pt"
+    torch.save(odd_names(), path)
+    assert f"float32 [{n}] " in " ".join(run("ls", path, name).stdout.split())
+    assert run("extract", path, name, "-o", output).exit_code == 0
+    assert torch.load(output).shape == (n,)
+
+
+def test_names_are_seen_and_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "odd.pt"
+    torch.save(odd_names(), path)
+    lines = [line for line in run("ls", path).stdout.splitlines() if " [" in line]
+    columns = {line.index("float32") + sum(c >= "\u2e80" for c in line) for line in lines}
+    assert len(columns) == 1
+    assert [line.split("  ")[0] for line in lines if line.startswith("'")] == ["''", "' '"]
+
+
+@pytest.mark.parametrize("index", [b"\xff garbage", b"[1]", b'{"weight_map": {"a": "../b"}}'])
+def test_damaged_index(tmp_path: Path, index: bytes) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert "model.safetensors.index.json: " in result.stdout
+    assert "ptsave verify" not in result.stdout + result.stderr
+
+
+def test_pipe_that_nobody_reads(tmp_path: Path) -> None:
+    """1 would be an answer: of verify, that the file is damaged."""
+    torch.save([torch.ones(3)], tmp_path / "a.pt")
+    command = [sys.executable, "-m", "ptsave", "verify", str(tmp_path / "a.pt")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (2, b"ptsave: No space left on device\n")
+
+
+def test_extract_to_a_directory(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    for force in ([], ["--force"]):
+        result = run("extract", tmp_path / "a.pt", "a", "-o", tmp_path, *force)
+        assert result.exit_code == 2
+        assert "is a directory: name a file in it" in result.stderr
