@@ -49,7 +49,7 @@ class PackedModules:
     Raises
     ------
     TypeError
-        For a value that is neither.
+        For a value that is neither, and for what is no mapping.
     ValueError
         For an empty name, and for a name that the mapping sends to two places.
 
@@ -63,6 +63,10 @@ class PackedModules:
     """
 
     def __init__(self, mapping: PackedModulesMapping) -> None:
+        if not isinstance(mapping, Mapping):
+            raise TypeError(
+                f"packed_modules_mapping must be a mapping, not {type(mapping).__name__}"
+            )
         self._routes: dict[tuple[str, ...], tuple[str, ShardId]] = {}
         self._shard_ids: dict[str, dict[ShardId, None]] = {}  # in the mapping's order
         for name, value in mapping.items():

@@ -111,3 +111,9 @@ def test_empty_names_are_refused(mapping: Any) -> None:
 def test_a_name_goes_to_one_place() -> None:
     with pytest.raises(ValueError, match="k_proj"):
         PackedModules({"qk": ["q_proj", "k_proj"], "kv": ["k_proj", "v_proj"]})
+
+
+@pytest.mark.parametrize("mapping", [[("qkv_proj", ["q_proj"])], "qkv_proj", 1])
+def test_what_is_no_mapping_is_a_type_error(mapping: Any) -> None:
+    with pytest.raises(TypeError, match="must be a mapping"):
+        PackedModules(mapping)
