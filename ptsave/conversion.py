@@ -339,8 +339,11 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
     both = os.path.exists(source) and os.path.exists(target.path)
     if both and not target.is_directory and os.path.samefile(source, target.path):
         raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
-    taken = target.path if os.path.lexists(target.path) else ""
+    path = target.path.rstrip("/") if target.is_directory else target.path
+    taken = target.path if os.path.lexists(path) else ""
     if target.is_directory and taken:
+        if not os.path.isdir(target.path):
+            raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
         files = FORMAT_FILES[target.format]
         names = {files.single, files.index} | files_of_sets(target.path, files)
         found = sorted(name for name in names if os.path.lexists(os.path.join(taken, name)))

@@ -59,7 +59,9 @@ def flatten(obj: Any, dtypes: Collection[torch.dtype] | None) -> Flattened:
     sharing: list[str] = []
     for path, value in _leaves(obj, result):
         name = dotted(path)
-        reason = _reason_against(value, dtypes) if path else "it has no name: save a dict of it"
+        reason = _reason_against(value, dtypes)
+        if reason is None and not path:
+            reason = "it has no name: save a dict of it"
         if reason is not None:
             result.losses.append(f"{name or 'the object itself'} ({reason})")
             continue
