@@ -221,6 +221,13 @@ class _Writing:
             _StreamedShards(
                 folder, self._target.format, shards, self._fsync, self._plan, self._write
             ).write()
+        for other in FORMAT_FILES.keys() - {self._target.format}:
+            files = FORMAT_FILES[other]
+            for name in (files.single, files.index):
+                if os.path.lexists(os.path.join(folder, name)):
+                    self._conversion.remarks.append(
+                        f"{name} is in the directory, too: of both, readers take the safetensors"
+                    )
 
     def _plan(self, shard: Shard, path: str) -> StreamedPlan:
         if self._target.format == "safetensors":
@@ -236,7 +243,7 @@ class _Writing:
 
     def _flat(self, *, drop: bool) -> Flattened:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
-        flat = flatten(self._checkpoint.obj, dtypes)
+        flat = flatten(self._checkpoint.obj, dtypes, keeps_ties=dtypes is None)
         self._conversion.remarks += flat.remarks
         self._conversion.n_tensors = len(flat.tensors)
         if flat.losses and not drop:

@@ -378,6 +378,22 @@ def test_views_in_pickled_shards(tmp_path: Path) -> None:
     assert found["q"].data_ptr() == found["tied"].data_ptr()
 
 
+def test_remarks_on_ties_are_true(tmp_path: Path) -> None:
+    weight = torch.randn(5, 3)
+    tensors = {"a": weight, "b": weight[:], "part": weight[1:], "c": weight, "t": weight.t()}
+    torch.save(tensors, tmp_path / "a.pt")
+    result = succeed(tmp_path / "a.pt", tmp_path / "shards", "--format", "pt")
+    assert "part, t share memory with others" in result.stderr
+    found = torch.load(tmp_path / "shards" / "pytorch_model.bin")
+    check_same(found, tensors)
+    groups: dict[int, list[str]] = {}
+    for name, tensor in found.items():
+        groups.setdefault(tensor.data_ptr(), []).append(name)
+    assert [*groups.values()] == [["a", "b", "c"], ["part"], ["t"]]
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert "b, part, c, t share memory with others" in result.stderr
+
+
 def test_shards_of_another_kind(tmp_path: Path) -> None:
     tensors = {str(i): torch.randn(100) for i in range(6)}
     ptsave.save_model(tensors, tmp_path / "m", max_shard_size="1KB", format="pt")
@@ -607,7 +623,8 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
     assert nothing_but(tmp_path, "a.pt", "b.pt", "link.pt", "model", "pickled")
     succeed(path, tmp_path / "b.pt", "--force")
     succeed(path, tmp_path / "b.xyz", "--format", "safetensors")
-    succeed(path, tmp_path / "pickled")  # the other format is left alone
+    result = succeed(path, tmp_path / "pickled")  # the other format is left alone
+    assert "pytorch_model.bin is in the directory, too" in result.stderr
     assert nothing_but(tmp_path / "pickled", "model.safetensors", "pytorch_model.bin")
 
 
