@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from bisect import bisect_right
-from collections import Counter
+import pickle
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 from ptsave import _C
 from ptsave.archive_contents import as_saved
 from ptsave.payload_sources import PayloadSources, StoragePlace, check_records, unfilled_tensors
+from ptsave.pickling import pickle_object
 from ptsave.progress import progress_bar
 from ptsave.reading_entries import leaves_of, read_entry
 from ptsave.slicing import span_of
@@ -29,6 +29,8 @@ __all__ = ["Compaction", "compact"]
 
 # How much larger than its elements the part of a storage may be that only one tensor uses.
 _MAX_SPARSE = 2
+# What a storage more takes in a file, at most: its headers, its alignment, its part of the pickle.
+_RECORD_NBYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,15 @@ def compact(
     A view that is saved takes its whole storage along.  Here it gets a storage of what lies between
     its first and its last element, or, if it would leave most of that unused, of its elements
     alone.  Views that overlap share one storage, so writing through one still changes the others;
-    those of one storage that do not overlap share nothing afterwards.  All else stays as it is.
+    those of one storage that are a KiB or more apart share nothing afterwards.  (Between others a
+    storage more would take what it saves.)  All else stays as it is.
 
     Parameters
     ----------
     source : str or os.PathLike
         The file, which is loaded with ``weights_only=True``.
     target : str or os.PathLike, optional
-        Where to write: over the source by default, if that saves anything.
+        Where to write: over the source by default, if that makes it smaller.
     dry_run : bool, default False
         Whether only to find out what would be saved.
     force : bool, default False
@@ -101,8 +104,9 @@ def compact(
 
     Notes
     -----
-    Files that only load as a whole are rewritten from memory.  Sparse and quantized tensors and
-    those of other types than torch's own stay as they are.
+    Files that only load as a whole are rewritten from memory.  Sparse and quantized tensors, those
+    with attributes and those of other types than torch's own stay as they are, and so do views that
+    share memory with them.
 
     Examples
     --------
@@ -132,7 +136,8 @@ def compact(
         obj = read_entry(checkpoint.obj, compactor.compact)
         plan = PicklePlan(obj, path, sources)
         before = sum(os.stat(file).st_size for file in checkpoint.files)
-        writes = not dry_run and (target is not None or compactor.n_storages > 0)
+        is_smaller = compactor.n_storages > 0 and plan.nbytes < before
+        writes = not dry_run and (target is not None or is_smaller)
         if writes:
             check_records(compactor.in_parts)
             with progress_bar(progress, "compacting", plan.nbytes, delay=1) as callback:
@@ -148,11 +153,27 @@ def _check_target(source: str, path: str, *, force: bool) -> None:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", path)
 
 
-class _Extent(NamedTuple):
-    """Bytes of a storage that tensors use."""
+class _Part(NamedTuple):
+    """Bytes of a storage that tensors use.
+
+    Attributes
+    ----------
+    begin, end : int
+        Which.
+    users : list of int
+        The numbers of these tensors.
+    nbytes : int
+        How many are kept: fewer, if those of a single tensor are packed.
+    """
 
     begin: int
     end: int
+    users: list[int]
+    nbytes: int
+
+    @property
+    def is_packed(self) -> bool:
+        return self.nbytes < self.end - self.begin
 
 
 class _Compactor:
@@ -174,66 +195,66 @@ class _Compactor:
 
     def compact(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of the same shapes, strides and kinds in the same order."""
-        by_storage: dict[int, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            if _is_plain(tensor):
-                by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(i)
         result = list(tensors)
-        storages = [tensors[group[0]].untyped_storage() for group in by_storage.values()]
+        groups = _by_storage(tensors)
+        storages = [tensors[group[0]].untyped_storage() for group in groups]
         places = self._sources.places_of(storages)
-        kept: list[tuple[list[int], list[_Extent], StoragePlace]] = []
-        for group, storage, place in zip(by_storage.values(), storages, places, strict=True):
-            extents = _extents([tensors[i] for i in group])
-            if sum(end - begin for begin, end in extents) < storage.nbytes():
-                kept.append((group, extents, place or self._sources.memory(storage)))
-        self._replace(result, kept)
+        kept: list[tuple[_Part, StoragePlace]] = []
+        for group, storage, place in zip(groups, storages, places, strict=True):
+            parts = _parts_of(tensors, group)
+            if sum(part.nbytes for part in parts) < storage.nbytes():
+                self.n_storages += 1
+                self.in_parts.append(place or self._sources.memory(storage))
+                kept += [(part, self.in_parts[-1]) for part in parts]
+                empty = [i for i in group if tensors[i].numel() == 0]  # which are in no part
+                nothing = torch.UntypedStorage(0)
+                for i in empty:
+                    self._move(result, i, nothing, 0)
+        self._pack(result, [part for part, _ in kept if part.is_packed])
+        self._cut(result, [(part, place) for part, place in kept if not part.is_packed])
         return result
 
-    def _replace(
-        self, tensors: list[Tensor], kept: list[tuple[list[int], list[_Extent], StoragePlace]]
+    def _cut(self, tensors: list[Tensor], kept: list[tuple[_Part, StoragePlace]]) -> None:
+        """Let tensors have storages of the parts that they use."""
+        storages = _C.untyped_storages(_C.unfilled_storages([part.nbytes for part, _ in kept]))
+        for (part, place), storage in zip(kept, storages, strict=True):
+            at = StoragePlace(place.source, place.offset + part.begin, part.nbytes)
+            self._sources.put(storage, at)
+            for i in part.users:
+                self._move(tensors, i, storage, part.begin)
+
+    def _move(
+        self, tensors: list[Tensor], i: int, storage: torch.UntypedStorage, begin: int
     ) -> None:
-        sizes = [end - begin for _, extents, _ in kept for begin, end in extents]
-        storages = iter(_C.untyped_storages(_C.unfilled_storages(sizes)))
-        for group, extents, place in kept:
-            self.n_storages += 1
-            self.in_parts.append(place)
-            made = [(extent, next(storages)) for extent in extents]
-            for (begin, end), storage in made:
-                part = StoragePlace(place.source, place.offset + begin, end - begin)
-                self._sources.put(storage, part)
-            homes = {i: _home(tensors[i].detach(), made) for i in group}
-            n_in = Counter(storage.data_ptr() for _, storage in homes.values())
-            for i, (begin, storage) in homes.items():
-                alone = n_in[storage.data_ptr()] == 1
-                tensors[i] = self._over(tensors[i], begin, storage, alone=alone)
+        plain = tensors[i].detach()
+        offset = (span_of(plain)[0] - begin) // plain.itemsize
+        self._put(tensors, i, view_as(storage, plain, offset, plain.stride()))
 
-    def _over(
-        self, tensor: Tensor, begin: int, storage: torch.UntypedStorage, *, alone: bool
-    ) -> Tensor:
-        plain = tensor.detach()
-        if alone and storage.nbytes() > _MAX_SPARSE * plain.nbytes > 0:
-            values = self._contiguous(plain)
-        else:
-            offset = (span_of(plain)[0] - begin) // plain.itemsize
-            values = view_as(storage, plain, offset, plain.stride())
-        self._sources.copy_location(plain, values)
-        return as_saved(tensor, values)
-
-    def _contiguous(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensors: list[Tensor], packed: Sequence[_Part]) -> None:
+        """Let tensors have storages of only their elements."""
+        plain = {str(part.users[0]): tensors[part.users[0]].detach() for part in packed}
         if self._dry_run:
-            return unfilled_tensors([(tensor.dtype, tensor.shape)])[0]
-        return self._sources.contiguous({"": tensor})[""]
+            made = unfilled_tensors([(tensor.dtype, tensor.shape) for tensor in plain.values()])
+        else:
+            made = list(self._sources.contiguous(plain).values())
+        for part, values in zip(packed, made, strict=True):
+            self._put(tensors, part.users[0], values)
+
+    def _put(self, tensors: list[Tensor], i: int, values: Tensor) -> None:
+        self._sources.copy_location(tensors[i].detach(), values)
+        tensors[i] = as_saved(tensors[i], values)
 
 
-def _home(
-    tensor: Tensor, made: list[tuple[_Extent, torch.UntypedStorage]]
-) -> tuple[int, torch.UntypedStorage]:
-    """Return the storage that a tensor goes to, and where that begins in its old one."""
-    begin, end = span_of(tensor)
-    if begin == end:
-        return 0, torch.UntypedStorage(0)
-    i = bisect_right([extent.begin for extent, _ in made], begin) - 1
-    return made[i][0].begin, made[i][1]
+def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the numbers of tensors that may get another storage, by the one that they have."""
+    others = [tensor for tensor in tensors if not _is_plain(tensor)]
+    _, storages = pickle_object(others, pickle, 2)  # which knows what such tensors consist of
+    stays = {storage._cdata for storage in _C.untyped_storages(storages)}
+    groups: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if _is_plain(tensor) and tensor.untyped_storage()._cdata not in stays:
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+    return list(groups.values())
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -248,15 +269,38 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _extents(tensors: Sequence[Tensor]) -> list[_Extent]:
-    """Return the parts of their storage that tensors use; those that overlap are one."""
-    alignment = max(tensor.itemsize for tensor in tensors)
-    merged: list[_Extent] = []
-    spans = (span_of(tensor.detach()) for tensor in tensors)
+def _parts_of(tensors: Sequence[Tensor], group: Sequence[int]) -> list[_Part]:
+    """Return the parts of one storage that tensors use, in order."""
+    alignment = max(tensors[i].itemsize for i in group)
+    spans = ((*span_of(tensors[i].detach()), i) for i in group)
+    merged: list[_Part] = []
     # Views of other dtypes begin at a whole element, too.
-    for begin, end in sorted((b - b % alignment, e) for b, e in spans if b < e):
+    for begin, end, i in sorted((b - b % alignment, e, i) for b, e, i in spans if b < e):
         if merged and begin < merged[-1].end:
-            merged[-1] = _Extent(merged[-1].begin, max(merged[-1].end, end))
+            merged[-1] = _joined(merged[-1], end, i)
         else:
-            merged.append(_Extent(begin, end))
-    return merged
+            merged.append(_Part(begin, end, [i], end - begin))
+    joined: list[_Part] = []
+    for part in (_packed(part, tensors) for part in merged):
+        last = joined[-1] if joined else part
+        is_near = part.begin - last.end < _RECORD_NBYTES
+        if joined and is_near and not last.is_packed and not part.is_packed:
+            joined[-1] = _joined(last, part.end, *part.users)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _joined(part: _Part, end: int, *users: int) -> _Part:
+    part.users.extend(users)
+    end = max(part.end, end)
+    return _Part(part.begin, end, part.users, end - part.begin)
+
+
+def _packed(part: _Part, tensors: Sequence[Tensor]) -> _Part:
+    """Return a part without what lies between the elements of its only tensor, if that is much."""
+    nbytes = tensors[part.users[0]].nbytes
+    saved = part.nbytes - nbytes
+    if len(part.users) > 1 or saved < _RECORD_NBYTES or part.nbytes <= _MAX_SPARSE * nbytes:
+        return part
+    return part._replace(nbytes=nbytes)

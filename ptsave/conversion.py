@@ -221,6 +221,13 @@ class _Writing:
             _StreamedShards(
                 folder, self._target.format, shards, self._fsync, self._plan, self._write
             ).write()
+        for other in FORMAT_FILES.keys() - {self._target.format}:
+            files = FORMAT_FILES[other]
+            for name in (files.single, files.index):
+                if os.path.lexists(os.path.join(folder, name)):
+                    self._conversion.remarks.append(
+                        f"{name} is in the directory, too: of both, readers take the safetensors"
+                    )
 
     def _plan(self, shard: Shard, path: str) -> StreamedPlan:
         if self._target.format == "safetensors":
@@ -236,7 +243,7 @@ class _Writing:
 
     def _flat(self, *, drop: bool) -> Flattened:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
-        flat = flatten(self._checkpoint.obj, dtypes)
+        flat = flatten(self._checkpoint.obj, dtypes, keeps_ties=dtypes is None)
         self._conversion.remarks += flat.remarks
         self._conversion.n_tensors = len(flat.tensors)
         if flat.losses and not drop:
@@ -339,8 +346,11 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
     both = os.path.exists(source) and os.path.exists(target.path)
     if both and not target.is_directory and os.path.samefile(source, target.path):
         raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
-    taken = target.path if os.path.lexists(target.path) else ""
+    path = target.path.rstrip("/") if target.is_directory else target.path
+    taken = target.path if os.path.lexists(path) else ""
     if target.is_directory and taken:
+        if not os.path.isdir(target.path):
+            raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
         files = FORMAT_FILES[target.format]
         names = {files.single, files.index} | files_of_sets(target.path, files)
         found = sorted(name for name in names if os.path.lexists(os.path.join(taken, name)))

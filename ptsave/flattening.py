@@ -37,7 +37,9 @@ class Flattened:
     remarks: list[str] = field(default_factory=list)
 
 
-def flatten(obj: Any, dtypes: Collection[torch.dtype] | None) -> Flattened:
+def flatten(
+    obj: Any, dtypes: Collection[torch.dtype] | None, *, keeps_ties: bool = False
+) -> Flattened:
     """Return the tensors of an object by dotted name.
 
     Parameters
@@ -46,6 +48,8 @@ def flatten(obj: Any, dtypes: Collection[torch.dtype] | None) -> Flattened:
         Dicts, lists and tuples are looked into.
     dtypes : collection of torch.dtype or None
         What the format has; None for all.
+    keeps_ties : bool, default False
+        Whether contiguous tensors that are the same memory in the same shape stay so.
 
     Raises
     ------
@@ -57,9 +61,12 @@ def flatten(obj: Any, dtypes: Collection[torch.dtype] | None) -> Flattened:
     n_nested = n_with_gradients = n_not_contiguous = 0
     storages: dict[int, str] = {}
     sharing: list[str] = []
+    tied: set[tuple[Any, ...]] = set()
     for path, value in _leaves(obj, result):
         name = dotted(path)
-        reason = _reason_against(value, dtypes) if path else "it has no name: save a dict of it"
+        reason = _reason_against(value, dtypes)
+        if reason is None and not path:
+            reason = "it has no name: save a dict of it"
         if reason is not None:
             result.losses.append(f"{name or 'the object itself'} ({reason})")
             continue
@@ -70,8 +77,14 @@ def flatten(obj: Any, dtypes: Collection[torch.dtype] | None) -> Flattened:
         n_nested += len(path) > 1 or not isinstance(path[0], str)
         n_with_gradients += isinstance(value, Parameter) or value.requires_grad
         n_not_contiguous += not value.is_contiguous()
-        if value.numel() and storages.setdefault(value.untyped_storage().data_ptr(), name) != name:
+        if value.numel() == 0:
+            continue
+        storage = value.untyped_storage().data_ptr()
+        place = (storage, value.storage_offset(), value.shape, value.dtype)
+        if storages.setdefault(storage, name) != name and place not in tied:
             sharing.append(name)
+        if keeps_ties and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
+            tied.add(place)
     _remark(result, n_nested, "from within containers: their names are the paths, with dots")
     _remark(result, n_with_gradients, "parameters or with requires_grad, which is not kept")
     _remark(result, n_not_contiguous, "not contiguous: written contiguously")

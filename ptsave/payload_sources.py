@@ -316,7 +316,7 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
     verify = contents.reader.verify and engine.storages_have_crcs
     return StoragePlace(
         source,
-        engine.payload_offset(number),
+        contents.reader.get_record_offset(record.name),
         record.nbytes,
         record.crc if verify else None,
         contents,

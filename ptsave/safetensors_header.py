@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,7 +19,7 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.not_checkpoints import MAX_SAFETENSORS_HEADER_NBYTES
 from ptsave.sources import RangeSource, SparseFile
 
-__all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "read_header"]
+__all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "let_library_read", "read_header"]
 
 _LENGTH_NBYTES = 8  # of the number before the header
 _FIRST_NBYTES = 64 << 10  # fetched at once: most headers are in there
@@ -133,18 +135,13 @@ def _fetch(source: RangeSource) -> bytes:
 def _judge(source: RangeSource, head: bytes) -> None:
     """Let the library look at a file of the same size with nothing but the header in it."""
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
     except ImportError:
         raise ImportError(
             f"{source.name} is read with the help of: pip install safetensors"
         ) from None
-    # For torch all of the file would be mapped, which the system refuses if it is large.
-    framework = "np" if find_spec("numpy") else "pt"
     try:
-        with closing(SparseFile(source.nbytes)) as stand_in:
-            stand_in.write(0, head)
-            with safe_open(f"/proc/self/fd/{stand_in.descriptor}", framework=framework):
-                pass
+        let_library_read(head, source.nbytes, source.name)
     except SafetensorError as error:
         name = _tensor_cut_off(head, source.nbytes)
         where = f"; the file ends before tensor {name} does" if name else ""
@@ -153,6 +150,44 @@ def _judge(source: RangeSource, head: bytes) -> None:
             path=source.name,
             entries=[name] if name else None,
         ) from None
+
+
+def let_library_read(head: bytes, nbytes: int, name: str) -> None:
+    """Let the library read a header, in front of a file that takes no memory.
+
+    Parameters
+    ----------
+    head : bytes
+        The header, with its length.
+    nbytes : int
+        The size of the whole file.
+    name : str
+        What to call the file in messages.
+
+    Raises
+    ------
+    safetensors.SafetensorError
+        If the library does not accept it.
+    OSError
+        If the system refuses such a file, or one more.
+    """
+    from safetensors import safe_open
+
+    # For torch all of the file would be mapped, which the system refuses if it is large.
+    framework = "np" if find_spec("numpy") else "pt"
+    try:
+        with closing(SparseFile(nbytes)) as stand_in:
+            stand_in.write(0, head)
+            path = f"/proc/self/fd/{stand_in.descriptor}"
+            try:
+                with safe_open(path, framework=framework):
+                    pass
+            except FileNotFoundError:  # which the library calls any reason not to open it
+                os.close(os.open(path, os.O_RDONLY))
+                raise
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), name) from None
 
 
 def _tensor_cut_off(head: bytes, file_nbytes: int) -> str:

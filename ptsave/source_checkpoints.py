@@ -111,6 +111,7 @@ def _open_file(
     stack.callback(stream.close)
     head = stream.read(HEAD_NBYTES)
     if is_safetensors(head, os.fstat(stream.fileno()).st_size):
+        stream.close()  # of many shards each descriptor counts
         return _open_safetensors(path, opened, sources, stack, checkpoint)
     checkpoint.is_safetensors = False
     stream.seek(0)

@@ -263,7 +263,10 @@ class LocalFile(_OpenFile):
     def __init__(self, stream: Any, name: str) -> None:
         self.name = name
         self.begin = stream.tell()
-        self.descriptor = os.dup(stream.fileno())
+        try:
+            self.descriptor = os.dup(stream.fileno())
+        except OSError as error:  # which would not say what for
+            raise OSError(error.errno, error.strerror, name) from None
         self.nbytes = max(os.fstat(self.descriptor).st_size - self.begin, 0)
 
     @classmethod
@@ -306,7 +309,11 @@ class SparseFile(_OpenFile):
 
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, nbytes)
+        try:
+            os.ftruncate(self.descriptor, nbytes)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, offset: int, data: bytes) -> None:
         while data:

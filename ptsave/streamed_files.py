@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive_contents import UnreadContents
+from ptsave.errors import SaveError
 from ptsave.payload_sources import PayloadSources, StoragePlace
 from ptsave.pickling import pickle_object
 from ptsave.planning import plan_archive
 from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
-from ptsave.safetensors_header import DTYPES
+from ptsave.safetensors_header import DTYPES, let_library_read
 from ptsave.writing import FileWriter
 
 __all__ = ["PicklePlan", "SafetensorsPlan", "StreamedPlan", "safetensors_dtypes"]
@@ -146,6 +146,7 @@ class SafetensorsPlan(StreamedPlan):
         super().__init__(path, sources)
         if sys.byteorder != "little":
             raise NotImplementedError("safetensors files are little-endian, this machine is not")
+        _check_names(tensors)
         names = sorted(tensors, key=lambda name: _order_of(name, tensors[name]))
         payloads = sources.payloads_of([tensors[name] for name in names])
         header = _header({name: tensors[name] for name in names}, metadata)
@@ -156,7 +157,7 @@ class SafetensorsPlan(StreamedPlan):
             header, sources.open(), [(p.nbytes, p.source, p.offset, p.crc) for p in payloads]
         )
         self.nbytes = self._plan.nbytes
-        _check_header(header, self.nbytes)
+        _check_header(header, self.nbytes, path)
 
 
 # ------------------------------------------------------------------------------------- safetensors
@@ -191,13 +192,23 @@ def _order_of(name: str, tensor: Tensor) -> tuple[int, bytes]:
     return list(safetensors_dtypes()).index(tensor.dtype), name.encode()
 
 
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if name == "__metadata__":
+            raise ValueError("safetensors files have no tensor called '__metadata__': rename it")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"safetensors files have no tensor called {name!r}, which is not Unicode: rename it"
+            ) from None
+
+
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return what a file of these tensors, in this order, begins with, as the library writes it."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, tensor in tensors.items():
-        if name == "__metadata__":
-            raise ValueError("safetensors files have no tensor called '__metadata__': rename it")
         end = begin + tensor.nbytes
         dtype = safetensors_dtypes()[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
@@ -207,18 +218,12 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_header(header: bytes, nbytes: int) -> None:
-    """Let the library read the header, in front of a file of this size that takes no memory."""
-    from safetensors import SafetensorError, safe_open
+def _check_header(header: bytes, nbytes: int, path: str) -> None:
+    from safetensors import SafetensorError
 
-    fd = os.memfd_create("ptsave", os.MFD_CLOEXEC)
     try:
-        with open(fd, "wb", closefd=False) as stream:
-            stream.write(header)
-        os.ftruncate(fd, nbytes)
-        with safe_open(f"/proc/self/fd/{fd}", framework="pt"):
-            pass
+        let_library_read(header, nbytes, path)
     except SafetensorError as error:
         raise ValueError(f"safetensors cannot hold these tensors: {error}") from None
-    finally:
-        os.close(fd)
+    except OSError as error:
+        raise SaveError.from_os_error(error, path) from None

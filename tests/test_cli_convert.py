@@ -21,6 +21,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.serialization import config as _config
@@ -31,6 +32,7 @@ from ptsave.cli.main import commands
 from ptsave.compaction import compact
 from ptsave.conversion import convert
 from ptsave.errors import CorruptCheckpointError
+from ptsave.safetensors_header import let_library_read
 
 config: Any = _config  # a module with methods, which type checkers do not know
 
@@ -321,7 +323,7 @@ def test_names_that_become_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["__metadata__", "\udcff"])
 def test_names_that_the_format_has_not(tmp_path: Path, name: str) -> None:
     torch.save({name: torch.ones(1)}, tmp_path / "a.pt")
-    fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert "rename it" in fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
     assert nothing_but(tmp_path, "a.pt")
 
 
@@ -330,6 +332,8 @@ def test_tensor_alone(tmp_path: Path) -> None:
     assert "has no name" in fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
     succeed(tmp_path / "a.pt", tmp_path / "b.pt")
     assert torch.equal(torch.load(tmp_path / "b.pt"), torch.ones(3))
+    torch.save(7, tmp_path / "a.pt")
+    assert "the object itself (int)" in fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
 
 
 # ------------------------------------------------------------------------------------ directories
@@ -372,6 +376,22 @@ def test_views_in_pickled_shards(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "b.pt")
     check_same({name: found[name] for name in tensors}, tensors)
     assert found["q"].data_ptr() == found["tied"].data_ptr()
+
+
+def test_remarks_on_ties_are_true(tmp_path: Path) -> None:
+    weight = torch.randn(5, 3)
+    tensors = {"a": weight, "b": weight[:], "part": weight[1:], "c": weight, "t": weight.t()}
+    torch.save(tensors, tmp_path / "a.pt")
+    result = succeed(tmp_path / "a.pt", tmp_path / "shards", "--format", "pt")
+    assert "part, t share memory with others" in result.stderr
+    found = torch.load(tmp_path / "shards" / "pytorch_model.bin")
+    check_same(found, tensors)
+    groups: dict[int, list[str]] = {}
+    for name, tensor in found.items():
+        groups.setdefault(tensor.data_ptr(), []).append(name)
+    assert [*groups.values()] == [["a", "b", "c"], ["part"], ["t"]]
+    result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert "b, part, c, t share memory with others" in result.stderr
 
 
 def test_shards_of_another_kind(tmp_path: Path) -> None:
@@ -471,6 +491,21 @@ def test_damage(tmp_path: Path, target: str, name: str) -> None:
     assert f"record data/{number} at offset" in message
     assert f"used by {name}" in message
     assert nothing_but(tmp_path, "damaged.pt")
+
+
+@pytest.mark.parametrize("target", ["out.safetensors", "out.pt"])
+def test_damaged_header_of_a_record(tmp_path: Path, target: str) -> None:
+    torch.save({"a": torch.ones(100)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        offset = archive.getinfo("a/data/0").header_offset
+    with open(tmp_path / "a.pt", "r+b") as stream:
+        stream.seek(offset)
+        stream.write(b"QQ")
+    with pytest.raises(CorruptCheckpointError, match="data/0"):
+        convert(tmp_path / "a.pt", tmp_path / target)
+    with pytest.raises(CorruptCheckpointError, match="data/0"):
+        compact(tmp_path / "a.pt", tmp_path / target)
+    assert nothing_but(tmp_path, "a.pt")
 
 
 def test_damage_keeps_what_is_there(tmp_path: Path) -> None:
@@ -578,6 +613,8 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
         ([path, tmp_path / "c.pt", "--max-shard-size", "5GB"], "for directories"),
         ([path, tmp_path / "dir", "--max-shard-size", "much"], "max_shard_size must be"),
         ([path, tmp_path / "no" / "c.pt"], "no such directory"),
+        ([path, "/dev/null", "--force"], "no directory"),
+        ([path, f"{path}/"], "a.pt: exists and is no directory"),
     ]
     for arguments, words in cases:
         assert words in fail(*arguments)
@@ -586,7 +623,8 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
     assert nothing_but(tmp_path, "a.pt", "b.pt", "link.pt", "model", "pickled")
     succeed(path, tmp_path / "b.pt", "--force")
     succeed(path, tmp_path / "b.xyz", "--format", "safetensors")
-    succeed(path, tmp_path / "pickled")  # the other format is left alone
+    result = succeed(path, tmp_path / "pickled")  # the other format is left alone
+    assert "pytorch_model.bin is in the directory, too" in result.stderr
     assert nothing_but(tmp_path / "pickled", "model.safetensors", "pytorch_model.bin")
 
 
@@ -635,6 +673,38 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("may not mount")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def limited(limit: str, *arguments: object) -> str:
+    """Run the program under a limit of the system; return what it says, in one line."""
+    command = [sys.executable, "-m", "ptsave", "convert", *map(str, arguments)]
+    script = f'ulimit {limit}; exec "$@"'
+    command = ["bash", "-c", script, "_", *command]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_limits_of_the_system(tmp_path: Path) -> None:
+    source, target = tmp_path / "shards", tmp_path / "out.safetensors"
+    ptsave.save_model({str(i): torch.ones(1000) for i in range(80)}, source, max_shard_size=1)
+    message = limited("-n 64", source, target)
+    assert "model-000" in message
+    assert "Too many open files" in message
+    message = limited("-f 100", source, target)
+    assert "out.safetensors: " in message
+    assert "File too large" in message
+    assert nothing_but(tmp_path, "shards")
+
+
+def test_headers_of_files_larger_than_memory() -> None:
+    entry = {"dtype": "U8", "shape": [1 << 45], "data_offsets": [0, 1 << 45]}
+    header = json.dumps({"a": entry}).encode()
+    header = len(header).to_bytes(8, "little") + header
+    let_library_read(header, len(header) + (1 << 45), "large.safetensors")
+    with pytest.raises(SafetensorError):
+        let_library_read(header, len(header), "cut.safetensors")
 
 
 @pytest.mark.parametrize("target", ["b.safetensors", "b.pt", "b"])

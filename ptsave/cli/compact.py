@@ -20,7 +20,7 @@ ptsave compact checkpoint.pt --in-place
 )
 @click.argument("file", type=FILE)
 @click.option("-o", "--output", type=FILE, metavar="OUT", help="Where to write the compact file.")
-@click.option("--in-place", is_flag=True, help="Replace FILE, if that saves anything.")
+@click.option("--in-place", is_flag=True, help="Replace FILE, if that makes it smaller.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be saved.")
 @click.option("-f", "--force", is_flag=True, help="Replace OUT if it is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
@@ -38,7 +38,7 @@ def command(
     """Rewrite a .pt FILE so that its storages hold only what its tensors use.
 
     A view that was saved has taken its whole storage along.  Views that overlap go on sharing
-    memory; those of one storage that do not overlap share none afterwards.
+    memory; those of one storage that are a KiB or more apart share none afterwards.
     """
     from ptsave.compaction import compact
 
@@ -48,12 +48,14 @@ def command(
         file, output, dry_run=dry_run, force=force, fsync=fsync, progress=shows_progress(ctx)
     )
     saved = done.nbytes_before - done.nbytes
+    where = f"wrote {done.path}" if done.is_written else file
+    if done.n_storages == 0:
+        result(ctx, f"{where}: nothing to save: its tensors use all of their storages")
+        return
+    if saved <= 0:
+        result(ctx, f"{where}: nothing to save: it gets no smaller")
+        return
     change = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}"
     parts = f"{done.n_storages} storage{'' if done.n_storages == 1 else 's'}"
-    if done.n_storages == 0:
-        saving = "nothing to save: its tensors use all of their storages"
-        result(ctx, f"wrote {done.path}: {saving}" if done.is_written else f"{file}: {saving}")
-    elif done.is_written:
-        result(ctx, f"wrote {done.path}: {change}, {size_text(saved)} saved in {parts}")
-    else:
-        result(ctx, f"{file}: {change}, {size_text(saved)} could be saved in {parts}")
+    could = "saved" if done.is_written else "could be saved"
+    result(ctx, f"{where}: {change}, {size_text(saved)} {could} in {parts}")
