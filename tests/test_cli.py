@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import ptsave
 from ptsave.cli.command import FAILED, Command, note
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 
 
 def test_module_and_version() -> None:

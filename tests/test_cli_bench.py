@@ -22,7 +22,7 @@ from ptsave.bench.report import SPEED_HEADER
 from ptsave.bench.rounds import LIMIT, Results
 from ptsave.bench.system import filesystem_of, free_memory_nbytes
 from ptsave.bench.task import Figure, Task
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 import ptsave
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 from ptsave.compaction import Compaction, compact
 from ptsave.errors import CorruptCheckpointError
 

@@ -28,7 +28,7 @@ from torch.utils.serialization import config as _config
 
 import ptsave
 from ptsave import payload_sources
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 from ptsave.compaction import compact
 from ptsave.conversion import convert
 from ptsave.errors import CorruptCheckpointError

@@ -17,7 +17,7 @@ from comparison import stock_save
 from safetensors.torch import save_file
 from torch import nn
 
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 
 Run = Callable[..., Result]
 

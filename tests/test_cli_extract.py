@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ptsave
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 
 # The tests run in a folder of their own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}

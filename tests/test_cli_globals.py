@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from comparison import stock_load
 from safetensors.torch import save_file
 
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 from ptsave.required_globals import code_to_allow, required_globals, unsafe_globals
 
 stock_globals = torch.serialization.get_unsafe_globals_in_checkpoint

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import ptsave
 from ptsave.cli.command import Command
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 from ptsave.errors import CheckpointWarning
 from ptsave.file_verification import verify_file
 from ptsave.required_globals import required_globals

@@ -19,7 +19,7 @@ from comparison import stock_load, typed_storage
 from safetensors.torch import save_file
 
 import ptsave
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 from ptsave.entry_tree import EntryTree
 
 BIG = torch.arange(10_000.0).view(100, 100)

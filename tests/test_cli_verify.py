@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ptsave
-from ptsave.cli.main import commands
+from ptsave.cli.commands import commands
 from ptsave.file_verification import verify_file
 
 N_TENSORS = 12

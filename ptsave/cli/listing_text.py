@@ -85,11 +85,13 @@ class _Table:
         columns = [*self._kinds.values(), *others.values()]
         widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
         texts = {row: _joined(row, widths) for row in columns}
-        width = min(max(map(n_columns, names), default=0), _MAX_NAME_WIDTH)
+        is_ascii = "".join(names).isascii()  # the usual case, in which len() will do
+        width = min(max(map(len if is_ascii else n_columns, names), default=0), _MAX_NAME_WIDTH)
+        pad = str.ljust if is_ascii else padded
         sharing, places = self._listing.sharing, self._listing.places
         lines = []
         for number, name, kind, tensor in zip(numbers, names, kinds, tensors, strict=True):
-            line = f"{padded(name, width)}  {texts[kind or others[number]]}"
+            line = f"{pad(name, width)}  {texts[kind or others[number]]}"
             if tensor in sharing or (tensor >= 0 and places[tensor][3] not in (None, "cpu")):
                 line += self._remarks(nodes[number])
             lines.append(line.rstrip())
