@@ -63,6 +63,7 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.state_dicts
 	$(RUN) -m benchmarks.optimizer_state
 	$(RUN) -m benchmarks.restore
+	$(RUN) -m benchmarks.archive
 	$(RUN) -m benchmarks.weights
 	$(RUN) -m benchmarks.async_save
 	$(RUN) -m benchmarks.convert

@@ -109,25 +109,41 @@ def _listing_of(contents: Contents, path: str) -> FileListing:
     tree = EntryTree(contents.obj)
     facts = facts_of(tree.tensors)
     places = contents.places_of(tree.tensors)
-    first_of: dict[object, int] = {}
-    groups: dict[int, list[int]] = {}
-    for number, place in enumerate(places):
-        first = first_of.setdefault(place[0], number)
-        if first != number:
-            groups.setdefault(first, [first]).append(number)
+    groups = _groups_of([place[0] for place in places])
     sharing = {number: group for group in groups.values() for number in group}
-    used = [min(found[4], found[5]) for found in facts]
+    firsts = facts  # of each storage the first tensor
+    if sharing:
+        firsts = [f for i, f in enumerate(facts) if sharing.get(i, (i,))[0] == i]
+    sizes = [found[5] for found in firsts]
+    unused = sum(
+        [size - found[4] for found, size in zip(firsts, sizes, strict=True) if size > found[4]]
+    )
     for first, group in groups.items():
-        used[first] = _used_nbytes({facts[number] for number in group}, facts[first][5])
+        _, _, _, _, nbytes, size = facts[first]
+        used = _used_nbytes({facts[number] for number in group}, size)
+        unused -= used - min(nbytes, size)
     totals = Totals(
         len(facts),
-        sum(found[4] for found in facts),
-        len(first_of),
-        sum(facts[first][5] for first in first_of.values()),
-        sum(facts[first][5] - used[first] for first in first_of.values()),
+        sum([found[4] for found in facts]),
+        len(firsts),
+        sum(sizes),
+        unused,
         contents.nbytes,
     )
     return FileListing(path, contents.kind, contents.metadata, tree, facts, places, sharing, totals)
+
+
+def _groups_of(storages: list[object]) -> dict[int, list[int]]:
+    """Return the numbers of tensors that share a storage, by the first of them."""
+    groups: dict[int, list[int]] = {}
+    if len(set(storages)) == len(storages):
+        return groups
+    first_of: dict[object, int] = {}
+    for number, storage in enumerate(storages):
+        first = first_of.setdefault(storage, number)
+        if first != number:
+            groups.setdefault(first, [first]).append(number)
+    return groups
 
 
 def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:

@@ -27,6 +27,7 @@ _MAX_VALUE_LENGTH = 60
 _MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
 _N_SHOWN = 3  # from each end of a long list
 _INDENT = "  "
+_AT_HOME = (None, "cpu")
 
 
 def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | None) -> list[str]:
@@ -71,40 +72,35 @@ class _Table:
         self._listing = listing
         self._tree = listing.tree
         self._sizes = _sizes_before(listing.tree, listing.facts)
-        self._kinds: dict[tuple[object, ...], tuple[str, str, str, str]] = {}
 
     def lines(self, numbers: Sequence[int], names: Sequence[str]) -> list[str]:
-        nodes = self._tree.nodes
+        nodes, facts = self._tree.nodes, self._listing.facts
         tensors = [nodes[number].tensor for number in numbers]
+        kinds = {facts[i][:3]: facts[i] for i in tensors if i >= 0}
+        rows = {key: _columns_of_tensor(found) for key, found in kinds.items()}
         others = {
             number: self._columns_of(number)
             for number, tensor in zip(numbers, tensors, strict=True)
             if tensor < 0
         }
-        kinds = [None if i < 0 else self._kind_of(self._listing.facts[i]) for i in tensors]
-        columns = [*self._kinds.values(), *others.values()]
+        columns = [*rows.values(), *others.values()]
         widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
-        texts = {row: _joined(row, widths) for row in columns}
+        texts = {key: _joined(row, widths) for key, row in rows.items()}
+        texts_of_others = {number: _joined(row, widths) for number, row in others.items()}
         is_ascii = "".join(names).isascii()  # the usual case, in which len() will do
         width = min(max(map(len if is_ascii else n_columns, names), default=0), _MAX_NAME_WIDTH)
         pad = str.ljust if is_ascii else padded
-        sharing, places = self._listing.sharing, self._listing.places
-        lines = []
-        for number, name, kind, tensor in zip(numbers, names, kinds, tensors, strict=True):
-            line = f"{pad(name, width)}  {texts[kind or others[number]]}"
-            if tensor in sharing or (tensor >= 0 and places[tensor][3] not in (None, "cpu")):
-                line += self._remarks(nodes[number])
-            lines.append(line.rstrip())
-        return lines
-
-    def _kind_of(self, facts: Facts) -> tuple[str, str, str, str]:
-        dtype, shape, stride, _, nbytes, _ = facts
-        kind = self._kinds.get((dtype, shape, stride))
-        if kind is None:
-            remark = "" if _is_contiguous(shape, stride) else f"stride {shape_text(stride)}"
-            kind = dtype_text(dtype), shape_text(shape), size_text(nbytes), remark
-            self._kinds[dtype, shape, stride] = kind
-        return kind
+        lines = [
+            f"{pad(name, width)}  {texts_of_others[number] if i < 0 else texts[facts[i][:3]]}"
+            for number, name, i in zip(numbers, names, tensors, strict=True)
+        ]
+        away = {i for i, place in enumerate(self._listing.places) if place[3] not in _AT_HOME}
+        remarkable = away.union(self._listing.sharing)
+        if remarkable:
+            for at, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
+                if tensor in remarkable:
+                    lines[at] += self._remarks(nodes[number])
+        return [line.rstrip() for line in lines]
 
     def _columns_of(self, number: int) -> tuple[str, str, str, str]:
         """Return the columns of what is no tensor."""
@@ -118,7 +114,7 @@ class _Table:
 
     def _remarks(self, node: Node) -> str:
         location = self._listing.places[node.tensor][3]
-        remarks = [] if location in (None, "cpu") else [printable(str(location))]
+        remarks = [] if location in _AT_HOME else [printable(str(location))]
         group = self._listing.sharing.get(node.tensor)
         if group is not None:
             other = group[0] if group[0] != node.tensor else group[1]
@@ -128,6 +124,12 @@ class _Table:
 
     def _name_of(self, tensor: int) -> str:
         return self._tree.nodes[self._tree.tensor_nodes[tensor]].name
+
+
+def _columns_of_tensor(facts: Facts) -> tuple[str, str, str, str]:
+    dtype, shape, stride, _, nbytes, _ = facts
+    remark = "" if _is_contiguous(shape, stride) else f"stride {shape_text(stride)}"
+    return dtype_text(dtype), shape_text(shape), size_text(nbytes), remark
 
 
 def _sizes_before(tree: EntryTree, facts: Sequence[Facts]) -> list[int]:
