@@ -58,8 +58,9 @@ void register_errors(py::module_& module) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const IoError& error) {
       if (error.errnum() != 0) return set_os_error(error);
-      set_format_error(py::reinterpret_borrow<py::object>(format_error),
-                       FormatError("unexpected end of file", "it ends before what was to be read"));
+      set_format_error(
+          py::reinterpret_borrow<py::object>(format_error),
+          FormatError("unexpected end of file", error.path() + " ends before what was to be read"));
     } catch (const FormatError& error) {
       set_format_error(py::reinterpret_borrow<py::object>(format_error), error);
     } catch (const PythonError&) {

@@ -27,7 +27,7 @@ _MAX_VALUE_LENGTH = 60
 _MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
 _N_SHOWN = 3  # from each end of a long list
 _INDENT = "  "
-_AT_HOME = (None, "cpu")
+_AT_HOME = {None, "cpu"}
 
 
 def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | None) -> list[str]:
@@ -76,31 +76,36 @@ class _Table:
     def lines(self, numbers: Sequence[int], names: Sequence[str]) -> list[str]:
         nodes, facts = self._tree.nodes, self._listing.facts
         tensors = [nodes[number].tensor for number in numbers]
-        kinds = {facts[i][:3]: facts[i] for i in tensors if i >= 0}
-        rows = {key: _columns_of_tensor(found) for key, found in kinds.items()}
-        others = {
-            number: self._columns_of(number)
-            for number, tensor in zip(numbers, tensors, strict=True)
-            if tensor < 0
+        keys = [
+            facts[i][:3] if i >= 0 else number for i, number in zip(tensors, numbers, strict=True)
+        ]
+        rows = {
+            key: self._columns_of(number) if i < 0 else _columns_of_tensor(facts[i])
+            for key, (number, i) in dict(
+                zip(keys, zip(numbers, tensors, strict=True), strict=True)
+            ).items()
         }
-        columns = [*rows.values(), *others.values()]
-        widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
+        widths = [max((len(row[i]) for row in rows.values()), default=0) for i in range(3)]
         texts = {key: _joined(row, widths) for key, row in rows.items()}
-        texts_of_others = {number: _joined(row, widths) for number, row in others.items()}
+        stripped = {key: text.rstrip() for key, text in texts.items()}
         is_ascii = "".join(names).isascii()  # the usual case, in which len() will do
         width = min(max(map(len if is_ascii else n_columns, names), default=0), _MAX_NAME_WIDTH)
         pad = str.ljust if is_ascii else padded
         lines = [
-            f"{pad(name, width)}  {texts_of_others[number] if i < 0 else texts[facts[i][:3]]}"
-            for number, name, i in zip(numbers, names, tensors, strict=True)
+            f"{pad(name, width)}  {stripped[key]}" for name, key in zip(names, keys, strict=True)
         ]
-        away = {i for i, place in enumerate(self._listing.places) if place[3] not in _AT_HOME}
-        remarkable = away.union(self._listing.sharing)
-        if remarkable:
-            for at, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
-                if tensor in remarkable:
-                    lines[at] += self._remarks(nodes[number])
-        return [line.rstrip() for line in lines]
+        for at in self._remarkable(tensors):
+            remarks = self._remarks(nodes[numbers[at]])
+            lines[at] = f"{pad(names[at], width)}  {texts[keys[at]]}{remarks}"
+        return lines
+
+    def _remarkable(self, tensors: Sequence[int]) -> list[int]:
+        """Return where in a list are tensors that share a storage or come from another device."""
+        places, sharing = self._listing.places, self._listing.sharing
+        if not sharing and {place[3] for place in places} <= _AT_HOME:
+            return []
+        away = {i for i, place in enumerate(places) if place[3] not in _AT_HOME}
+        return [at for at, i in enumerate(tensors) if i in sharing or i in away]
 
     def _columns_of(self, number: int) -> tuple[str, str, str, str]:
         """Return the columns of what is no tensor."""
