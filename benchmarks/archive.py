@@ -5,14 +5,16 @@
     python -m benchmarks.archive --output benchmarks/results/archive.md
 
 In each round every workload runs once, in turn.  Every figure comes from a fresh process that has
-imported torch, and ptsave but for the listing.  "Read" is what the process has had read from the
-disk (/proc/self/io), page cache and readahead included.  The limit of verifying is reading the same
-file with the number of threads that is fastest: from the page cache, or past it.  `ptsave ls` is
-the time of the whole process, beside that of one that only imports torch.
+imported torch, and ptsave but for the listing, and collected the garbage of that.  "Read" is what
+the process has had read from the disk (/proc/self/io), page cache and readahead included.  The
+limit of verifying is reading the same file with the number of threads that is fastest: from the
+page cache, or past it.  `ptsave ls` is the time of the whole process, beside that of one that only
+imports torch.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -50,6 +52,7 @@ def run(action: str, folder: str) -> Figure:
 
 
 def _timed(action: Callable[[], object]) -> Figure:
+    gc.collect()  # of what was imported
     before, begin = _read_nbytes(), time.perf_counter()
     action()
     return time.perf_counter() - begin, float(_read_nbytes() - before)
