@@ -8,7 +8,7 @@ In each round every workload runs once, in turn.  Every figure comes from a fres
 imported torch, and ptsave but for the listing, and collected the garbage of that.  "Read" is what
 the process has had read from the disk (/proc/self/io), page cache and readahead included.  The
 limit of verifying is reading the same file with the number of threads that is fastest: from the
-page cache, or past it.  `ptsave ls` is the time of the whole process, beside that of one that only
+page cache into memory that is in use already, or past it.  `ptsave ls` is the time of the whole process, beside that of one that only
 imports torch.
 """
 
@@ -137,7 +137,7 @@ def measure_ls(folder: Path) -> Figure:
 
 _WORKLOADS: dict[str, Callable[[Path], Figure]] = {
     "tensor": measure_tensor,
-    "verify-warm": lambda folder: measure_verify(folder, "cached-read", make_warm),
+    "verify-warm": lambda folder: measure_verify(folder, "resident-read", make_warm),
     "verify-cold": lambda folder: measure_verify(folder, "direct-read", make_cold),
     "listing": lambda folder: _run("listing", folder),
     "ls": measure_ls,
