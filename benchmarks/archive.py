@@ -8,8 +8,8 @@ In each round every workload runs once, in turn.  Every figure comes from a fres
 imported torch, and ptsave but for the listing, and collected the garbage of that.  "Read" is what
 the process has had read from the disk (/proc/self/io), page cache and readahead included.  The
 limit of verifying is reading the same file with the number of threads that is fastest: from the
-page cache into memory that is in use already, or past it.  `ptsave ls` is the time of the whole process, beside that of one that only
-imports torch.
+page cache into memory that is in use already, or past it.  `ptsave ls` is the time of the whole
+process, beside that of one that only imports torch.
 """
 
 from __future__ import annotations
