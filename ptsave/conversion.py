@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ptsave.flattening import Flattened, flatten
+from ptsave.flattening import Flattened, flatten, some_of
 from ptsave.payload_sources import PayloadSources
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading_entries import leaves_of
@@ -248,11 +248,11 @@ class _Writing:
         self._conversion.n_tensors = len(flat.tensors)
         if flat.losses and not drop:
             raise ValueError(
-                f"{self._target.path} cannot hold {_some(flat.losses)}: pass --drop (drop=True) to "
-                "leave out what does not fit"
+                f"{self._target.path} cannot hold {some_of(flat.losses, _N_NAMED)}: "
+                "pass --drop (drop=True) to leave out what does not fit"
             )
         if flat.losses:
-            self._conversion.remarks.append(f"left out: {_some(flat.losses)}")
+            self._conversion.remarks.append(f"left out: {some_of(flat.losses, _N_NAMED)}")
         return flat
 
     def _without_metadata(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ class _Writing:
             first = metadata.pop(name)
             self._conversion.remarks.append(f"{name} is {first}, by the metadata: under both names")
         if metadata.items() - _PLAIN_METADATA.items():
-            keys = _some(sorted(metadata))
+            keys = some_of(sorted(metadata), _N_NAMED)
             self._conversion.remarks.append(f"__metadata__ has no place in a .pt file: {keys}")
         self._conversion.n_tensors += len(others)
         return {**tensors, **others}
@@ -312,11 +312,6 @@ def _new_directory(folder: str) -> Iterator[None]:
             with suppress(OSError):
                 os.rmdir(folder)
         raise
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = len(texts) - _N_NAMED
-    return ", ".join(texts[:_N_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 # ------------------------------------------------------------------------------------- the target

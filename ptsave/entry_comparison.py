@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ptsave.entry_names import Path, dotted
+from ptsave.entry_names import MAX_DEPTH, Path, dotted
 from ptsave.number_differences import NumberDifference, Tolerance
 
 __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
@@ -18,7 +18,6 @@ __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-_MAX_DEPTH = 200  # as for names of entries: paths grow with each level
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +109,8 @@ class EntryComparer:
 
     def compare(self, a: Any, b: Any, path: Path = ()) -> None:
         """Compare two entries, and what is in them."""
-        if len(path) > _MAX_DEPTH:
-            raise ValueError(f"containers are nested deeper than {_MAX_DEPTH} levels")
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
         a, b = _opened(a), _opened(b)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             name = dotted(path)
@@ -244,7 +243,7 @@ def _is_named(value: Any) -> bool:
 def _leaves(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Any]]:
     value = _opened(value)
     parts = _parts(value)
-    if not parts or id(value) in above or len(path) > _MAX_DEPTH:
+    if not parts or id(value) in above or len(path) > MAX_DEPTH:
         yield path, value
         return
     above.add(id(value))  # and never removed: a container that is there twice is named once

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
 
-__all__ = ["EntryNames", "Path", "dotted", "entry_not_found", "path_in"]
+__all__ = ["MAX_DEPTH", "EntryNames", "Path", "dotted", "entry_not_found", "path_in"]
 
 Path: TypeAlias = tuple[Any, ...]
 
 # A file says how deep its object is, and each level makes the paths below it longer.
-_MAX_DEPTH = 200
+MAX_DEPTH = 200
 _MAX_COMPARED = 20_000
 _MAX_SUGGESTED = 3
 
@@ -165,9 +165,9 @@ def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
             if isinstance(value, Tensor):
                 yield f"{prefix}{key}", (*path, key), value
             elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-                if len(pending) > _MAX_DEPTH:
+                if len(pending) > MAX_DEPTH:
                     raise ValueError(
-                        f"{file}: containers are nested deeper than {_MAX_DEPTH} levels"
+                        f"{file}: containers are nested deeper than {MAX_DEPTH} levels"
                     )
                 seen.add(id(value))
                 pending.append((iter(_items(value)), (*path, key), f"{prefix}{key}."))

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ptsave.entry_names import Path, path_in
+from ptsave.entry_names import MAX_DEPTH, Path, path_in
 
 __all__ = ["EntryTree", "Node", "is_plain"]
 
-_MAX_DEPTH = 200  # a file says how deep its object is
 _PLAIN_TYPES = {int, float, complex, bool, str, bytes, type(None)}
 
 
@@ -107,7 +106,7 @@ class EntryTree:
                 is_container = _is_container(value)
                 again = seen.get(id(value)) if is_container else None
                 nodes.append(Node(depth, parent, prefix, key, value, -1, again))
-                if is_container and again is None and depth < _MAX_DEPTH:
+                if is_container and again is None and depth < MAX_DEPTH:
                     seen[id(value)] = f"{prefix}{key}"
                     pending.append((_items(value), len(nodes) - 1, f"{prefix}{key}."))
                     break

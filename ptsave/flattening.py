@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.entry_names import Path, dotted
+from ptsave.entry_names import MAX_DEPTH, Path, dotted
 
-__all__ = ["Flattened", "flatten"]
+__all__ = ["Flattened", "flatten", "some_of"]
 
-_MAX_DEPTH = 200
 _N_NAMED = 5
 
 
@@ -89,8 +88,9 @@ def flatten(
     _remark(result, n_with_gradients, "parameters or with requires_grad, which is not kept")
     _remark(result, n_not_contiguous, "not contiguous: written contiguously")
     if sharing:
+        share = "shares" if len(sharing) == 1 else "share"
         result.remarks.append(
-            f"{_some(sharing)} {'shares' if len(sharing) == 1 else 'share'} memory with others: "
+            f"{some_of(sharing, _N_NAMED)} {share} memory with others: "
             "written in full for every name"
         )
     return result
@@ -114,8 +114,8 @@ def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
         if first is not path:
             result.losses.append(f"{dotted(path)} (it is {dotted(first) or 'the whole'} again)")
             continue
-        if len(path) >= _MAX_DEPTH:
-            raise ValueError(f"containers are nested deeper than {_MAX_DEPTH} levels")
+        if len(path) >= MAX_DEPTH:
+            raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
         if getattr(value, "_metadata", None):
             result.remarks.append(f"_metadata of {dotted(path) or 'the state dict'} is not kept")
         items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
@@ -141,6 +141,7 @@ def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str |
     return None
 
 
-def _some(names: list[str]) -> str:
-    more = len(names) - _N_NAMED
-    return ", ".join(names[:_N_NAMED]) + (f" and {more} more" if more > 0 else "")
+def some_of(texts: Sequence[str], n: int) -> str:
+    """Return the first `n` texts, and how many more there are."""
+    more = len(texts) - n
+    return ", ".join(texts[:n]) + (f" and {more} more" if more > 0 else "")

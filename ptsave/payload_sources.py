@@ -17,6 +17,7 @@ from ptsave.archive_contents import LoadedContents, UnreadContents
 from ptsave.errors import SaveError
 from ptsave.reading_entries import leaves_of, tensor_over
 from ptsave.spans import memory_of
+from ptsave.view_reading import bytes_of
 
 __all__ = [
     "Payload",
@@ -146,7 +147,7 @@ class PayloadSources:
     def places_of(self, storages: Sequence[torch.UntypedStorage]) -> list[StoragePlace | None]:
         """Return where the bytes of storages are; None for those that are in memory, or empty."""
         places = [self._known.get(storage.data_ptr()) for storage in storages]
-        tensors = [_bytes_of(storage) for storage in storages]
+        tensors = [bytes_of(storage) for storage in storages]
         for source, contents in self._unread:
             for i, number in enumerate(contents.reader.engine.records_of(tensors)):
                 if number is not None and places[i] is None and storages[i].nbytes():
@@ -322,10 +323,6 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
         contents,
         number,
     )
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

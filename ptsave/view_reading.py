@@ -71,7 +71,7 @@ def new_storage(nbytes: int) -> torch.UntypedStorage:
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """Return all of a storage as uint8."""
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def view_as(
