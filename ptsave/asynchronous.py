@@ -59,8 +59,10 @@ def async_save(
         "background" when ``future.wait_staged()`` does, which the call does not wait for.  (Those
         that are not in CPU memory are copied in the call in any case.)
     max_staged_bytes : int or None
-        How many bytes all unfinished saves together may hold.  None is half of the machine's
-        memory, or ``PTSAVE_MAX_STAGED_BYTES`` in the environment.
+        How many bytes all unfinished saves together may hold.  None is
+        ``PTSAVE_MAX_STAGED_BYTES`` in the environment, or half of the memory that this process may
+        use: the machine's, or what its container allows, divided by ``LOCAL_WORLD_SIZE``.  While
+        saves are unfinished it is also at most half of what is free.
     when_full : {"wait", "raise"}
         What happens if that leaves no room now: "wait" for earlier saves to be written, or "raise".
 
@@ -159,7 +161,7 @@ def _check_options(staging: str, when_full: str) -> None:
         raise ValueError(f"when_full must be 'wait' or 'raise', not {when_full!r}")
 
 
-def _staging_limit(max_staged_bytes: int | None) -> int:
+def _staging_limit(max_staged_bytes: int | None) -> int | None:
     if max_staged_bytes is None:
         return config.current().max_staged_nbytes
     limit = operator.index(max_staged_bytes)

@@ -9,7 +9,7 @@ import os
 import threading
 from typing import Any
 
-from ptsave import _C, config
+from ptsave import _C, config, memory_limits
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.save_future import SaveFuture, forget_failures, report_failures
 from ptsave.staging_budget import Reservation, StagingBudget
@@ -184,11 +184,34 @@ class BackgroundSave:
         self._reservation.release()
 
 
-def reserve(nbytes: int, limit: int, *, wait: bool) -> Reservation:
-    """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`."""
+def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
+    """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
+
+    Without a limit it is half of the memory that this process may use, and half of what is free of
+    that while other saves hold some.
+    """
     # A callback runs on the thread that makes room.
     help_out = _writing.run_next if _writing.runs_here() else None
-    return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out)
+    if limit is not None:
+        return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out)
+    limit = memory_limits.share_nbytes() // 2
+    reservation = _budget.reserve(nbytes, limit, wait=wait, help_out=help_out, room=_room_nbytes)
+    _shrink_pool(nbytes)
+    return reservation
+
+
+def _room_nbytes() -> int:
+    """Return half of what would be free if nothing were staged; the other half is not ours."""
+    staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
+    return (staged_nbytes + memory_limits.share_of_available_nbytes()) // 2
+
+
+def _shrink_pool(nbytes: int) -> None:
+    """Give back what the pool keeps for later saves where that leaves too little for others."""
+    pool = _C.staging_statistics()
+    kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
+    if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
+        _C.trim_staging_pool()
 
 
 def start(save: BackgroundSave, *, stage_in_background: bool) -> None:

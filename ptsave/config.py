@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ptsave import memory_limits
+
 __all__ = ["Config", "current"]
 
 MIB = 1 << 20
@@ -32,14 +34,15 @@ class Config:
         Whether reads and writes may go past the page cache.
     verify : bool
         Whether loads compare checksums at all.
-    max_staged_nbytes : int
-        How many bytes saves in the background may hold, all of them together.
+    max_staged_nbytes : int or None
+        How many bytes saves in the background may hold, all of them together.  None leaves it to
+        what memory there is.
     """
 
     n_threads: int
     n_direct_writers: int
     n_readers: int
-    max_staged_nbytes: int
+    max_staged_nbytes: int | None
     max_pinned_nbytes: int = 64 * MIB
     write_chunk_nbytes: int = 4 * MIB
     direct_io: bool = True
@@ -51,10 +54,11 @@ def current() -> Config:
 
     ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
     most 16).  ``PTSAVE_MAX_PINNED_BYTES`` bounds the page-locked memory that one save or load of
-    what is on accelerators takes (default: 64 MiB; one buffer of 4 MiB is taken in any case).
-    ``PTSAVE_MAX_STAGED_BYTES`` bounds what saves in the background hold (default: half of the
-    machine's memory).  ``PTSAVE_DIRECT_IO=0`` turns direct I/O off.  ``PTSAVE_VERIFY=0`` turns
-    verification off, for storages that are edited in place by code that calls ``torch.load``.
+    what is on accelerators takes (default: 64 MiB, or an eighth of the memory that this process may
+    use; one buffer of 4 MiB is taken in any case).  ``PTSAVE_MAX_STAGED_BYTES`` bounds what saves
+    in the background hold (default: half of that memory).  ``PTSAVE_DIRECT_IO=0`` turns direct I/O
+    off.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in place by code
+    that calls ``torch.load``.
 
     Examples
     --------
@@ -68,15 +72,15 @@ def current() -> Config:
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=min(3 * n_threads, 12),
-        max_pinned_nbytes=_positive_int("PTSAVE_MAX_PINNED_BYTES", 64 * MIB),
-        max_staged_nbytes=_positive_int("PTSAVE_MAX_STAGED_BYTES", _physical_nbytes() // 2),
+        max_pinned_nbytes=_positive_int("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
+        max_staged_nbytes=_positive_int("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=os.environ.get("PTSAVE_DIRECT_IO", "1") != "0",
         verify=os.environ.get("PTSAVE_VERIFY", "1") != "0",
     )
 
 
-def _physical_nbytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _default_pinned_nbytes() -> int:
+    return max(1, min(64 * MIB, memory_limits.share_nbytes() // 8))
 
 
 def _positive_int(variable: str, default: int) -> int:

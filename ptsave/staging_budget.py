@@ -12,6 +12,8 @@ from ptsave.errors import StagingFullError
 
 __all__ = ["Reservation", "StagingBudget"]
 
+_NBYTES_WITHOUT_LOOKING = 32 << 20
+
 
 class Reservation:
     """A part of the budget, until it is released or nobody refers to it any more."""
@@ -42,7 +44,13 @@ class StagingBudget:
         self._waiting: deque[int] = deque()
 
     def reserve(
-        self, nbytes: int, limit: int, *, wait: bool, help_out: Callable[[], bool] | None = None
+        self,
+        nbytes: int,
+        limit: int,
+        *,
+        wait: bool,
+        help_out: Callable[[], bool] | None = None,
+        room: Callable[[], int] | None = None,
     ) -> Reservation:
         """Reserve room for `nbytes`.
 
@@ -56,6 +64,10 @@ class StagingBudget:
             For the thread that makes room: does a part of that instead of waiting, and returns
             whether there was anything to do.  Such a call comes before those that wait: one of them
             may be what it was called from.
+        room : callable or None
+            Returns how much all reservations together may be as memory is now, in bytes.  It is an
+            estimate, which can delay a reservation: without any other there is nothing to wait for,
+            and only `limit` counts.
 
         Raises
         ------
@@ -68,17 +80,18 @@ class StagingBudget:
         reservation = Reservation(self, number)  # gives back what an interrupted call has got
         with self.changed:
             is_next = help_out is not None or not self._waiting
-            if self._fits(nbytes, limit) and (is_next or not wait):
+            if self._fits(nbytes, limit, room) and (is_next or not wait):
                 self._held[number] = nbytes
                 return reservation
             if not wait:
+                limit = self._limit_now(nbytes, limit, room)
                 raise StagingFullError.no_room(nbytes, self._held_nbytes(), limit)
         try:
             if help_out is None:
                 self._waiting.append(number)
             else:
                 self._waiting.appendleft(number)
-            while not self._take_turn(number, nbytes, limit, block=help_out is None):
+            while not self._take_turn(number, nbytes, limit, room, block=help_out is None):
                 if help_out is not None and not help_out():
                     time.sleep(0.02)  # another thread is staging what it will hand over then
         finally:
@@ -88,17 +101,26 @@ class StagingBudget:
                 self.changed.notify_all()
         return reservation
 
-    def _take_turn(self, number: int, nbytes: int, limit: int, *, block: bool) -> bool:
+    def _take_turn(
+        self, number: int, nbytes: int, limit: int, room: Callable[[], int] | None, *, block: bool
+    ) -> bool:
         with self.changed:
-            if self._waiting[0] == number and self._fits(nbytes, limit):
+            if self._waiting[0] == number and self._fits(nbytes, limit, room):
                 self._held[number] = nbytes
                 return True
             if block:
                 self.changed.wait()
             return False
 
-    def _fits(self, nbytes: int, limit: int) -> bool:
-        return self._held_nbytes() + nbytes <= limit
+    def _fits(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> bool:
+        return self._held_nbytes() + nbytes <= self._limit_now(nbytes, limit, room)
+
+    def _limit_now(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> int:
+        held_nbytes = self._held_nbytes()
+        # Looking takes longer than a small copy.
+        if room is None or held_nbytes == 0 or held_nbytes + nbytes <= _NBYTES_WITHOUT_LOOKING:
+            return limit
+        return min(limit, room())
 
     def _held_nbytes(self) -> int:
         return sum(self._held.values())

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ptsave import _C, config
+from ptsave import _C, config, memory_limits
 from ptsave.errors import SaveError, operation_of
 from ptsave.progress import ProgressCallback
 from ptsave.reading import real_file
@@ -393,7 +393,8 @@ def _dirty_limit_nbytes() -> int:
         if limit > 0:
             return limit
         ratio = int(Path("/proc/sys/vm/dirty_ratio").read_text())
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 1 << 30
-    return available * ratio // 100
+    # A control group's part: of what its limit leaves. Not by rank: what others write is gone.
+    return min(free, memory_limits.available_nbytes()) * ratio // 100

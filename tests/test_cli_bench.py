@@ -20,7 +20,7 @@ from ptsave.bench import disk, limits, rounds, worker
 from ptsave.bench.disk import MIN_NBYTES, plan_disk
 from ptsave.bench.report import SPEED_HEADER
 from ptsave.bench.rounds import LIMIT, Results
-from ptsave.bench.system import filesystem_of, free_memory_nbytes
+from ptsave.bench.system import filesystem_of
 from ptsave.bench.task import Figure, Task
 from ptsave.cli.commands import commands
 
@@ -155,13 +155,9 @@ def test_read_only_directory(tmp_path: Path) -> None:
 
 
 def test_too_little_memory(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "free_memory_nbytes", lambda: 200 * MIB)
+    monkeypatch.setattr(disk, "available_nbytes", lambda: 200 * MIB)
     assert "choose a smaller size" in bench(str(tmp_path), "--size", "100M").stderr
     assert plan_disk(str(tmp_path)).nbytes == 50 * MIB
-
-
-def test_free_memory() -> None:
-    assert 0 < free_memory_nbytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_failing_worker(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

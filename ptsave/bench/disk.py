@@ -23,7 +23,8 @@ from ptsave.bench.rounds import (
     Workload,
     run_rounds,
 )
-from ptsave.bench.system import filesystem_of, free_memory_nbytes, make_cold
+from ptsave.bench.system import filesystem_of, make_cold
+from ptsave.memory_limits import available_nbytes
 
 __all__ = ["MIN_NBYTES", "Measurement", "Plan", "measure_disk", "plan_disk"]
 
@@ -161,7 +162,7 @@ def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Pla
     """
     folder = Path(directory)
     _require_writable(folder)
-    free, memory = shutil.disk_usage(folder).free, free_memory_nbytes()
+    free, memory = shutil.disk_usage(folder).free, available_nbytes()
     if nbytes is None:
         nbytes = max(MIN_NBYTES, min(_DEFAULT_NBYTES, free // 4, memory // 4))
     elif nbytes < MIN_NBYTES:

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shlex
-import sys
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -84,28 +83,6 @@ def _status_nbytes(field: str) -> int:
     if match is None:
         raise RuntimeError(f"/proc/self/status has no {field}")
     return int(match[1]) * 1024
-
-
-def free_memory_nbytes() -> int:
-    """Return how much memory this process may still use: the machine's, or its control group's."""
-    match = re.search(
-        r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
-    )
-    if match is None:
-        raise RuntimeError("/proc/meminfo has no MemAvailable")
-    return min(int(match[1]) * 1024, _free_in_control_group())
-
-
-def _free_in_control_group() -> int:
-    """Return what the limit of a container leaves, counting what it has cached as free."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        cached = re.search(r"^file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no such limit: "max", another version, or none of our business
-        return sys.maxsize
-    return max(0, limit - used + (int(cached[1]) if cached else 0))
 
 
 def fetch_free_memory(nbytes: int) -> None:

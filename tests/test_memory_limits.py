@@ -1,0 +1,364 @@
+"""How much memory this process may use: control groups of both versions, ranks, its own limits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ptsave import config, memory_limits, writing
+from ptsave.errors import StagingFullError
+from ptsave.memory_limits import available_nbytes, limit_nbytes, share_nbytes
+from ptsave.staging_budget import StagingBudget
+
+MIB = 1 << 20
+PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+UNLIMITED_V1 = "9223372036854771712"
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+class System:
+    """A made ``/proc`` and ``/sys``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._mounts: list[str] = []
+        self.write("proc/self/cgroup", "")
+        self.write("proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable:   {8 << 10} kB\n")
+
+    def write(self, path: str, text: str | int | bytes) -> None:
+        file = self.root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text if isinstance(text, bytes) else str(text).encode())
+
+    def member_of(self, *lines: str) -> None:
+        self.write("proc/self/cgroup", "".join(f"{line}\n" for line in lines))
+
+    def mount_v2(self, target: str = "/sys/fs/cgroup", source: str = "/") -> None:
+        self._mount(source, target, "cgroup2 cgroup2 rw,nsdelegate,memory_recursiveprot")
+
+    def mount_v1(self, target: str = "/sys/fs/cgroup/memory", source: str = "/") -> None:
+        self._mount(source, target, "cgroup cgroup rw,memory")
+
+    def _mount(self, source: str, target: str, kind: str) -> None:
+        place = f"30 23 0:26 {source} {target} rw,nosuid shared:9 master:1 - {kind}"
+        self._mounts.append(place)
+        self.write("proc/self/mountinfo", "".join(f"{line}\n" for line in self._mounts))
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- limits
+
+
+def test_none(system: System) -> None:
+    assert limit_nbytes(system.root) == PHYSICAL
+    assert limit_nbytes(system.root / "nowhere") == PHYSICAL
+    assert available_nbytes(system.root / "nowhere") == PHYSICAL
+
+
+@pytest.mark.parametrize("limited", ["/", "/a.slice", "/a.slice/b.slice", "/a.slice/b.slice/c"])
+@pytest.mark.parametrize("name", ["memory.max", "memory.high"])
+def test_v2_and_its_ancestors(system: System, limited: str, name: str) -> None:
+    system.member_of("0::/a.slice/b.slice/c")
+    system.mount_v2()
+    for folder in ("/a.slice", "/a.slice/b.slice", "/a.slice/b.slice/c", "/a.slice/other"):
+        system.write(f"/sys/fs/cgroup{folder}/memory.max", "max\n")
+    system.write("/sys/fs/cgroup/a.slice/other/memory.max", MIB)  # not ours
+    system.write(f"/sys/fs/cgroup{limited}/{name}", f"{512 * MIB}\n")
+    assert limit_nbytes(system.root) == 512 * MIB
+
+
+def test_v2_the_least_counts(system: System) -> None:
+    system.member_of("0::/a/b")
+    system.mount_v2()
+    system.write("/sys/fs/cgroup/a/memory.max", 300 * MIB)
+    system.write("/sys/fs/cgroup/a/memory.high", 200 * MIB)
+    system.write("/sys/fs/cgroup/a/b/memory.max", 250 * MIB)
+    assert limit_nbytes(system.root) == 200 * MIB
+
+
+@pytest.mark.parametrize("limited", ["/", "/docker", "/docker/1234"])
+def test_v1_and_its_ancestors(system: System, limited: str) -> None:
+    system.member_of("5:devices:/elsewhere", "4:cpu,memory:/docker/1234", "0::/docker/1234")
+    system.mount_v1()
+    for folder in ("", "/docker", "/docker/1234"):
+        system.write(f"/sys/fs/cgroup/memory{folder}/memory.limit_in_bytes", UNLIMITED_V1)
+    system.write(f"/sys/fs/cgroup/memory{limited}/memory.limit_in_bytes", f"{512 * MIB}\n")
+    assert limit_nbytes(system.root) == 512 * MIB
+
+
+def test_v1_ancestors_outside_the_mount(system: System) -> None:
+    system.member_of("4:memory:/pod/1234")
+    system.mount_v1(source="/pod/1234")
+    system.write("/sys/fs/cgroup/memory/memory.limit_in_bytes", UNLIMITED_V1)
+    statistics = f"cache 0\nhierarchical_memory_limit {256 * MIB}\nhierarchical_memsw_limit 1\n"
+    system.write("/sys/fs/cgroup/memory/memory.stat", statistics)
+    assert limit_nbytes(system.root) == 256 * MIB
+
+
+def test_hybrid(system: System) -> None:
+    """The memory controller is version 1's; version 2 is mounted beside it."""
+    system.member_of("4:memory:/job", "1:name=systemd:/job", "0::/job")
+    system.mount_v1()
+    system.mount_v2("/sys/fs/cgroup/unified")
+    system.write("/sys/fs/cgroup/unified/job/cgroup.procs", "")
+    system.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", 128 * MIB)
+    assert limit_nbytes(system.root) == 128 * MIB
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("/", "/"),  # a name space of its own
+        ("/docker/1234", "/docker/1234"),  # the host's names, the container's part mounted
+        ("/docker/1234/init.scope", "/docker/1234"),
+        ("/", "/docker/1234"),  # mounted from outside
+        ("/docker/1234", "/other"),
+        ("/", "/.."),
+        ("/../../job", "/"),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_containers(system: System, path: str, source: str, version: int) -> None:
+    if version == 1:
+        system.member_of(f"9:memory:{path}")
+        system.mount_v1(source=source)
+        system.write("/sys/fs/cgroup/memory/memory.limit_in_bytes", 512 * MIB)
+    else:
+        system.member_of(f"0::{path}")
+        system.mount_v2(source=source)
+        system.write("/sys/fs/cgroup/memory.max", 512 * MIB)
+    assert limit_nbytes(system.root) == 512 * MIB
+
+
+def test_another_container_is_mounted_as_well(system: System) -> None:
+    system.member_of("0::/job")
+    system.mount_v2("/run/other", source="/docker/1234")
+    system.mount_v2()
+    system.write("/run/other/memory.max", MIB)
+    system.write("/sys/fs/cgroup/job/memory.max", 512 * MIB)
+    assert limit_nbytes(system.root) == 512 * MIB
+
+
+def test_odd_names(system: System) -> None:
+    system.member_of("0::/a b:c,memory/d")
+    system.mount_v2(r"/mnt/with\040space\134and")
+    system.write("/mnt/with space\\and/a b:c,memory/d/memory.max", 512 * MIB)
+    assert limit_nbytes(system.root) == 512 * MIB
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"max",
+        UNLIMITED_V1.encode(),
+        b"-1",
+        b"0",
+        b"0x10",
+        b"1 2",
+        b"1e9",
+        b"\xff\x00",
+        b"9" * 5000,
+    ],
+)
+def test_no_limit(system: System, text: bytes) -> None:
+    """Unlimited, malformed, or impossible."""
+    system.member_of("4:memory:/", "0::/")
+    system.mount_v1()
+    system.mount_v2()
+    system.write("/sys/fs/cgroup/memory.max", text)
+    system.write("/sys/fs/cgroup/memory/memory.limit_in_bytes", text)
+    system.write("/sys/fs/cgroup/memory/memory.stat", b"hierarchical_memory_limit " + text)
+    assert limit_nbytes(system.root) == PHYSICAL
+    assert available_nbytes(system.root) == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\n\n",
+        b"::",
+        b"0:",
+        b"0::job",
+        b"4:memory:",
+        b"\xff\xfe\x00",
+        b"0::/\x00",
+        b"- - -\n - cgroup2",
+    ],
+)
+def test_malformed_proc(system: System, garbage: bytes) -> None:
+    system.mount_v2()
+    system.write("proc/self/cgroup", garbage)
+    assert limit_nbytes(system.root) == PHYSICAL
+    system.member_of("0::/")
+    for line in (garbage, b"1 2 3 rel rel - cgroup2 x rw", b"1 2 3 / - cgroup2 cgroup2 rw"):
+        system.write("proc/self/mountinfo", line)
+        assert limit_nbytes(system.root) == PHYSICAL
+    (system.root / "proc/self/mountinfo").unlink()
+    (system.root / "proc/self/mountinfo").mkdir()
+    assert limit_nbytes(system.root) == PHYSICAL
+
+
+# ------------------------------------------------------------------------------------- what is free
+
+
+def test_available(system: System) -> None:
+    system.write("proc/meminfo", f"MemAvailable: {900 << 10} kB\n")
+    assert available_nbytes(system.root) == 900 * MIB
+    system.member_of("0::/job")
+    system.mount_v2()
+    system.write("/sys/fs/cgroup/job/memory.max", 512 * MIB)
+    system.write("/sys/fs/cgroup/job/memory.current", 400 * MIB)
+    assert available_nbytes(system.root) == 112 * MIB
+    statistics = f"file {300 * MIB}\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\nshmem 7\n"
+    system.write("/sys/fs/cgroup/job/memory.stat", statistics)
+    assert available_nbytes(system.root) == 142 * MIB
+    system.write("/sys/fs/cgroup/job/memory.current", 700 * MIB)
+    assert available_nbytes(system.root) == 0
+
+
+def test_available_v1(system: System) -> None:
+    system.write("proc/meminfo", f"MemAvailable: {900 << 10} kB\n")
+    system.member_of("4:memory:/job/step")
+    system.mount_v1()
+    system.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", 512 * MIB)
+    system.write("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", 400 * MIB)
+    statistics = f"inactive_file 1\ntotal_inactive_file {20 * MIB}\ntotal_active_file {10 * MIB}\n"
+    system.write("/sys/fs/cgroup/memory/job/memory.stat", statistics)
+    assert available_nbytes(system.root) == 142 * MIB
+
+
+# -------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("8", 8), ("1", 1), ("0", 1), ("-2", 1), ("", 1), ("many", 1), ("9" * 99, 1)],
+)
+def test_ranks(system: System, monkeypatch: pytest.MonkeyPatch, text: str, ranks: int) -> None:
+    system.member_of("0::/")
+    system.mount_v2()
+    system.write("/sys/fs/cgroup/memory.max", 512 * MIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    assert share_nbytes(system.root) == 512 * MIB // ranks
+    assert share_nbytes() <= PHYSICAL // ranks
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_own_limits(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """They are not shared by the ranks."""
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (8 * MIB, 9 * MIB) if which == kind else unlimited
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert share_nbytes() == 8 * MIB
+
+
+def test_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fsync a file larger than what a container may cache goes past the page cache."""
+    plentiful = writing._dirty_limit_nbytes()
+    monkeypatch.setattr(memory_limits, "available_nbytes", lambda: 10 * MIB)
+    assert writing._dirty_limit_nbytes() <= min(plentiful, 10 * MIB)
+
+
+def test_room() -> None:
+    """What is free delays a reservation while there are others, and refuses none for good."""
+    budget = StagingBudget()
+    asked: list[int] = []
+
+    def room() -> int:
+        asked.append(1)
+        return 150 * MIB
+
+    first = budget.reserve(200 * MIB, 400 * MIB, wait=False, room=room)
+    assert asked == []
+    with pytest.raises(StagingFullError) as caught:
+        budget.reserve(100 * MIB, 400 * MIB, wait=False, room=room)
+    assert (caught.value.staged_nbytes, caught.value.max_staged_bytes) == (200 * MIB, 150 * MIB)
+    budget.reserve(100 * MIB, 400 * MIB, wait=False).release()  # the user's word alone counts
+    first.release()
+    first = budget.reserve(100 * MIB, 400 * MIB, wait=False, room=room)
+    budget.reserve(50 * MIB, 400 * MIB, wait=False, room=room)
+    with pytest.raises(StagingFullError, match="400"):
+        budget.reserve(500 * MIB, 400 * MIB, wait=True, room=room)
+
+
+def test_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config.current().max_pinned_nbytes == min(64 * MIB, share_nbytes() // 8)
+    monkeypatch.setattr(memory_limits, "share_nbytes", lambda: 160 * MIB)
+    assert config.current().max_pinned_nbytes == 20 * MIB
+    monkeypatch.setenv("PTSAVE_MAX_PINNED_BYTES", str(40 * MIB))
+    assert config.current().max_pinned_nbytes == 40 * MIB
+
+
+# -------------------------------------------------------------------------- a control group's limit
+
+SAVES = """
+import sys, torch, ptsave
+from ptsave import memory_limits
+torch.set_num_threads(1)
+print(memory_limits.limit_nbytes() >> 20)
+tensor = torch.ones(64 << 20)  # 256 MiB
+futures = [ptsave.async_save(tensor, f"{sys.argv[1]}/{i % 2}.pt", fsync=True) for i in range(6)]
+for future in futures: future.result()
+try:
+    ptsave.async_save(torch.empty(256 << 20), f"{sys.argv[1]}/large.pt")
+except ptsave.StagingFullError as error:
+    print(error.max_staged_bytes >> 20)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """Yield the folder of a new control group that is limited to 1 GiB."""
+    parents = {
+        Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
+        Path("/sys/fs/cgroup"): "memory.max",
+    }
+    for parent, limit in parents.items():
+        folder = parent / f"ptsave-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            (folder / limit).write_text(str(1 << 30))
+        except OSError:
+            folder.rmdir()
+            continue
+        yield folder
+        folder.rmdir()
+        return
+    pytest.skip("control groups are not writable here")
+
+
+def test_a_container_is_not_killed_for_memory(group: Path, tmp_path: Path) -> None:
+    def enter() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    result = subprocess.run(
+        [sys.executable, "-c", SAVES, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=enter,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "1024\n512\n"
