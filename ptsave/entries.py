@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import _serialization_tls
 
+from ptsave.byte_order import NativeOrderReader
+
 if TYPE_CHECKING:
     from ptsave.reading import RecordReader
 
@@ -76,24 +78,18 @@ def storage_id(tensor: torch.Tensor) -> int | None:
         return None
 
 
-class _PlainReader:
+class _PlainReader(NativeOrderReader):
     """The archive without the record that makes torch compute offsets instead of asking.
 
     What it is told is where headers begin, which is known without the file: that may be cut short,
     or give read errors, by the time that somebody asks which entries it has reached.
     """
 
-    def __init__(self, reader: RecordReader) -> None:
-        self._reader = reader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
     def get_record_offset(self, name: str) -> int:
-        return self._reader.get_record_header_offset(name)
+        return int(self._reader.get_record_header_offset(name))
 
     def has_record(self, name: str) -> bool:
-        return name != ".format_version" and self._reader.has_record(name)
+        return name != ".format_version" and super().has_record(name)
 
 
 def _collect(

@@ -25,12 +25,13 @@ from torch.serialization import (
 )
 
 from ptsave import stock
+from ptsave.byte_order import is_native_byte_order
 from ptsave.checking import check_compressed_members, check_small_records, check_version
 from ptsave.pickling import pickle_object
 from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader, describe, open_archive
-from ptsave.unpickling import unpickle
+from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.writing import ArchiveWriter, resolve_target
 
 __all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors"]
@@ -203,6 +204,11 @@ def load(
         with closing(reader):
             check_compressed_members(reader)
         reader = None
+        if not fills_storages(map_location):  # torch would swap bytes that are not there
+            module = _weights_only_unpickler if restricted else pickle_module or pickle
+            archive = torch._C.PyTorchFileReader(os.fspath(f) if _is_path(f) else f)
+            with unpickling_errors(module):
+                return unpickle_without_bytes(archive, map_location, module, pickle_load_args)
     if reader is None:
         return stock.load(
             f, map_location, pickle_module, weights_only=restricted, mmap=mmap, **pickle_load_args
@@ -217,7 +223,7 @@ def load(
         progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
         _check_dill_version(pickle_module)
-        overall_storage = _map_file(f) if _wants_mmap(mmap) else None
+        overall_storage = _map_file(f, reader, map_location) if _wants_mmap(mmap) else None
         return _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
 
 
@@ -307,8 +313,14 @@ def _wants_mmap(mmap: bool | None) -> bool:
     return config.load.mmap if mmap is None else mmap
 
 
-def _map_file(f: Any) -> Any:
+def _map_file(f: Any, reader: RecordReader, map_location: Any) -> Any:
     shared = get_default_mmap_options() == mmap_module.MAP_SHARED
+    if shared and fills_storages(map_location) and not is_native_byte_order(reader):
+        raise ValueError(
+            f"{reader.path} is in another byte order than this machine, and to load it with "
+            "mmap=True and MAP_SHARED would swap the bytes in the file: use MAP_PRIVATE, or "
+            "mmap=False"
+        )
     return torch.UntypedStorage.from_file(os.fspath(f), shared, os.path.getsize(f))
 
 

@@ -16,7 +16,6 @@ import functools
 import io
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +24,19 @@ import torch
 from torch import _weights_only_unpickler
 
 from ptsave import _C
+from ptsave.byte_order import NativeOrderReader, is_native_byte_order
 from ptsave.errors import MalformedPickleError
 from ptsave.placing import Placement, may_reach_accelerator
 from ptsave.plain_tensors import modes_are_active
 from ptsave.reading import RecordReader
 
-__all__ = ["can_defer_reading", "unpickle", "unpickle_unread"]
+__all__ = [
+    "can_defer_reading",
+    "fills_storages",
+    "unpickle",
+    "unpickle_unread",
+    "unpickle_without_bytes",
+]
 
 # Storages are read at several bytes for each byte of a pickle that is looked through, and a small
 # pickle is looked through in no time.
@@ -72,7 +78,7 @@ def unpickle(
     def load(module: Any) -> Any:
         return _load(reader, map_location, module, overall_storage, pickle_load_args)
 
-    if overall_storage is not None or not _fills_storages(map_location):
+    if overall_storage is not None or not fills_storages(map_location):
         return load(_faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
@@ -101,7 +107,7 @@ def unpickle(
 
 def can_defer_reading(reader: RecordReader, pickle_module: Any) -> bool:
     """Whether the object can be made in CPU memory before any storage's bytes are read."""
-    return _fills_storages("cpu") and _may_defer(reader, pickle_module)
+    return fills_storages("cpu") and _may_defer(reader, pickle_module)
 
 
 def unpickle_unread(
@@ -146,6 +152,21 @@ def unpickle_unread(
     return _load(reader, stay, module, None, {"encoding": "utf-8"})
 
 
+def unpickle_without_bytes(
+    archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
+) -> Any:
+    """Rebuild the object of an archive where `fills_storages` does not hold.
+
+    Parameters
+    ----------
+    archive : torch._C.PyTorchFileReader
+        The archive, which may be compressed.
+    map_location, pickle_module, pickle_load_args
+        As for `unpickle`.
+    """
+    return _load(archive, map_location, pickle_module, None, pickle_load_args)
+
+
 def _unpickle_to_places(
     reader: RecordReader,
     map_location: Any,
@@ -163,24 +184,25 @@ def _unpickle_to_places(
 
 
 def _load(
-    reader: RecordReader,
+    reader: Any,
     map_location: Any,
     pickle_module: Any,
     overall_storage: torch.UntypedStorage | None,
     pickle_load_args: dict[str, Any],
 ) -> Any:
     """Let torch load, with our reader and a stand-in for its unpickler."""
+    shown = reader if fills_storages(map_location) else NativeOrderReader(reader)
     try:
         return torch.serialization._load(
-            reader, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
+            shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
         )
     finally:
         # torch leaves it behind when unpickling fails.
         torch.serialization._serialization_tls.map_location = None
 
 
-def _fills_storages(map_location: Any) -> bool:
-    """Whether loading puts bytes into storages at all."""
+def fills_storages(map_location: Any) -> bool:
+    """Whether loading puts bytes into storages at all, as it does not on the meta device."""
     return not (
         torch.serialization._is_meta_location(map_location)
         or torch.serialization._serialization_tls.skip_data
@@ -197,7 +219,7 @@ def _storages_are_plain(reader: RecordReader) -> bool:
     """Whether a storage is its record's bytes and nothing more."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
-    return _is_native_byte_order(reader) and _restores_cpu_blindly() and not modes_are_active()
+    return is_native_byte_order(reader) and _restores_cpu_blindly() and not modes_are_active()
 
 
 def _gains_by_overlap(reader: RecordReader) -> bool:
@@ -221,13 +243,6 @@ def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
 def _is_cpu(map_location: Any) -> bool:
     """Whether this is the CPU's name; a callable or a subclass can say so and do anything."""
     return type(map_location) in (str, torch.device) and str(map_location) == "cpu"
-
-
-def _is_native_byte_order(reader: RecordReader) -> bool:
-    if reader.has_record("byteorder"):
-        return reader.get_record("byteorder").decode("ascii", "replace") == sys.byteorder
-    default = torch.serialization.get_default_load_endianness()
-    return default is None and sys.byteorder == "little"
 
 
 def _restores_cpu_blindly() -> bool:

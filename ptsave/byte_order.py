@@ -1,0 +1,62 @@
+"""The byte order of an archive's storages, which torch swaps where it is not this machine's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.serialization import LoadEndianness
+
+__all__ = ["NativeOrderReader", "is_native_byte_order"]
+
+_RECORD = "byteorder"
+
+
+def is_native_byte_order(reader: Any) -> bool:
+    """Whether the storages of an archive are in this machine's byte order, as torch decides it.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.  Without a record that says so,
+        :func:`torch.serialization.set_default_load_endianness` counts.
+    """
+    if reader.has_record(_RECORD):
+        return bool(reader.get_record(_RECORD) == sys.byteorder.encode())
+    default = torch.serialization.get_default_load_endianness()
+    if default is LoadEndianness.NATIVE:
+        return True
+    order = "big" if default is LoadEndianness.BIG else "little"
+    return order == sys.byteorder
+
+
+class NativeOrderReader:
+    """An archive whose storages are made without bytes, so that none can be swapped.
+
+    :func:`torch.load` swaps the bytes of storages on the meta device, too, and ends in a
+    segmentation fault.  A record that names no byte order is shown as it is: torch refuses it.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def has_record(self, name: str) -> bool:
+        return name == _RECORD or bool(self._reader.has_record(name))
+
+    def get_record(self, name: str) -> bytes:
+        found: bytes | None = None
+        if name != _RECORD or self._reader.has_record(name):
+            found = self._reader.get_record(name)
+        if name == _RECORD and found in (None, b"little", b"big"):
+            return sys.byteorder.encode()
+        assert found is not None
+        return found
