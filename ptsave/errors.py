@@ -142,27 +142,50 @@ class SaveError(OSError, RuntimeError):
     (Unless it had to be overwritten in place, or ``atomic=False`` asked for that.)
 
     An :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because that is
-    what :func:`torch.save` raises.
+    what :func:`torch.save` raises.  Where Python has a type of its own for the `errno`
+    (:class:`PermissionError`, :class:`FileNotFoundError`, :class:`IsADirectoryError`, ...) the
+    error is of that type, too.
 
     Examples
     --------
     >>> import ptsave
     >>> try:
     ...     ptsave.save([1, 2], "/no/such/directory/list.pt")
-    ... except OSError as error:
-    ...     print(error.errno, error.filename)
-    2 /no/such/directory/list.pt
+    ... except FileNotFoundError as error:
+    ...     print(error.errno, error.filename, isinstance(error, ptsave.SaveError))
+    2 /no/such/directory/list.pt True
     """
+
+    def __new__(cls, *args: object) -> SaveError:
+        """Make an error of the type that Python has for the `errno` as well."""
+        combined = _SAVE_ERRORS.get(type(OSError(*args)), cls)
+        return super().__new__(combined if cls is SaveError else cls, *args)
 
     @classmethod
     def from_os_error(cls, error: OSError, path: str) -> SaveError:
         """Translate, adding the wording that torch's writer uses for any failure to write."""
         number = error.errno or errno.EIO
         reason = os.strerror(number)
-        if operation_of(error) == "open":
-            return cls(number, f"open file failed with strerror: {reason}", path)
         message = f"PytorchStreamWriter failed writing file: file write failed ({reason})"
-        return cls(number, message, path)
+        if operation_of(error) == "open":
+            message = f"open file failed with strerror: {reason}"
+        if error.filename2 is None:
+            return cls(number, message, path)
+        return cls(number, message, path, None, error.filename2)
+
+
+def _save_error_type(kind: type[OSError]) -> type[SaveError]:
+    name = f"Save{kind.__name__}"
+    return type(name, (SaveError, kind), {"__module__": __name__, "__qualname__": name})
+
+
+# BlockingIOError, PermissionError, ...: each is what OSError makes of some numbers.
+_SAVE_ERRORS: dict[type[OSError], type[SaveError]] = {
+    kind: _save_error_type(kind)
+    for kind in {type(OSError(number, "")) for number in errno.errorcode} - {OSError}
+}
+# Pickles name types as attributes of their modules.
+globals().update({kind.__name__: kind for kind in (*_SAVE_ERRORS.values(), *_MALFORMED.values())})
 
 
 class StagingFullError(RuntimeError):

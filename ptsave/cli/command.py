@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ptsave.cli.text import printable
-from ptsave.errors import CheckpointWarning, CorruptCheckpointError
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.reading import MINIZ_ADVICE
 from ptsave.sources import is_url
 
@@ -82,6 +82,9 @@ class Command(click.Command):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except SaveError as error:  # also of a pipe that was to be written to
+            report_error(ctx, error)
+            ctx.exit(FAILED)
         except BrokenPipeError:  # click would exit with 1, which is an answer
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
             ctx.exit(_PIPE_CLOSED)

@@ -1,0 +1,148 @@
+"""The types of errors of saving: SaveError, and what Python's own `open` would raise."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ptsave
+from ptsave import errors
+
+STATE = {"weight": torch.arange(10.0)}
+
+
+def save(path: Path) -> None:
+    ptsave.save(STATE, path)
+
+
+def save_in_place(path: Path) -> None:
+    ptsave.save(STATE, path, atomic=False)
+
+
+def save_later(path: Path) -> None:
+    ptsave.async_save(STATE, path).result()
+
+
+def save_checkpoint(path: Path) -> None:
+    ptsave.save_checkpoint(path, model=STATE)
+
+
+SAVES = [save, save_in_place, save_later, save_checkpoint]
+
+
+def error_of_open(path: Path) -> OSError:
+    """Return what Python raises for a file that cannot be written."""
+    with pytest.raises(OSError) as caught:
+        path.open("wb")
+    return caught.value
+
+
+def assert_like(error: BaseException, expected: OSError, path: Path) -> None:
+    assert isinstance(error, type(expected)), type(error).__mro__
+    assert isinstance(error, ptsave.SaveError)
+    assert isinstance(error, OSError)
+    assert isinstance(error, RuntimeError)  # what torch.save raises
+    assert (error.errno, error.filename) == (expected.errno, str(path))
+
+
+@pytest.mark.parametrize("action", SAVES)
+@pytest.mark.parametrize("name", ["missing/model.pt", "directory", "n" * 256, "loop"])
+def test_types_are_those_of_open(tmp_path: Path, action: Callable[[Path], None], name: str) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    path = tmp_path / name
+    with pytest.raises(type(error_of_open(path))) as caught:
+        action(path)
+    assert_like(caught.value, error_of_open(path), path)
+    with pytest.raises(RuntimeError):
+        torch.save(STATE, path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may set the attribute")
+@pytest.mark.parametrize("action", SAVES)
+def test_missing_permission(tmp_path: Path, action: Callable[[Path], None]) -> None:
+    # An attribute that root has to respect, too.
+    path = tmp_path / "model.pt"
+    path.touch()
+    chattr = shutil.which("chattr")
+    if chattr is None or subprocess.run([chattr, "+i", path], check=False).returncode != 0:
+        pytest.skip("no immutable files here")
+    try:
+        with pytest.raises(PermissionError) as caught:
+            action(path)
+        assert_like(caught.value, error_of_open(path), path)
+    finally:
+        subprocess.run([chattr, "-i", path], check=True)
+
+
+def test_save_model(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(FileExistsError) as caught:
+        ptsave.save_model(STATE, path)
+    assert isinstance(caught.value, ptsave.SaveError)
+    with pytest.raises(NotADirectoryError) as below:
+        ptsave.save_model(STATE, path / "below")
+    assert isinstance(below.value, ptsave.SaveError)
+
+
+def test_checkpointer(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(NotADirectoryError) as caught:
+        ptsave.AsyncCheckpointer(path)
+    assert isinstance(caught.value, ptsave.SaveError)
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "step-00000001.pt").mkdir()
+    checkpointer.save(1, model=STATE)
+    with pytest.raises(IsADirectoryError) as later:
+        checkpointer.close()
+    assert isinstance(later.value, ptsave.SaveError)
+
+
+@pytest.mark.parametrize("number", sorted(errno.errorcode))
+def test_every_number(number: int) -> None:
+    """Pickling, copying and printing keep all that an OSError has."""
+    for arguments in [
+        (number, "message"),
+        (number, "message", "file"),
+        (number, "message", "file", None, "other"),
+    ]:
+        error = ptsave.SaveError(*arguments)
+        expected = OSError(*arguments)
+        assert isinstance(error, type(expected))
+        assert isinstance(error, ptsave.SaveError)
+        for each in (
+            error,
+            pickle.loads(pickle.dumps(error)),
+            copy.copy(error),
+            copy.deepcopy(error),
+        ):
+            assert type(each) is type(error)
+            assert str(each) == str(expected)
+            fields = ("errno", "strerror", "filename", "filename2", "args")
+            assert all(getattr(each, name) == getattr(expected, name) for name in fields)
+
+
+def test_translation_keeps_the_second_file() -> None:
+    error = ptsave.SaveError.from_os_error(PermissionError(errno.EPERM, "no", "a", None, "b"), "c")
+    assert isinstance(error, PermissionError)
+    assert (error.errno, error.filename, error.filename2) == (errno.EPERM, "c", "b")
+
+
+def test_errors_of_malformed_pickles_can_be_pickled() -> None:
+    for kind in errors._MALFORMED.values():
+        error = kind("message", path="a.pt", record="data.pkl", offset=3, entries=["x"])
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind
+        assert str(again) == "message"
+        assert vars(again) == vars(error)
