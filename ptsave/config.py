@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 from ptsave import memory_limits
 
-__all__ = ["Config", "current"]
+__all__ = ["Config", "current", "positive_integer"]
 
 MIB = 1 << 20
+_MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of them
+_MAX_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,12 @@ def current() -> Config:
     use; one buffer of 4 MiB is taken in any case).  ``PTSAVE_MAX_STAGED_BYTES`` bounds what saves
     in the background hold (default: half of that memory).  ``PTSAVE_DIRECT_IO=0`` turns direct I/O
     off.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in place by code
-    that calls ``torch.load``.
+    that calls ``torch.load``.  A variable that is set to nothing counts as not set.
+
+    Raises
+    ------
+    ValueError
+        A variable has another value than a positive integer, or than 0 or 1; the message names it.
 
     Examples
     --------
@@ -67,15 +75,15 @@ def current() -> Config:
     True
     """
     cores = len(os.sched_getaffinity(0))
-    n_threads = _positive_int("PTSAVE_NUM_THREADS", min(cores, 16))
+    n_threads = positive_integer("PTSAVE_NUM_THREADS", min(cores, 16))
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=min(3 * n_threads, 12),
-        max_pinned_nbytes=_positive_int("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
-        max_staged_nbytes=_positive_int("PTSAVE_MAX_STAGED_BYTES", 0) or None,
-        direct_io=os.environ.get("PTSAVE_DIRECT_IO", "1") != "0",
-        verify=os.environ.get("PTSAVE_VERIFY", "1") != "0",
+        max_pinned_nbytes=positive_integer("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
+        max_staged_nbytes=positive_integer("PTSAVE_MAX_STAGED_BYTES", 0) or None,
+        direct_io=_switch("PTSAVE_DIRECT_IO", default=True),
+        verify=_switch("PTSAVE_VERIFY", default=True),
     )
 
 
@@ -83,10 +91,34 @@ def _default_pinned_nbytes() -> int:
     return max(1, min(64 * MIB, memory_limits.share_nbytes() // 8))
 
 
-def _positive_int(variable: str, default: int) -> int:
+def positive_integer(variable: str, default: int) -> int:
+    """Read an environment variable that holds a positive integer.
+
+    Parameters
+    ----------
+    variable : str
+        Its name.
+    default : int
+        The value if it is not set, or set to nothing.
+
+    Raises
+    ------
+    ValueError
+        If it holds anything else, or a number that no 64-bit machine can use.
+    """
     text = os.environ.get(variable)
-    if text is None:
+    if not text:
         return default
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ValueError(f"{variable} must be a positive integer, not {text!r}")
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_N_DIGITS
+    if not is_number or not 0 < int(text) <= sys.maxsize:
+        raise ValueError(f"{variable} must be a positive integer, not {text[:_MAX_SHOWN]!r}")
     return int(text)
+
+
+def _switch(variable: str, *, default: bool) -> bool:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    if text not in ("0", "1"):
+        raise ValueError(f"{variable} must be 0 or 1, not {text[:_MAX_SHOWN]!r}")
+    return text == "1"
