@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.serialization import _serialization_tls
 
 from ptsave.byte_order import NativeOrderReader
+from ptsave.entry_tree import EntryTree
 
 if TYPE_CHECKING:
     from ptsave.reading import RecordReader
 
 __all__ = ["entries_in", "entries_using", "entries_with_records", "storage_id"]
-
-# A file says how large its object is: what is looked at for a message has to be bounded.
-_MAX_DEPTH = 64
-_MAX_NODES = 200_000
 
 
 def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
@@ -50,11 +47,12 @@ def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[
         }
         plain = _PlainReader(reader)
         obj = torch.serialization._load(plain, "meta", torch._weights_only_unpickler)
+        found = _collect(obj, names.keys(), _offset)
     except Exception:  # the message is better without entries than not raised
         return []
     finally:
         _serialization_tls.map_location = location  # torch leaves it behind if unpickling fails
-    return [(entry, names[offset]) for entry, offset in _collect(obj, names.keys(), _offset)]
+    return [(entry, names[offset]) for entry, offset in found]
 
 
 def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
@@ -95,24 +93,13 @@ class _PlainReader(NativeOrderReader):
 def _collect(
     obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
 ) -> list[tuple[str, int | None]]:
-    """Return paths and places of the tensors at `places`; shared containers count once."""
+    """Return names and places of the tensors at `places`; shared containers count once."""
     found: list[tuple[str, int | None]] = []
-    seen: set[int] = set()
-    pending: list[tuple[Any, str, int]] = [(obj, "", 0)]
-    while pending and len(seen) < _MAX_NODES:
-        value, path, depth = pending.pop()
-        if isinstance(value, torch.Tensor):
-            for part in _parts_of(value):
-                place = place_of(part)
-                if place in places:
-                    found.append((path or "the tensor itself", place))
-        elif id(value) not in seen and depth < _MAX_DEPTH:
-            seen.add(id(value))
-            children = [
-                (child, f"{path}.{key}" if path else str(key), depth + 1)
-                for key, child in _children(value)
-            ]
-            pending += reversed(children)
+    for name, tensor in EntryTree(obj).named_tensors():
+        for part in _parts_of(tensor):
+            place = place_of(part)
+            if place in places:
+                found.append((name, place))
     return found
 
 
@@ -132,11 +119,3 @@ def _offset(tensor: torch.Tensor) -> int | None:
         return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
         return None
-
-
-def _children(obj: Any) -> Sequence[tuple[object, Any]]:
-    if isinstance(obj, dict):
-        return list(obj.items())[:_MAX_NODES]
-    if isinstance(obj, (list, tuple, set)):
-        return list(enumerate(obj))[:_MAX_NODES]
-    return []

@@ -5,18 +5,19 @@ from __future__ import annotations
 import cmath
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ptsave.entry_names import MAX_DEPTH, Path, dotted
+from ptsave.entry_names import MAX_DEPTH
 from ptsave.number_differences import NumberDifference, Tolerance
 
 __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]
+_Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
@@ -107,62 +108,74 @@ class EntryComparer:
         self.differences: list[EntryDifference] = []
         self.pairs: list[TensorPair] = []
 
-    def compare(self, a: Any, b: Any, path: Path = ()) -> None:
-        """Compare two entries, and what is in them."""
-        if len(path) > MAX_DEPTH:
-            raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
+    def compare(self, a: Any, b: Any) -> None:
+        """Compare two objects, and what is in them, each entry before the next."""
+        pending: list[Iterator[_Pair]] = [iter([(a, b, "")])]
+        while pending:
+            depth = len(pending) - 1
+            for each in pending[-1]:
+                inner = self._compare_entry(*each, depth)
+                if inner is not None:
+                    if depth > MAX_DEPTH:
+                        raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
+                    pending.append(inner)
+                    break
+            else:
+                pending.pop()
+
+    def _compare_entry(self, a: Any, b: Any, name: str, depth: int) -> Iterator[_Pair] | None:
+        """Compare two entries; return the pairs of what is in them, if they are containers."""
         a, b = _opened(a), _opened(b)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            name = dotted(path)
-            if self._wanted(name):
-                self._compare_tensors(a, b, name)
-            return
+            return self._compare_tensors(a, b, name) if self._wanted(name) else None
         parts = _parts(a), _parts(b)
         if type(a) is not type(b) and not self._are_numbers(a, b):
-            self._note("type", path, a, b)
+            self._note("type", name, a, b)
             if parts[0] is None or parts[1] is None or _is_named(a) != _is_named(b):
-                return
+                return None
         if parts[0] is None or parts[1] is None:
-            if self._detail == "values" and self._wanted(dotted(path)):
-                self._compare_values(a, b, path)
-        elif (id(a), id(b)) not in self._seen:
-            self._seen.add((id(a), id(b)))
-            self._kept += a, b
-            self._compare_parts(parts[0], parts[1], path)
+            if self._detail == "values" and self._wanted(name):
+                self._compare_values(a, b, name)
+            return None
+        if (id(a), id(b)) in self._seen:
+            return None
+        self._seen.add((id(a), id(b)))
+        self._kept += a, b
+        return self._pairs_of(parts[0], parts[1], f"{name}." if depth else "")
 
-    def _compare_parts(self, a: dict[Any, Any], b: dict[Any, Any], path: Path) -> None:
+    def _pairs_of(self, a: dict[Any, Any], b: dict[Any, Any], prefix: str) -> Iterator[_Pair]:
+        """Yield what is in both, noting in its place what is in one of them alone."""
         for key, value in a.items():
             if key in b:
-                self.compare(value, b[key], (*path, key))
+                yield value, b[key], f"{prefix}{key}"
             else:
-                self._note_alone("only in a", value, (*path, key))
+                self._note_alone("only in a", value, f"{prefix}{key}")
         for key, value in b.items():
             if key not in a:
-                self._note_alone("only in b", value, (*path, key))
+                self._note_alone("only in b", value, f"{prefix}{key}")
 
-    def _note(self, kind: Kind, path: Path, a: Any, b: Any) -> None:
-        if self._wanted(dotted(path)):
-            self.differences.append(EntryDifference(kind, dotted(path), a, b))
+    def _note(self, kind: Kind, name: str, a: Any, b: Any) -> None:
+        if self._wanted(name):
+            self.differences.append(EntryDifference(kind, name, a, b))
 
-    def _note_alone(self, kind: Kind, value: Any, path: Path) -> None:
-        for leaf_path, leaf in _leaves(value, path, set()):
-            name = dotted(leaf_path)
+    def _note_alone(self, kind: Kind, value: Any, top: str) -> None:
+        for name, leaf in _leaves(value, top):
             if self._wanted(name):
                 a, b = (leaf, None) if kind == "only in a" else (None, leaf)
-                self.differences.append(EntryDifference(kind, name, a, b, top=dotted(path)))
+                self.differences.append(EntryDifference(kind, name, a, b, top=top))
 
-    def _compare_tensors(self, a: Tensor, b: Tensor, name: str) -> None:
+    def _compare_tensors(self, a: Tensor, b: Tensor, name: str) -> Iterator[_Pair] | None:
         if a.is_nested and b.is_nested:
             self._kept += a, b
-            self.compare([*a.unbind()], [*b.unbind()], (name,))
-            return
+            parts = dict(enumerate(a.unbind())), dict(enumerate(b.unbind()))
+            return self._pairs_of(*parts, f"{name}.")
         valued = self._has_values[0](a), self._has_values[1](b)
         same_class = self._ignore_types or type(a) is type(b)
         alike = same_class and valued[0] == valued[1] and _same_layout(a, b)
         if not alike:
             self.differences.append(EntryDifference("type", name, a, b))
         if self._detail == "names" or a.is_nested != b.is_nested:
-            return
+            return None
         differs = len(self.differences)
         if a.dtype != b.dtype and not self._ignore_dtype:
             self.differences.append(EntryDifference("dtype", name, a, b))
@@ -171,11 +184,12 @@ class EntryComparer:
         comparable = all(valued) and a.layout == b.layout and a.is_quantized == b.is_quantized
         if self._detail == "values" and len(self.differences) == differs and comparable:
             self.pairs.append(TensorPair(name, a, b))
+        return None
 
     def _are_numbers(self, a: Any, b: Any) -> bool:
         return self._ignore_dtype and {type(a), type(b)} <= {int, float, complex}
 
-    def _compare_values(self, a: Any, b: Any, path: Path) -> None:
+    def _compare_values(self, a: Any, b: Any, name: str) -> None:
         if {type(a), type(b)} <= {int, float, complex}:
             equal = _are_close(a, b, self._tolerance)
         else:
@@ -183,11 +197,11 @@ class EntryComparer:
                 equal = bool(a == b)
             except Exception as error:
                 raise TypeError(
-                    f"{dotted(path)}: values of type {type(a).__name__} cannot be compared "
+                    f"{name}: values of type {type(a).__name__} cannot be compared "
                     f"({type(error).__name__}: {error})"
                 ) from error
         if not equal:
-            self.differences.append(EntryDifference("value", dotted(path), a, b))
+            self.differences.append(EntryDifference("value", name, a, b))
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -240,15 +254,25 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _leaves(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Any]]:
-    value = _opened(value)
-    parts = _parts(value)
-    if not parts or id(value) in above or len(path) > MAX_DEPTH:
-        yield path, value
-        return
-    above.add(id(value))  # and never removed: a container that is there twice is named once
-    for key, part in parts.items():
-        yield from _leaves(part, (*path, key), above)
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a value; a container that is there twice is looked into once."""
+    seen: set[int] = set()
+    pending = [iter([(name, value)])]
+    while pending:
+        for entry_name, entry in pending[-1]:
+            opened = _opened(entry)
+            parts = _parts(opened)
+            if parts and id(opened) not in seen and len(pending) <= MAX_DEPTH:
+                seen.add(id(opened))
+                pending.append(_named(parts, entry_name))
+                break
+            yield entry_name, opened
+        else:
+            pending.pop()
+
+
+def _named(parts: dict[Any, Any], name: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}.{key}", part) for key, part in parts.items())
 
 
 def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:

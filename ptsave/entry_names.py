@@ -16,8 +16,9 @@ __all__ = ["MAX_DEPTH", "EntryNames", "Path", "dotted", "entry_not_found", "path
 
 Path: TypeAlias = tuple[Any, ...]
 
-# A file says how deep its object is, and each level makes the paths below it longer.
-MAX_DEPTH = 200
+# The limit of everything that names entries: a file says how deep its object is, and each level
+# makes the names below it longer.  torch.save reaches 970 levels before a RecursionError.
+MAX_DEPTH = 1000
 _MAX_COMPARED = 20_000
 _MAX_SUGGESTED = 3
 

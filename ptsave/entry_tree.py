@@ -57,8 +57,8 @@ class EntryTree:
     Parameters
     ----------
     obj : object
-        Dicts, lists and tuples are looked into, each of them once, down to 200 levels.  One that
-        holds nothing but numbers and text is no container but a value.
+        Dicts, lists and tuples are looked into, each of them once, down to `MAX_DEPTH` levels.  One
+        that holds nothing but numbers and text is no container but a value.
 
     Attributes
     ----------
@@ -68,6 +68,8 @@ class EntryTree:
         Every container in front of what is in it.
     tensors : list of torch.Tensor
         In the same order.
+    is_whole : bool
+        Whether there are no containers below `MAX_DEPTH` levels, which are not looked into.
 
     Examples
     --------
@@ -81,6 +83,7 @@ class EntryTree:
         self.obj = obj
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
+        self.is_whole = True
         self._ends: dict[int, int] = {}
         self._is_alone = not _is_container(obj)
         if isinstance(obj, Tensor):
@@ -106,7 +109,11 @@ class EntryTree:
                 is_container = _is_container(value)
                 again = seen.get(id(value)) if is_container else None
                 nodes.append(Node(depth, parent, prefix, key, value, -1, again))
-                if is_container and again is None and depth < MAX_DEPTH:
+                if not is_container or again is not None:
+                    continue
+                if depth >= MAX_DEPTH:
+                    self.is_whole = False
+                else:
                     seen[id(value)] = f"{prefix}{key}"
                     pending.append((_items(value), len(nodes) - 1, f"{prefix}{key}."))
                     break
@@ -118,6 +125,17 @@ class EntryTree:
     def tensor_nodes(self) -> list[int]:
         """The number of the node of each tensor."""
         return [number for number, node in enumerate(self.nodes) if node.tensor >= 0]
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return all tensors with their names for messages: those in a set have the set's."""
+        found: list[tuple[str, Tensor]] = []
+        for node in self.nodes:
+            if node.tensor >= 0:
+                found.append((node.name or "the tensor itself", node.value))
+            elif isinstance(node.value, (set, frozenset)):
+                name = node.name or "the set itself"
+                found += [(name, value) for value in node.value if isinstance(value, Tensor)]
+        return found
 
     def end_of(self, number: int) -> int:
         """Return the number of the first node behind a container and all that is in it."""

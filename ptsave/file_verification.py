@@ -6,7 +6,7 @@ import io
 import os
 from dataclasses import dataclass, field
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import _weights_only_unpickler
 
@@ -15,6 +15,7 @@ from ptsave.archive_kinds import open_contents, reporting_damage, require_saved_
 from ptsave.checking import check_version
 from ptsave.cut_archives import CutArchive
 from ptsave.entries import entries_with_records
+from ptsave.entry_names import MAX_DEPTH
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, is_zip, refuse_special_file
@@ -163,23 +164,24 @@ def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
         if kind == "safetensors"
         else f"{kind}: such a file has no checksums; it can be loaded"
     )
-    names = [node.name for node in EntryTree(contents.obj).nodes if node.tensor >= 0]
-    return Verification(path, [], [remark], 0, nbytes, names, names)
+    tree = EntryTree(contents.obj)
+    names = _names_in(tree)
+    remarks = [remark] if tree.is_whole else [remark, _TOO_DEEP]
+    return Verification(path, [], remarks, 0, nbytes, names, names)
 
 
 def _verify_archive(
     f: Any, reader: RecordReader, progress: ProgressCallback | None
 ) -> Verification:
     damage = find_damage(reader, spans_of(reader), progress)
-    damaged = {found.record for found in damage}
+    damaged = {each.record for each in damage}
     problems: list[Problem] = []
     remarks = [] if reader.engine.storages_have_crcs else [_WITHOUT_CHECKSUMS]
-    tensors: list[str] = []
-    users: dict[str | None, list[str]] = {}
+    found = _Tensors([], {})
     try:
         require_saved_object(reader)
         with reporting_damage(reader.path):
-            tensors, users = _tensors_in(f, reader, bool(damage))
+            found = _tensors_in(f, reader, bool(damage))
     except NotCheckpointError as error:
         if not reader.has_record("constants.pkl"):
             raise
@@ -190,21 +192,23 @@ def _verify_archive(
             problems.append(_problem_of(error))
     except UnpicklingError:
         remarks.append(f"{_UNKNOWN_TENSORS} (see `ptsave globals {reader.path}`)")
+    if not found.is_whole:
+        remarks.append(_TOO_DEEP)
     problems += [
-        Problem(found.reason, found.record, found.offset, users.get(found.record, []))
-        for found in damage
+        Problem(each.reason, each.record, each.offset, found.users.get(each.record, []))
+        for each in damage
     ]
     lost = {name for problem in problems for name in problem.entries}
     n_records = len(reader.engine.records())
-    whole = [name for name in tensors if name not in lost]
+    whole = [name for name in found.names if name not in lost]
     return Verification(
         reader.path,
         problems,
         remarks,
         n_records,
         reader.engine.nbytes,
-        tensors or None,
-        whole if tensors else None,
+        found.names or None,
+        whole if found.names else None,
     )
 
 
@@ -213,16 +217,26 @@ _UNKNOWN_TENSORS = (
     "which tensors there are is not known: its object needs more than weights_only=True, or values "
     "that are damaged"
 )
+_TOO_DEEP = (
+    f"containers are nested deeper than {MAX_DEPTH} levels: tensors below that were verified, but "
+    "are not named"
+)
 _WITHOUT_CHECKSUMS = (
     "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
     "not compared"
 )
 
 
-def _tensors_in(
-    f: Any, reader: RecordReader, is_damaged: bool
-) -> tuple[list[str], dict[str | None, list[str]]]:
-    """Return the names of all tensors, and of those in each record.
+class _Tensors(NamedTuple):
+    """The names of all tensors, and of those in each record; `is_whole` as of `EntryTree`."""
+
+    names: list[str]
+    users: dict[str | None, list[str]]
+    is_whole: bool = True
+
+
+def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
+    """Return which tensors there are.
 
     Raises
     ------
@@ -232,37 +246,37 @@ def _tensors_in(
         If it needs more than ``weights_only=True``.
     """
     if not reader.engine.all_stored:  # its pickle is compressed, too
-        return [], {}
+        return _Tensors([], {})
     check_version(reader)
     if not can_defer_reading(reader, _weights_only_unpickler):
         return _tensors_made_of_values(f, reader, is_damaged)
     contents = UnreadContents(reader)
     tree = EntryTree(contents.obj)
-    names = _tensor_names(tree)
+    named = tree.named_tensors()
     users: dict[str | None, list[str]] = {}
-    for name, place in zip(names, contents.places_of(tree.tensors), strict=True):
+    places = contents.places_of([tensor for _, tensor in named])
+    for (name, _), place in zip(named, places, strict=True):
         users.setdefault(place[1], []).append(name)
-    return names, users
+    return _Tensors([name for name, _ in named], users, tree.is_whole)
 
 
-def _tensors_made_of_values(
-    f: Any, reader: RecordReader, is_damaged: bool
-) -> tuple[list[str], dict[str | None, list[str]]]:
+def _tensors_made_of_values(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
     """Return what `_tensors_in` does for an object that torch makes with its values only."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
     for name, record in found:
         users.setdefault(record, []).append(name)
     if found and is_damaged:
-        return [*dict.fromkeys(name for name, _ in found)], users
+        return _Tensors([*dict.fromkeys(name for name, _ in found)], users)
     pickle = io.BytesIO(reader.get_record("data.pkl"))
     if is_damaged or unsafe_globals(globals_in_pickle(pickle, reader.path)):
         raise UnpicklingError  # before anything is loaded for it
-    return _tensor_names(EntryTree(open_contents(f, reader.path, {}, verify=True).obj)), users
+    tree = EntryTree(open_contents(f, reader.path, {}, verify=True).obj)
+    return _Tensors(_names_in(tree), users, tree.is_whole)
 
 
-def _tensor_names(tree: EntryTree) -> list[str]:
-    return [tree.nodes[number].name or "the tensor itself" for number in tree.tensor_nodes]
+def _names_in(tree: EntryTree) -> list[str]:
+    return [name for name, _ in tree.named_tensors()]
 
 
 def _verify_without_directory(path: str, error: CorruptCheckpointError) -> Verification:

@@ -114,7 +114,7 @@ def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
         if first is not path:
             result.losses.append(f"{dotted(path)} (it is {dotted(first) or 'the whole'} again)")
             continue
-        if len(path) >= MAX_DEPTH:
+        if len(path) > MAX_DEPTH:
             raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
         if getattr(value, "_metadata", None):
             result.remarks.append(f"_metadata of {dotted(path) or 'the state dict'} is not kept")

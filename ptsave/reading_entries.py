@@ -65,21 +65,52 @@ def _back(leaf: Any, values: Tensor) -> Any:
     return torch.TypedStorage(wrap_storage=untyped, dtype=leaf.dtype, _internal=True)
 
 
-def _copy(value: Any, made: dict[int, Any]) -> Any:
-    if id(value) in made:
-        return made[id(value)]
-    if type(value) is tuple:
-        copy: Any = tuple(_copy(part, made) for part in value)
-        return made.setdefault(id(value), copy)  # itself, if it is in a list in itself
-    if type(value) is list:
-        made[id(value)] = copy = []
-        copy += (_copy(part, made) for part in value)
-        return copy
-    if not _is_container(value):
-        return value
-    made[id(value)] = copy = type(value)()
-    for key, part in value.items():
-        copy[key] = _copy(part, made)
-    for name, part in getattr(value, "__dict__", {}).items():
-        setattr(copy, name, _copy(part, made))  # `_metadata` of state dicts
-    return copy
+def _copy(entry: Any, made: dict[int, Any]) -> Any:
+    """Return a copy of containers around what is made already; deep ones need no recursion."""
+    containers = list(_containers_in(entry))
+    for container in containers:
+        if type(container) is not tuple:
+            made[id(container)] = type(container)()
+    for container in containers:
+        if type(container) is tuple:
+            _make_tuple(container, made)
+    for container in containers:
+        copy = made[id(container)]
+        if type(container) is list:
+            copy += (_made(part, made) for part in container)
+        elif type(container) is not tuple:
+            for key, part in container.items():
+                copy[key] = _made(part, made)
+            for name, part in getattr(container, "__dict__", {}).items():
+                setattr(copy, name, _made(part, made))  # `_metadata` of state dicts
+    return _made(entry, made)
+
+
+def _made(part: Any, made: dict[int, Any]) -> Any:
+    return made.get(id(part), part)
+
+
+def _make_tuple(value: tuple[Any, ...], made: dict[int, Any]) -> None:
+    """Make the copy of a tuple after those of the tuples in it."""
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        inner = [part for part in last if type(part) is tuple and id(part) not in made]
+        if inner:
+            pending += inner
+            continue
+        pending.pop()
+        made.setdefault(id(last), tuple([_made(part, made) for part in last]))
+
+
+def _containers_in(entry: Any) -> Iterator[Any]:
+    """Yield every container of an entry once."""
+    seen: set[int] = set()
+    pending = [entry]
+    while pending:
+        value = pending.pop()
+        if _is_container(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending += value.values() if isinstance(value, dict) else value
+            pending += getattr(value, "__dict__", {}).values()

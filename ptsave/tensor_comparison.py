@@ -258,8 +258,8 @@ def _rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _row(tensor: Tensor) -> Tensor:
     row = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
-    # The stride of a single number may be anything, which views of other dtypes do not allow.
-    return row.as_strided(row.shape, (1,)) if row.numel() == 1 else row
+    # The stride of one number, or none, may be anything, which views of other dtypes do not allow.
+    return row.as_strided(row.shape, (1,)) if row.numel() <= 1 else row
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -20,9 +20,12 @@ import pytest
 import torch
 from comparison import assert_same_object, saved_bytes, stock_load, stock_save
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import ptsave
+from ptsave.comparison import compare
+from ptsave.conversion import convert
+from ptsave.file_verification import verify_file
 from ptsave.slicing import blocks_of
 
 BIG = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700)
@@ -199,13 +202,71 @@ def test_missing_names(tmp_path: Path) -> None:
         assert archive["none"] is None
 
 
-def test_deep_nesting(tmp_path: Path) -> None:
-    obj: Any = torch.ones(1)
-    for _ in range(230):
-        obj = [obj]
-    path = write(tmp_path, obj)
+def nested(depth: int, tensor: Tensor) -> Any:
+    obj: Any = tensor
+    for _ in range(depth):
+        obj = (obj,)
+    return obj
+
+
+@pytest.mark.parametrize("depth", [63, 65, 199, 201, 490, 900])
+def test_deep_nesting(tmp_path: Path, depth: int) -> None:
+    """Errors, `verify` and `open` name the same tensors, as deep as torch.save can go."""
+    tensor = torch.full((100,), 7.0)
+    path = write(tmp_path, nested(depth, tensor))
+    names = [".".join(["0"] * depth)]
+    with ptsave.open(path) as archive:
+        assert archive.keys() == names
+        assert torch.equal(archive.get_tensor(names[0]), tensor)
+        entry = archive[(0,) * (depth // 2)]
+    for _ in range(depth - depth // 2):
+        (entry,) = entry
+    assert torch.equal(entry, tensor)
+    assert compare(str(path), str(path)).n_tensors == 1
+    assert convert(path, tmp_path / "flat.safetensors").n_tensors == 1
+    data = path.read_bytes()
+    path.write_bytes(data.replace(tensor.numpy().tobytes(), b"x" * tensor.nbytes))
+    with pytest.raises(ptsave.CorruptCheckpointError) as info:
+        ptsave.load(path)
+    found = verify_file(path)
+    assert info.value.entries == found.tensors == found.problems[0].entries == names
+
+
+def test_nesting_that_is_too_deep(tmp_path: Path) -> None:
+    """Every tensor is verified; below the limit none is named by anybody."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        path = write(tmp_path, {"top": torch.ones(100), "deep": nested(3000, torch.ones(99) * 7)})
+    finally:
+        sys.setrecursionlimit(limit)
     with ptsave.open(path) as archive, pytest.raises(ValueError, match="nested deeper than"):
         archive.keys()
+    with pytest.raises(ValueError, match="nested deeper than"):
+        compare(str(path), str(path))
+    with pytest.raises(ValueError, match="nested deeper than"):
+        convert(path, tmp_path / "flat.safetensors")
+    found = verify_file(path)
+    assert (found.problems, found.tensors) == ([], ["top"])
+    assert "nested deeper than" in found.remarks[0]
+    data = path.read_bytes()
+    path.write_bytes(data.replace((torch.ones(99) * 7).numpy().tobytes(), b"x" * 4 * 99))
+    with pytest.raises(ptsave.CorruptCheckpointError) as info:
+        ptsave.load(path)
+    (problem,) = verify_file(path).problems
+    assert (info.value.entries, problem.entries) == ([], [])
+    assert info.value.record == problem.record == "data/1"
+
+
+def test_tensors_in_sets_are_named_by_everybody(tmp_path: Path) -> None:
+    tensor = torch.full((100,), 7.0)
+    path = write(tmp_path, {"a": {tensor}, "b": torch.ones(3)})
+    path.write_bytes(path.read_bytes().replace(tensor.numpy().tobytes(), b"x" * tensor.nbytes))
+    with pytest.raises(ptsave.CorruptCheckpointError) as info:
+        ptsave.load(path)
+    found = verify_file(path)
+    assert info.value.entries == found.problems[0].entries == ["a"]
+    assert (found.tensors, found.whole) == (["a", "b"], ["b"])
 
 
 def test_containers_that_multiply(tmp_path: Path) -> None:

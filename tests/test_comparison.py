@@ -339,3 +339,36 @@ def test_memory_is_bounded(diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     a = {"whole": whole, "t": whole.t(), "row": whole[7], "small": torch.ones(3), "last": whole[-1]}
     assert diff(a, copy.deepcopy(a)).equal
     assert max(sizes) <= 100_000
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.bfloat16),
+    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_empty_tensors_of_every_dtype_and_stride(diff: Diff, dtype: torch.dtype) -> None:
+    base = torch.empty(0, 4, dtype=dtype)
+    row = torch.empty(0, dtype=dtype)
+    tensors = [base, base[:, ::2], base[::3], base.t(), base[:, 1:], row, row[::2]]
+    found = diff(tensors, tensors)
+    assert found.equal
+    assert found.n_tensors == len(tensors)
+
+
+def test_deep_containers_come_in_order(diff: Diff) -> None:
+    def nested(*leaves: Any) -> Any:
+        obj: Any = {"first": leaves[0], "last": leaves[1]}
+        for _ in range(300):
+            obj = [obj, leaves[0]]
+        return {"deep": obj, "after": leaves[1]}
+
+    found = diff(nested(1, 2), nested(1, 3))
+    assert kinds(found) == [("value", f"deep{'.0' * 300}.last"), ("value", "after")]
+    alone = diff({"a": 1}, {"a": 1, **nested(1, 2)})
+    assert kinds(alone)[:2] == [
+        ("only in b", f"deep{'.0' * 300}.first"),
+        ("only in b", f"deep{'.0' * 300}.last"),
+    ]
