@@ -222,8 +222,28 @@ def test_pipe_that_nobody_reads(tmp_path: Path) -> None:
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["verify", "a.pt"], ["ls", "a.pt"], ["ls", "--help"], ["--version"], ["completion", "bash"]],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written(
+    tmp_path: Path, arguments: list[str], unbuffered: str
+) -> None:
+    """Python 3.13 and later flush once more at exit, and would exit with 120."""
+    torch.save([torch.ones(3)], tmp_path / "a.pt")
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-m", "ptsave", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
     assert (ended.returncode, ended.stderr) == (2, b"ptsave: No space left on device\n")
 
 

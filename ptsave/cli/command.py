@@ -7,7 +7,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "NEGATIVE",
     "Command",
     "Settings",
+    "exits_if_unwritable",
     "note",
     "report_error",
     "result",
@@ -86,14 +88,55 @@ class Command(click.Command):
             report_error(ctx, error)
             ctx.exit(FAILED)
         except BrokenPipeError:  # click would exit with 1, which is an answer
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+            _discard_unwritten()
             ctx.exit(_PIPE_CLOSED)
         except KeyboardInterrupt:
             _say("interrupted")
             ctx.exit(_INTERRUPTED)
         except Exception as error:
             report_error(ctx, error)
+            _discard_unwritable()
             ctx.exit(FAILED)
+
+
+@contextmanager
+def exits_if_unwritable() -> Iterator[None]:
+    """Exit as `Command` does if standard output cannot be written, whatever writes to it.
+
+    Python itself, which flushes it at exit, would say so in more lines and exit with 120.
+    """
+    try:
+        try:
+            yield
+        finally:
+            _flush_output()
+    except BrokenPipeError:
+        _discard_unwritten()
+        sys.exit(_PIPE_CLOSED)
+    except OSError as error:
+        _discard_unwritten()
+        _say(one_line(error))
+        sys.exit(FAILED)
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None:  # None if it was closed before Python started
+        sys.stdout.flush()
+
+
+def _discard_unwritable() -> None:
+    """Drop what is left to write if that is impossible, after the error has been reported."""
+    try:
+        _flush_output()
+    except OSError:
+        _discard_unwritten()
+
+
+def _discard_unwritten() -> None:
+    """Let what is left to write to standard output vanish, also when Python exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _flag(*names: str, help: str) -> click.Option:  # noqa: A002 - as click calls it
