@@ -163,7 +163,8 @@ const StorageType* StorageReferences::known_type(PyObject* object) {
     if (!THPDtype_Check(found.get())) return nullptr;
     dtype = reinterpret_cast<THPDtype*>(found.get())->scalar_type;
   }
-  return &types_.emplace_back(Object::borrow(object), dtype);
+  types_.push_back({.object = Object::borrow(object), .dtype = dtype});
+  return &types_.back();
 }
 
 bool StorageReferences::is_storage_type(PyObject* object) const {
