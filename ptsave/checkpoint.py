@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ptsave.copying import Copier, tensors_in
 from ptsave.mapping_state import check_mapping, load_mapping
 from ptsave.module_state import check_module, load_module
+from ptsave.named_options import check_restoring, check_saving
 from ptsave.optimizer_state import check_optimizer, load_optimizer
 from ptsave.restoring import check_locations, restoring
 from ptsave.serialization import load, save
@@ -158,7 +159,15 @@ def _check_type(target: Any) -> None:
         )
 
 
-def save_checkpoint(f: Any, /, **objects: Any) -> None:
+def save_checkpoint(
+    f: Any,
+    /,
+    *,
+    fsync: bool = False,
+    atomic: bool = True,
+    progress: bool = False,
+    **objects: Any,
+) -> None:
     """Save objects under names, each with a ``state_dict`` method as its state dict.
 
     The file is a dict that :func:`torch.load` reads.
@@ -166,12 +175,18 @@ def save_checkpoint(f: Any, /, **objects: Any) -> None:
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        Where to save.  As with :func:`ptsave.save`, a path gets its new contents all at once.
+        Where to save.
+    fsync, atomic, progress
+        As for :func:`ptsave.save`.
     **objects : object
-        Models, optimizers, schedulers, and anything that can be saved.
+        Models, optimizers, schedulers, and anything that can be saved, under any names but those of
+        the options.
 
     Raises
     ------
+    TypeError
+        An object has the name of an option, or an option of another function is among the objects
+        (``pickle_protocol=4``).
     SaveError
         As from :func:`ptsave.save`.
 
@@ -186,7 +201,9 @@ def save_checkpoint(f: Any, /, **objects: Any) -> None:
     >>> ptsave.load_checkpoint(stream, model=model, optimizer=optimizer)
     {'epoch': 3}
     """
-    save(entries_of(objects), f)
+    options = {"fsync": fsync, "atomic": atomic, "progress": progress}
+    check_saving("ptsave.save_checkpoint", objects, **options)
+    save(entries_of(objects), f, **options)
 
 
 def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,6 +252,9 @@ def load_checkpoint(
     ------
     KeyError
         If the file has no entry of a target's name.
+    TypeError
+        If a target has the name of an option, cannot be restored into, or is an option of another
+        function (``mmap=True``).
     RuntimeError, CorruptCheckpointError
         As from :func:`ptsave.load_into`.
 
@@ -249,13 +269,9 @@ def load_checkpoint(
     {'epoch': 3}
     """
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    for name, option in {"strict": strict, "map_location": map_location, **options}.items():
-        if hasattr(option, "load_state_dict"):
-            raise TypeError(
-                f"{name!r} is an option here: save the {type(option).__name__} "
-                "under another name, or restore it with ptsave.load_into()"
-            )
-    return restore_entries(f, targets, strict=strict, map_location=map_location, **options)
+    options.update(strict=strict, map_location=map_location)
+    check_restoring("ptsave.load_checkpoint", targets, **options)
+    return restore_entries(f, targets, **options)
 
 
 def restore_entries(

@@ -15,6 +15,7 @@ from ptsave.asynchronous import async_save
 from ptsave.checkpoint import entries_of, restore_entries
 from ptsave.checkpoint_directory import CheckpointDirectory, create_directory
 from ptsave.errors import CheckpointWarning, add_note
+from ptsave.named_options import check_restoring, check_saving
 from ptsave.save_future import SaveFuture
 
 __all__ = ["AsyncCheckpointer"]
@@ -88,8 +89,8 @@ class AsyncCheckpointer:
         when_full: Literal["wait", "raise"] = "wait",
     ) -> None:
         self._keep = None if keep is None else _checked(keep, "keep", 1)
-        self._options: dict[str, Any] = {
-            "fsync": fsync,
+        self._fsync = bool(fsync)
+        self._staging: dict[str, Any] = {
             "staging": staging,
             "max_staged_bytes": max_staged_bytes,
             "when_full": when_full,
@@ -101,7 +102,16 @@ class AsyncCheckpointer:
 
     # ------------------------------------------------------------------------------------- saving
 
-    def save(self, step: int, /, **objects: Any) -> SaveFuture:
+    def save(
+        self,
+        step: int,
+        /,
+        *,
+        fsync: bool | None = None,
+        atomic: bool = True,
+        progress: bool = False,
+        **objects: Any,
+    ) -> SaveFuture:
         """Save objects under names, in the background, as the checkpoint of a step.
 
         Everything that has a ``state_dict`` method is saved as its state dict.  When the call
@@ -113,8 +123,16 @@ class AsyncCheckpointer:
         step : int
             The checkpoint's number, at least 0.  Positional only, so that an object may be called
             `step`.
+        fsync : bool, optional
+            Whether this checkpoint must survive power loss; by default as the checkpointer's.
+        atomic : bool, default True
+            As for :func:`ptsave.save`.  With False, :meth:`latest` may be a file that is still
+            being written, or that a killed process has left unfinished.
+        progress : bool, default False
+            Whether to show a progress bar.
         **objects : object
-            Models, optimizers, schedulers, and anything that can be saved.
+            Models, optimizers, schedulers, and anything that can be saved, under any names but
+            those of the options.
 
         Returns
         -------
@@ -126,7 +144,8 @@ class AsyncCheckpointer:
         Raises
         ------
         TypeError, ValueError
-            The step is no int, or negative.
+            The step is no int, or negative; an object has the name of an option, or is an option
+            of something else (``staging="background"``).
         RuntimeError
             The checkpointer is closed.
         Exception
@@ -142,18 +161,24 @@ class AsyncCheckpointer:
         step = _checked(step, "step", 0)
         if self._closed:
             raise RuntimeError("the checkpointer is closed: make another one to save more")
-        future = self._begin(step, entries_of(objects))
+        options: dict[str, Any] = {
+            "fsync": self._fsync if fsync is None else fsync,
+            "atomic": atomic,
+            "progress": progress,
+        }
+        check_saving("AsyncCheckpointer.save", objects, **options)
+        future = self._begin(step, entries_of(objects), options)
         with self._changed:
             self._pending[future] = step
         # Not the future's own method: then somebody would count as knowing the outcome.
         Future.add_done_callback(future, lambda _: self._finish(step, future))
         return future
 
-    def _begin(self, step: int, entries: dict[str, Any]) -> SaveFuture:
+    def _begin(self, step: int, entries: dict[str, Any], options: dict[str, Any]) -> SaveFuture:
         try:
             path, highest = self._directory.place(step)
             self._warn_if_lower(step, highest)
-            return async_save(entries, os.fspath(path), **self._options)
+            return async_save(entries, os.fspath(path), **options, **self._staging)
         except OSError as error:  # the directory is gone: no reason to end a training here
             return _failed_save(str(self._directory.path), error)
 
@@ -223,7 +248,7 @@ class AsyncCheckpointer:
             Which checkpoint; None is the latest complete one (call :meth:`wait` before if saves
             are pending).  Positional only: ``restore(1000, model=model)``.
         **targets : object
-            What to restore, under the names it was saved with; any name will do.
+            What to restore, under the names it was saved with.
 
         Returns
         -------
@@ -234,6 +259,8 @@ class AsyncCheckpointer:
         ------
         FileNotFoundError
             There is no checkpoint (of that step).
+        TypeError
+            A target is an option of :func:`ptsave.load_checkpoint` (``strict=False``).
         KeyError, RuntimeError, CorruptCheckpointError
             As from :func:`ptsave.load_checkpoint`, which also has options for what does not fit
             or is not to be trusted: ``load_checkpoint(checkpointer.latest(), strict=False, ...)``.
@@ -254,6 +281,7 @@ class AsyncCheckpointer:
                 "step=... names something to restore; the number of a checkpoint is given first: "
                 f"restore({targets['step']}, ...)"
             )
+        check_restoring("AsyncCheckpointer.restore", targets)
         step = None if step is None else _checked(step, "step", 0)
         with self._directory.held(step) as path:
             return restore_entries(os.fspath(path), targets)

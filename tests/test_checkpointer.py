@@ -141,9 +141,9 @@ def test_staging_in_the_background(tmp_path: Path) -> None:
     assert torch.equal(checkpointer.restore()["weight"], torch.ones(MIB))
 
 
-def test_any_name_is_free_for_objects(tmp_path: Path) -> None:
-    names = ["self", "step", "strict", "map_location", "weights_only", "verify", "progress", "keep"]
-    names += ["f", "targets", "objects", "fsync", "obj", "staging"]
+def test_names_that_are_free_for_objects(tmp_path: Path) -> None:
+    names = ["self", "step", "strict", "map_location", "weights_only", "verify", "keep"]
+    names += ["f", "targets", "objects", "obj", "staging", "rank"]
     objects: dict[str, Any] = {name: nn.Linear(1, i + 1) for i, name in enumerate(names)}
     targets: dict[str, Any] = {name: nn.Linear(1, i + 1) for i, name in enumerate(names)}
     with ptsave.AsyncCheckpointer(tmp_path) as checkpointer:

@@ -1,0 +1,117 @@
+"""Options beside objects that are given by name: ``save_checkpoint(f, model=model, fsync=True)``.
+
+An option's name is taken for the option, so an object of that name is refused, and so is an option
+of another function, which would become an entry of the file, or something to restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["check_restoring", "check_saving"]
+
+
+class _Option(NamedTuple):
+    """An option of another function.
+
+    Attributes
+    ----------
+    owner : str
+        That function.
+    kinds : tuple of type
+        What its values are; anything else of its name is an object.
+    """
+
+    owner: str
+    kinds: tuple[type, ...]
+
+
+_NONE = type(None)
+_OPTIONS = {
+    "pickle_module": _Option("ptsave.save", (ModuleType,)),
+    "pickle_protocol": _Option("ptsave.save", (int,)),
+    "_use_new_zipfile_serialization": _Option("ptsave.save", (bool,)),
+    "_disable_byteorder_record": _Option("ptsave.save", (bool,)),
+    "fsync": _Option("ptsave.save_checkpoint", (bool,)),
+    "atomic": _Option("ptsave.save_checkpoint", (bool,)),
+    "progress": _Option("ptsave.load_checkpoint", (bool,)),
+    "staging": _Option("ptsave.AsyncCheckpointer", (str,)),
+    "max_staged_bytes": _Option("ptsave.AsyncCheckpointer", (int, _NONE)),
+    "when_full": _Option("ptsave.AsyncCheckpointer", (str,)),
+    "mmap": _Option("ptsave.load", (bool, _NONE)),
+    "strict": _Option("ptsave.load_checkpoint", (bool,)),
+    "map_location": _Option("ptsave.load_checkpoint", (str, torch.device)),
+    "weights_only": _Option("ptsave.load_checkpoint", (bool, _NONE)),
+    "verify": _Option("ptsave.load_checkpoint", (bool,)),
+    "assign": _Option("ptsave.load_into", (bool,)),
+    "ignore_mismatched_sizes": _Option("ptsave.load_into", (bool,)),
+}
+
+
+_SAVING_ADVICE = "save that under another name, or in a dict under another name"
+_RESTORING_ADVICE = "the call returns the entry of that name, for you to load_state_dict() it"
+
+
+def check_saving(function: str, objects: Mapping[str, Any], **options: Any) -> None:
+    """Refuse objects called as an option, and options of others, before anything is saved.
+
+    Parameters
+    ----------
+    function : str
+        Who saves.
+    objects : mapping of str to object
+        What it was given under names.
+    **options : object
+        Its own options.
+
+    Raises
+    ------
+    TypeError
+        An option has the value of an object, or an object the name and value of an option.
+
+    Examples
+    --------
+    >>> check_saving("ptsave.save_checkpoint", {"strict": False}, fsync=True)
+    Traceback (most recent call last):
+    ...
+    TypeError: strict=False is an option of ptsave.load_checkpoint, which ptsave.save_checkpoint \
+does not have: leave it out, or give what it stands for another name
+    """
+    _check_own(function, _SAVING_ADVICE, options)
+    _refuse_others(function, objects)
+
+
+def check_restoring(function: str, targets: Mapping[str, Any], **options: Any) -> None:
+    """Refuse the same among the targets of a restore; arguments as of `check_saving`."""
+    _check_own(function, _RESTORING_ADVICE, options)
+    _refuse_others(function, targets)
+
+
+def _check_own(function: str, advice: str, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        is_location = name == "map_location" and _is_location(value)
+        if not is_location and not isinstance(value, _OPTIONS[name].kinds):
+            raise TypeError(
+                f"{name!r} is an option of {function}, which cannot be of type "
+                f"{type(value).__name__}: if it is an object of yours, {advice}"
+            )
+
+
+def _is_location(value: Any) -> bool:
+    """Whether a value is a map_location for torch.load, and nothing to restore into."""
+    if hasattr(value, "load_state_dict"):
+        return False
+    return value is None or isinstance(value, (str, torch.device, dict)) or callable(value)
+
+
+def _refuse_others(function: str, objects: Mapping[str, Any]) -> None:
+    for name, option in _OPTIONS.items():
+        if name in objects and isinstance(objects[name], option.kinds):
+            raise TypeError(
+                f"{name}={objects[name]!r} is an option of {option.owner}, which {function} does "
+                "not have: leave it out, or give what it stands for another name"
+            )
