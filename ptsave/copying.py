@@ -7,13 +7,35 @@ checked before the first byte of a target changes, and the file's bytes go direc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "tensors_in"]
+__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
+
+
+class Replacement(NamedTuple):
+    """A tensor that takes a buffer's place when it holds the values of its source.
+
+    Attributes
+    ----------
+    buffers, name : dict, str
+        Where the buffer is.
+    new, source : Tensor or None
+        None, both of them, for a buffer that becomes None.
+    """
+
+    buffers: dict[str, Tensor | None]
+    name: str
+    new: Tensor | None
+    source: Tensor | None
+
+    def make(self) -> None:
+        """Let the new tensor be the buffer."""
+        self.buffers[self.name] = self.new
 
 
 class Copier(Protocol):
@@ -25,6 +47,15 @@ class Copier(Protocol):
         Only for what cannot fail: tensors of exactly torch's own types, strided, of one shape, on
         real devices.
         """
+
+    def replace(self, replacement: Replacement) -> None:
+        """Let `new` hold the values of `source`, as by `copy`, and then be the buffer.
+
+        If the values do not arrive, the buffer stays what it is.
+        """
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
+        """Be told that a module is getting these entries themselves, which have their values."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
@@ -48,6 +79,14 @@ class CopyNow:
         finally:
             torch._C._set_grad_enabled(was_enabled)
 
+    def replace(self, replacement: Replacement) -> None:
+        if replacement.new is not None and replacement.source is not None:
+            self.copy(replacement.new, replacement.source)
+        replacement.make()
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
+        """Do nothing: nobody asks."""
+
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         return source.to(dtype=dtype, device=device)
 
@@ -60,9 +99,13 @@ class CopyLater(CopyNow):
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._replacements: deque[Replacement] = deque()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._copies.append((target, source))
+
+    def replace(self, replacement: Replacement) -> None:
+        self._replacements.append(replacement)
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         self.finish()
@@ -72,12 +115,22 @@ class CopyLater(CopyNow):
         for target, source in self._copies:
             super().copy(target, source)
         self._copies.clear()
+        while self._replacements:
+            self._make(self._replacements.popleft())
+
+    def _make(self, replacement: Replacement) -> None:
+        if replacement.new is not None and replacement.source is not None:
+            super().copy(replacement.new, replacement.source)
+        replacement.make()
 
 
 class CopyNothing(CopyNow):
     """For finding out what would be done."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Do nothing."""
+
+    def replace(self, replacement: Replacement) -> None:
         """Do nothing."""
 
 

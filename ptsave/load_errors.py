@@ -7,7 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["mismatch_message", "no_tensor_message", "raise_load_errors", "require_mapping"]
+__all__ = [
+    "failure_message",
+    "mismatch_message",
+    "no_tensor_message",
+    "raise_load_errors",
+    "require_mapping",
+]
 
 
 class Shaped(Protocol):
@@ -28,6 +34,15 @@ def no_tensor_message(key: str, source: Any) -> str:
     return (
         f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
         f"object from checkpoint but received {type(source)}"
+    )
+
+
+def failure_message(key: str, target: Shaped, source: Shaped, error: Exception) -> str:
+    """Return torch's words for an entry that could not be copied."""
+    return (
+        f'While copying the parameter named "{key}", whose dimensions in the model are '
+        f"{target.shape} and whose dimensions in the checkpoint are {source.shape}, an exception "
+        f"occurred : {error.args}."
     )
 
 

@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+from torch.overrides import is_tensor_like
 
-from ptsave.copying import Copier, CopyNothing, CopyNow, tensors_in
-from ptsave.load_errors import mismatch_message, raise_load_errors, require_mapping
-from ptsave.module_plan import Mismatch, are_plain, differ, plan_module
+from ptsave.copying import Copier, CopyNothing, CopyNow, Replacement, tensors_in
+from ptsave.lazy_buffers import declared_buffers, new_buffer
+from ptsave.load_errors import (
+    mismatch_message,
+    no_tensor_message,
+    raise_load_errors,
+    require_mapping,
+)
+from ptsave.module_plan import Mismatch, ModulePlan, are_plain, differ, plan_module
 from ptsave.plain_tensors import modes_are_active
 from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
@@ -187,8 +194,19 @@ def check_module(module: nn.Module, state_dict: Any, strict: bool) -> None:
     _Checking(metadata, False, CopyNothing(), False).run(module, state_dict, strict)
 
 
+# Makes a lazy buffer of a module from the present one and the entry.
+_MakeBuffer = Callable[[nn.Module, "Tensor | None", Tensor], Tensor]
+
+
+def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
+    """Return what has the shape that the buffer will have."""
+    return saved
+
+
 class _Loading:
     """One load: how it is to be done, and what it has found."""
+
+    _new_buffer: _MakeBuffer = staticmethod(new_buffer)
 
     def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
         self.metadata = metadata
@@ -205,6 +223,8 @@ class _Loading:
         self._copies = True
         self._asked_after = -1
         self.check: Callable[[], None] | None = None  # before the first of those runs
+        # What lazy buffers will be when the copies have been made, by the module's id.
+        self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         """Load a module and its children; one Python frame for each level, as in torch."""
@@ -238,13 +258,11 @@ class _Loading:
             self._show(entries)
             self._call_torch(module, part, metadata)
             return
-        if module._load_state_dict_pre_hooks:  # those of lazy buffers, which change the module
-            self.check_first()
-        run_trusted_code(
-            module, entries, prefix, metadata, True, self.missing, self.unexpected, self.errors
-        )
-        own = own_tensors(module)
+        run_trusted_code(module, entries, prefix, metadata)
         assigns = metadata.get("assign_to_params_buffers", False)
+        make = _like if assigns else self._new_buffer
+        lazy_buffers = self._plan_lazy_buffers(module, entries, prefix, make)
+        own = own_tensors(module, lazy_buffers)
         if not self._copies_itself():
             plan = None
         elif assigns:
@@ -255,6 +273,8 @@ class _Loading:
         if plan is None:
             self._load_by_torch(module, own, part, metadata, plainly=False)
             return
+        if lazy_buffers:
+            self._copy_lazy_buffers(module, lazy_buffers, plan)
         copy = self.copier.copy
         for target, source in plan.copies:
             copy(target, source)
@@ -264,6 +284,37 @@ class _Loading:
         n_found = len(own) - len(plan.missing)
         n_found += self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)
+
+    def _plan_lazy_buffers(
+        self, module: nn.Module, entries: dict[str, Any], prefix: str, make: _MakeBuffer
+    ) -> dict[str, Tensor | None]:
+        """Return what lazy buffers are to be, where they do not stay what they are.
+
+        A module that has several places in the model may have been planned for one of them already.
+        """
+        if not module._load_state_dict_pre_hooks:
+            return {}
+        planned = self._lazy_buffers.setdefault(id(module), {})
+        hooks: Mapping[int, Any] = module._load_state_dict_pre_hooks
+        for hook in (wrapped.hook for wrapped in hooks.values()):
+            name = hook.name
+            present = planned[name] if name in planned else module._buffers.get(name)
+            saved = hook.wanted(entries, prefix + name, present)
+            if saved is not present:
+                planned[name] = None if saved is None else make(module, present, saved)
+        return planned
+
+    def _copy_lazy_buffers(
+        self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
+    ) -> None:
+        """Make those copies of a plan that are for new buffers."""
+        sources = {id(target): source for target, source in plan.copies}
+        for name, new in lazy_buffers.items():
+            if new is None or id(new) in sources:
+                source = None if new is None else sources[id(new)]
+                self.copier.replace(Replacement(module._buffers, name, new, source))
+        new_ones = {id(new) for new in lazy_buffers.values()}
+        plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
 
     def _copies_itself(self) -> bool:
         """Return whether copying is just copying now, and nobody wants to see torch do it."""
@@ -286,9 +337,14 @@ class _Loading:
         entries, prefix = part.entries, part.prefix
         names = [*own, _EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
         seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
+        # Only where all values are there is nothing to be read first, whatever the metadata says.
+        plainly &= self.assign
         plainly &= all(are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
         if seen and not plainly:
             self._show(seen)
+        elif seen:
+            self.copier.note_assigned(seen)
+        self._lazy_buffers.pop(id(module), None)  # torch calls the hooks
         self._call_torch(module, part, metadata)
 
     def _load_extra_state(
@@ -338,6 +394,7 @@ class _Loading:
     def _show(self, entries: dict[str, Any]) -> None:
         self.check_first()
         self.copier.show(entries)
+        self._lazy_buffers.clear()  # they are what they were to be
         self.foreign_runs += 1
 
     def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
@@ -370,10 +427,12 @@ class _Loading:
             return
         replaced: list[tuple[dict[str, Any], str, Any]] = []
 
+        lazy = declared_buffers(module)
+
         def replace(entries: dict[str, Any], prefix: str, *_: Any) -> None:
             for name, target in own_tensors(module).items():
                 key = prefix + name
-                if key in entries and differ(target, entries[key]):
+                if key in entries and name not in lazy and differ(target, entries[key]):
                     replaced.append((entries, key, entries[key]))
                     self.mismatched.append((key, entries[key].shape, target.shape))
                     entries[key] = target
@@ -390,6 +449,8 @@ class _Loading:
 class _Checking(_Loading):
     """Finds what is wrong with the entries of modules in whose loading only torch takes part."""
 
+    _new_buffer: _MakeBuffer = staticmethod(_like)
+
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
         """Raise what is certain to be raised in the end, whatever anybody's code does."""
         self.load(module, OrderedDict(entries), "")
@@ -405,9 +466,7 @@ class _Checking(_Loading):
         if not loads_plainly(module, entries, prefix, metadata) or sets_extra_state(module):
             return
         part = StateDictPart(entries, prefix)
-        buffers = dict(module._buffers)
         self._load_own(module, part, metadata)
-        module._buffers.update(buffers)  # lazy ones have taken their new shapes
         for name, child in module._modules.items():
             if child is not None:
                 child_prefix = prefix + name + "."
@@ -421,7 +480,9 @@ class _Checking(_Loading):
         found = {name: entries[prefix + name] for name in own if prefix + name in entries}
         self.missing += [prefix + name for name in own if name not in found]
         for name, entry in found.items():
-            if differ(own[name], entry) and not self.skip_mismatched:
+            if not is_tensor_like(entry):
+                self.errors.append(no_tensor_message(prefix + name, entry))
+            elif differ(own[name], entry) and not self.skip_mismatched:
                 self.errors.append(mismatch_message(prefix + name, own[name], entry))
         n_found = len(found) + self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)

@@ -9,6 +9,7 @@ and through memory that is given back at once in every other case.
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, _weights_only_unpickler
 
 from ptsave import _C
 from ptsave.checking import check_small_records, check_version
-from ptsave.copying import Copier, CopyLater, tensors_in
+from ptsave.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.entries import entries_in, entries_using, storage_id
 from ptsave.errors import add_note
 from ptsave.progress import ProgressCallback, progress_bar
@@ -140,11 +141,19 @@ class MemoryCopier(CopyLater):
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         super().show(state_dict)
+        self.note_assigned(state_dict)
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         self.changed.update(map(storage_id, tensors_in(state_dict)))
 
     def finish(self) -> None:
         self.changed.update(storage_id(source) for _, source in self._copies)
         super().finish()
+
+    def _make(self, replacement: Replacement) -> None:
+        if replacement.source is not None:
+            self.changed.add(storage_id(replacement.source))
+        super()._make(replacement)
 
 
 class FileCopier:
@@ -164,16 +173,33 @@ class FileCopier:
         self._progress = progress
         self._nbytes_done = 0
         self._shown: set[int] = set()  # records
+        self._replacements: deque[tuple[Replacement, int | None]] = deque()  # with their records
 
     def changed(self) -> list[_C.Record]:
         """Return the records whose values are in targets, or may be: others have had them."""
+        numbers = self._shown.union(self._reader.engine.changed())
+        unused = {record for _, record in self._replacements if record not in self._shown}
+        records = [(i, self._reader.engine.record(i)) for i in sorted(numbers)]
         return [
-            self._reader.engine.record(i)
-            for i in sorted(self._shown.union(self._reader.engine.changed()))
+            record for i, record in records if i not in unused or not self._is_one_entrys(record)
         ]
+
+    def _is_one_entrys(self, record: _C.Record) -> bool:
+        return len(entries_using(self._reader, {record.name})) == 1
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._reader.engine.plan_copy(target, source)
+
+    def replace(self, replacement: Replacement) -> None:
+        record = None
+        if replacement.new is not None and replacement.source is not None:
+            record = self._reader.engine.record_of(replacement.source)
+            self.copy(replacement.new, replacement.source)
+        # The source is not kept: what is referred to is read in the end.
+        self._replacements.append((replacement._replace(source=None), record))
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
+        self.show(state_dict)
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         dtype = source.dtype if dtype is None else dtype
@@ -212,6 +238,8 @@ class FileCopier:
 
         progress = move_on if callback is not None else None
         self._reader.fill(records, verify=self._verify, progress=progress)
+        while self._replacements:
+            self._replacements.popleft()[0].make()
 
 
 def _tell_what_changed(

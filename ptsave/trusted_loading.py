@@ -5,7 +5,7 @@ For those `module_state` does the same by itself; every other module's own code 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.modules import module as module_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _WrappedHook
+from torch.overrides import is_tensor_like
 
 from ptsave.lazy_buffers import LazyBufferHook
 from ptsave.plain_tensors import PLAIN_TYPES
@@ -61,13 +62,24 @@ def sets_extra_state(module: nn.Module) -> bool:
     return getattr(module.__class__, "set_extra_state", default) is not default
 
 
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a module's own part of a state dict is loaded into, as torch collects it."""
+def own_tensors(
+    module: nn.Module, lazy_buffers: Mapping[str, Tensor | None] | None = None
+) -> dict[str, Tensor]:
+    """Return what a module's own part of a state dict is loaded into, as torch collects it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    lazy_buffers : dict, optional
+        Buffers that are to be others than they are now.
+    """
     own: dict[str, Tensor]
     own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     if module._buffers:
         hidden = module._non_persistent_buffers_set
-        for name, buffer in module._buffers.items():
+        buffers = {**module._buffers, **lazy_buffers} if lazy_buffers else module._buffers
+        for name, buffer in buffers.items():
             if buffer is not None and name not in hidden:
                 own[name] = buffer
     return own
@@ -76,7 +88,9 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def loads_plainly(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether `run_trusted_code` is all that comes before the module's tensors are copied.
+    """Return whether nothing comes before the module's tensors are copied but trusted code.
+
+    That is `run_trusted_code`, and the hooks of lazy buffers, which see no tensors but plain ones.
 
     Parameters
     ----------
@@ -100,16 +114,11 @@ def loads_plainly(
 
 
 def run_trusted_code(
-    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Do what comes first in the ``_load_from_state_dict`` of a module that loads plainly.
-
-    `rest` are the other arguments of that method.
-    """
+    """Do what comes first in the ``_load_from_state_dict`` of a module that loads plainly."""
     if type(module)._load_from_state_dict is not _MODULE:
         _add_batch_count(module, entries, prefix, metadata)
-    for hook in module._load_state_dict_pre_hooks.values():
-        hook(entries, prefix, metadata, *rest)
 
 
 def gives_lists_away(module: nn.Module) -> bool:
@@ -140,7 +149,7 @@ def _is_trusted_hook(
         return False
     name = hook.hook.name
     seen = (entries.get(prefix + name), module._buffers.get(name))
-    return all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in seen)
+    return all(type(each) in PLAIN_TYPES or not is_tensor_like(each) for each in seen)
 
 
 def _is_trusted_norm(

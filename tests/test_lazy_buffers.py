@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import itertools
 import pickle
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _corruption import flip_middle
 from comparison import stock_load, stock_save
 from torch import Tensor, nn
 
@@ -161,3 +166,324 @@ def test_what_can_be_declared() -> None:
     with pytest.raises(TypeError, match="'text'"):
         ptsave.register_lazy_buffer(module, "text")
     assert module.text == "no tensor"
+
+
+# ------------------------------------------------------------------------------- when loading fails
+
+
+PRESENT = [None, torch.zeros(1)]  # what the buffer is before; no test's entry has that shape
+
+
+def remembering(present: Tensor | None, name: str = "seen") -> Any:
+    module = Memory()
+    setattr(module, name, None if present is None else present.clone())
+    return module
+
+
+def drop_later(module: Any) -> None:
+    def drop(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
+        entries.pop(prefix + "seen")
+
+    module.register_load_state_dict_pre_hook(drop)
+
+
+def raise_later(module: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("of a hook")
+
+    module.register_load_state_dict_pre_hook(fail)
+
+
+def interrupt_later(module: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    module.register_load_state_dict_pre_hook(interrupt)
+
+
+def reshape_later(module: Any) -> None:
+    """Let it be no tensor at all, so that nothing can be loaded."""
+
+    def replace(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
+        entries[prefix + "seen"] = "no tensor"
+
+    module.register_load_state_dict_pre_hook(replace)
+
+
+def copies_fail(module: Any) -> None:
+    def replace(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
+        entries[prefix + "seen"] = torch.ones(5, device="meta")
+
+    module.register_load_state_dict_pre_hook(replace)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("present", PRESENT, ids=["None", "tensor"])
+@pytest.mark.parametrize(
+    "sabotage", [drop_later, raise_later, interrupt_later, reshape_later, copies_fail]
+)
+def test_the_buffer_stays_what_it_was(
+    sabotage: Any, present: Tensor | None, nested: bool, assign: bool, load: Any
+) -> None:
+    """Whatever a hook that was registered later does to its key."""
+    if assign and sabotage is copies_fail:
+        pytest.skip("a tensor without memory can be assigned")
+    module = remembering(present)
+    before: Any = module.seen
+    sabotage(module)
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    target = nn.Sequential(nn.Sequential(module)) if nested else module
+    prefix = "0.0." if nested else ""
+    state_dict = {f"{prefix}seen": torch.ones(2, 2), f"{prefix}weight": torch.zeros(2)}
+    hooks = list(module._load_state_dict_pre_hooks.items())
+    for _ in range(2):
+        with contextlib.suppress(LookupError, KeyboardInterrupt, RuntimeError):
+            load(target, dict(state_dict), strict=False, assign=assign)
+        assert module.seen is before
+        assert before is None or before.tolist() == [0]
+        assert list(module._load_state_dict_pre_hooks.items()) == hooks
+
+
+@pytest.mark.parametrize("present", PRESENT, ids=["None", "tensor"])
+def test_a_key_that_is_dropped_later_is_missing_only_where_there_is_a_buffer(
+    present: Tensor | None, load: Any
+) -> None:
+    module = remembering(present)
+    drop_later(module)
+    result = load(module, {"seen": torch.ones(2), "weight": torch.zeros(2)}, strict=False)
+    assert result == ([] if present is None else ["seen"], [])
+
+
+def test_a_key_that_is_renamed_later(load: Any) -> None:
+    module: Any = Memory()
+
+    def rename(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
+        entries[prefix + "seen"] = entries.pop(prefix + "old")
+
+    module.register_load_state_dict_pre_hook(rename)
+    assert load(module, {"old": torch.ones(3), "weight": torch.zeros(2)}) == ([], [])
+    assert torch.equal(module.seen, torch.ones(3))
+
+
+def test_a_failing_copy_is_reported_in_torchs_words(load: Any) -> None:
+    failures = []
+    for module in (remembering(torch.zeros(1)), nn.Module()):
+        module.register_buffer("seen", getattr(module, "seen", torch.zeros(5)))
+        entries = {"seen": torch.ones(5, device="meta"), "weight": torch.zeros(2)}
+        with pytest.raises(RuntimeError) as caught:
+            load(module, entries, strict=False)
+        failures.append(str(caught.value).split("\n", 1)[1])
+    assert failures[0] == failures[1]
+
+
+def test_two_lazy_buffers_and_hooks_among_them(load: Any) -> None:
+    module: Any = nn.Module()
+    calls: list[str] = []
+    for name in ("a", "b", "c"):
+        ptsave.register_lazy_buffer(module, name)
+        module.register_load_state_dict_pre_hook(
+            lambda module, *_, name=name: calls.append(f"{name}: {module.a}, {module.b}")
+        )
+    for _ in range(2):
+        load(module, {"a": torch.ones(1), "c": torch.ones(3)})
+        assert (module.a.tolist(), module.b, module.c.tolist()) == ([1], None, [1, 1, 1])
+    assert calls[:3] == [f"{name}: None, None" for name in "abc"]
+    assert len(calls) == 6
+
+
+def test_an_interrupt_between_hooks_is_forgotten(load: Any) -> None:
+    """What stands in for a hook then is still there, and must not do what the old load wanted."""
+    module = remembering(torch.zeros(1))
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    lazy, later = module._load_state_dict_pre_hooks.values()
+    lazy({"seen": torch.ones(9)}, "", {}, True, [], [], [])  # and never the later one
+    clone = copy.deepcopy(module)
+    for target in (module, clone):
+        load(target, {"seen": torch.ones(4), "weight": torch.zeros(2)})
+        assert target.seen.tolist() == [1] * 4
+    assert list(module._load_state_dict_pre_hooks.values()) == [lazy, later]
+
+
+def test_shared_modules(load: Any) -> None:
+    """A module with two places in the model is loaded twice; the second counts."""
+    for first, second in itertools.product((None, torch.ones(1), torch.ones(3)), repeat=2):
+        for present in (None, torch.zeros(3)):
+            module = remembering(present)
+            entries = {"0.seen": first, "1.seen": None if second is None else second + 1}
+            state_dict: dict[str, Any] = {k: v for k, v in entries.items() if v is not None}
+            state_dict |= {"0.weight": torch.zeros(2), "1.weight": torch.ones(2)}
+            load(nn.Sequential(module, module), state_dict)
+            if second is None:
+                assert module.seen is None
+            else:
+                assert torch.equal(module.seen, second + 1)
+
+
+def test_sizes_that_are_ignored() -> None:
+    for hooked in (False, True):
+        module: Any = remembering(torch.zeros(1))
+        if hooked:
+            module.register_load_state_dict_pre_hook(lambda *_: None)
+        keys: Any = ptsave.load_state_dict(
+            module,
+            {"seen": torch.ones(3), "weight": torch.zeros(5)},
+            ignore_mismatched_sizes=True,
+        )
+        assert module.seen.tolist() == [1, 1, 1]
+        assert keys.mismatched_keys == [("weight", torch.Size([5]), torch.Size([2]))]
+
+
+# -------------------------------------------------------------------------------------- from a file
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model with two lazy buffers and parameters before, between and behind them."""
+    stock_save(pair(torch.arange(3.0), torch.rand(50_000)).state_dict(), tmp_path / "pair.pt")
+    return tmp_path / "pair.pt"
+
+
+def pair(first: Tensor | None, second: Tensor | None) -> Any:
+    return nn.Sequential(nn.Linear(2, 2), Memory(first), nn.Linear(2, 2), Memory(second))
+
+
+RESTORES: dict[str, Any] = {
+    "load_into": ptsave.load_into,
+    "load_checkpoint": lambda f, target, **options: ptsave.load_checkpoint(
+        f, model=target, **options
+    ),
+}
+
+
+@pytest.fixture(params=RESTORES)
+def restore(request: pytest.FixtureRequest, path: Path) -> Any:
+    if request.param == "load_checkpoint":
+        stock_save({"model": stock_load(path)}, path)
+    return RESTORES[request.param]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """The tensors themselves, and their values."""
+    tensors = {
+        **dict(model.named_parameters()),
+        **{
+            f"{prefix}.{name}": buffer
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+        },
+    }
+    return {
+        name: (id(each), None if each is None else each.detach().clone())
+        for name, each in tensors.items()
+    }
+
+
+def changed_entries(model: nn.Module, before: dict[str, Any]) -> set[str]:
+    return {
+        name
+        for name, (identity, values) in state_of(model).items()
+        if identity != before[name][0]
+        or (values is not None and not torch.equal(values, before[name][1]))
+    }
+
+
+@pytest.mark.parametrize("present", PRESENT, ids=["None", "tensor"])
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_damaged_read(
+    path: Path, restore: Any, present: Tensor | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", threads)
+    with zipfile.ZipFile(path) as archive:
+        records = [name[5:] for name in archive.namelist() if name.startswith("pair/data/")]
+    whole = path.read_bytes()
+    for record in records:
+        path.write_bytes(whole)
+        flip_middle(path, record)
+        target = pair(present, present)
+        before = state_of(target)
+        with pytest.raises(ptsave.CorruptCheckpointError) as caught:
+            restore(path, target)
+        changed = changed_entries(target, before)
+        assert not {name for name in changed if "seen" in name}
+        assert changed <= overwritten(caught.value)
+        assert not {name for name in overwritten(caught.value) if "seen" in name}
+
+
+def overwritten(error: BaseException) -> set[str]:
+    return {name.removeprefix("model.") for name in getattr(error, "overwritten", [])}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_hook_that_raises_halfway(path: Path, assign: bool) -> None:
+    """What comes before has been restored by then, and is named."""
+    target = pair(None, torch.zeros(1))
+    raise_later(target[2])
+    before = state_of(target)
+    with pytest.raises(LookupError) as caught:
+        ptsave.load_into(path, target, assign=assign)
+    changed = changed_entries(target, before)
+    assert {"0.weight", "0.bias", "1.seen"} <= changed
+    assert changed <= overwritten(caught.value)
+    assert torch.equal(target[1].seen, torch.arange(3.0))
+    assert "3.seen" not in changed | overwritten(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["no tensor", "too large", "unexpected"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_another_lazy_buffers_entry_is_wrong(
+    path: Path, restore: Any, wrong: str, hooked: bool
+) -> None:
+    """Nothing has changed then, and nothing is said to have."""
+    obj = stock_load(path)
+    state_dict = obj.get("model", obj)
+    if wrong == "no tensor":
+        state_dict["3.seen"] = "text"
+    elif wrong == "too large":
+        state_dict["3.seen"] = torch.zeros(1).expand(1 << 50)
+    else:
+        state_dict["3.other"] = torch.zeros(1)
+    stock_save(obj, path)
+    target = pair(None, torch.zeros(1))
+    if hooked:
+        target[2].register_load_state_dict_pre_hook(lambda *_: None)
+    before = state_of(target)
+    with pytest.raises(RuntimeError) as caught:
+        restore(path, target)
+    if not (hooked and wrong != "no tensor"):  # known only when the hook has seen its module
+        assert changed_entries(target, before) == set()
+        assert not hasattr(caught.value, "overwritten")
+    assert changed_entries(target, before) <= overwritten(caught.value)
+    assert target[3].seen.tolist() == [0]
+
+
+def test_an_interrupted_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for present in PRESENT:
+        target = pair(present, present)
+        before = state_of(target)
+        with monkeypatch.context() as patched:
+            patched.setattr("ptsave.reading.RecordReader.fill", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ptsave.load_into(path, target)
+        assert changed_entries(target, before) == set()
+        ptsave.load_into(path, target)
+        assert torch.equal(target[1].seen, torch.arange(3.0))
+
+
+def test_metadata_that_assigns(tmp_path: Path) -> None:
+    """torch leaves its wish to assign in the metadata of a state dict, which is then saved."""
+    state_dict = pair(torch.ones(3), torch.ones(4)).state_dict()
+    pair(torch.zeros(3), None).load_state_dict(state_dict, assign=True)
+    stock_save(state_dict, tmp_path / "assigns.pt")
+    flip_middle(tmp_path / "assigns.pt", "data/1")
+    target = pair(None, None)
+    before = state_of(target)
+    with pytest.raises(ptsave.CorruptCheckpointError) as caught:
+        ptsave.load_into(tmp_path / "assigns.pt", target)
+    assert changed_entries(target, before) <= overwritten(caught.value)
+    assert target[3].seen is None
+    for parameter in target.parameters():
+        assert parameter.isfinite().all()

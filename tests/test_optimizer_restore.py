@@ -64,6 +64,12 @@ class LateBytes(TorchDispatchMode):
         self.copied.append(target)
         self.pending.append((target, source))
 
+    def replace(self, replacement: object) -> None:
+        raise AssertionError("only modules have buffers")
+
+    def note_assigned(self, state_dict: object) -> None:
+        raise AssertionError("only modules are assigned to")
+
     def convert(self, source: Tensor, dtype: Any, device: Any) -> Tensor:
         if dtype in (None, source.dtype) and device == source.device:
             return source
