@@ -9,8 +9,9 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
@@ -18,6 +19,9 @@ from ptsave.errors import CheckpointWarning, SaveError
 __all__ = ["CheckpointDirectory", "create_directory"]
 
 _NAME = re.compile(r"step-([0-9]+)\.pt")
+# Errors of opening a file that another process, or another host, has removed.
+_GONE = {errno.ENOENT, errno.ESTALE}
+_MAX_TRIES = 100  # each fails only if another checkpoint was written and pruned meanwhile
 _MIN_N_DIGITS = 8  # so that for a hundred million steps the order of names is that of steps
 
 
@@ -97,8 +101,32 @@ class CheckpointDirectory:
         return self.path / name, max(names, default=None)
 
     @contextmanager
-    def held(self, step: int | None) -> Iterator[Path]:
-        """Yield the path of a step (None: of the highest one), which is not pruned meanwhile."""
+    def opened(self, step: int | None) -> Iterator[BinaryIO]:
+        """Yield the open file of a step (None: of the highest one), which is not pruned meanwhile.
+
+        Another process may prune it all the same.  If that has happened before the file was open,
+        the choice is made again; an open file stays whole.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such checkpoint.
+        """
+        for n_left in reversed(range(_MAX_TRIES)):
+            with ExitStack() as stack:
+                path = stack.enter_context(self._held_back(step))
+                try:
+                    stream = stack.enter_context(open(path, "rb"))
+                except OSError as error:
+                    if error.errno in _GONE and n_left:
+                        continue
+                    raise
+                yield stream
+                return
+
+    @contextmanager
+    def _held_back(self, step: int | None) -> Iterator[str]:
+        """Yield the path of a step, which this object does not prune meanwhile."""
         with self._lock:
             names = self._names()
             chosen = max(names, default=None) if step is None else step
@@ -106,7 +134,7 @@ class CheckpointDirectory:
                 raise self._no_checkpoint(step, sorted(names))
             self._held.append(chosen)
         try:
-            yield self.path / names[chosen][0]
+            yield os.path.join(self.path, names[chosen][0])
         finally:
             with self._lock:
                 self._held.remove(chosen)

@@ -17,6 +17,7 @@ from ptsave.checkpoint_directory import CheckpointDirectory, create_directory
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.named_options import check_restoring, check_saving
 from ptsave.save_future import SaveFuture
+from ptsave.serialization import wants_mmap
 
 __all__ = ["AsyncCheckpointer"]
 
@@ -225,7 +226,8 @@ class AsyncCheckpointer:
     def latest(self) -> Path | None:
         """Return the path of the complete checkpoint with the highest step, None if there is none.
 
-        A save that is pending does not count yet.
+        A save that is pending does not count yet.  Another process that saves to the directory may
+        remove the file at any time: :meth:`restore` chooses again then.
         """
         return self._directory.latest()
 
@@ -246,7 +248,8 @@ class AsyncCheckpointer:
         ----------
         step : int or None
             Which checkpoint; None is the latest complete one (call :meth:`wait` before if saves
-            are pending).  Positional only: ``restore(1000, model=model)``.
+            are pending).  If another process removes that one before it is open, the choice is
+            made again.  Positional only: ``restore(1000, model=model)``.
         **targets : object
             What to restore, under the names it was saved with.
 
@@ -283,8 +286,9 @@ class AsyncCheckpointer:
             )
         check_restoring("AsyncCheckpointer.restore", targets)
         step = None if step is None else _checked(step, "step", 0)
-        with self._directory.held(step) as path:
-            return restore_entries(os.fspath(path), targets)
+        with self._directory.opened(step) as stream:
+            # torch maps paths only, if it is told to map by default.
+            return restore_entries(stream.name if wants_mmap(None) else stream, targets)
 
     # ---------------------------------------------------------------------------------- the end
 

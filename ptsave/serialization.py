@@ -34,7 +34,7 @@ from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.writing import ArchiveWriter, resolve_target
 
-__all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors"]
+__all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors", "wants_mmap"]
 
 _TRUE_VALUES = ("1", "y", "yes", "true")
 _TORCH_IGNORES_CASE = "lower" in stock.load.__code__.co_names  # not before 2.12
@@ -223,7 +223,7 @@ def load(
         progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
         _check_dill_version(pickle_module)
-        overall_storage = _map_file(f, reader, map_location) if _wants_mmap(mmap) else None
+        overall_storage = _map_file(f, reader, map_location) if wants_mmap(mmap) else None
         return _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
 
 
@@ -261,7 +261,7 @@ def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     objects that are neither real files nor ``io.BytesIO``; and it raises the error for arguments
     that do not go together.
     """
-    if _wants_mmap(mmap) and not _is_path(f):
+    if wants_mmap(mmap) and not _is_path(f):
         return None
     engine = open_archive(f)
     return None if engine is None else RecordReader(engine, describe(f), verify=verify)
@@ -307,7 +307,8 @@ def _is_set(variable: str) -> bool:
     return (value.lower() if _TORCH_IGNORES_CASE else value) in _TRUE_VALUES
 
 
-def _wants_mmap(mmap: bool | None) -> bool:
+def wants_mmap(mmap: bool | None) -> bool:
+    """Whether files are mapped by a load with that option; None is torch's default."""
     from torch.utils.serialization import config
 
     return config.load.mmap if mmap is None else mmap

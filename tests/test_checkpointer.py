@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import signal
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ import pytest
 import torch
 from comparison import assert_same_object
 from torch import nn
+from torch.utils.serialization import config as torch_config
 
 import ptsave
+from ptsave import checkpointer as checkpointer_module
+from ptsave.checkpoint_directory import CheckpointDirectory
 
 IS_ROOT = os.geteuid() == 0
 TOKEN = "0123456789abcdef"
@@ -716,6 +721,160 @@ def test_while_another_process_prunes_nothing_is_removed(tmp_path: Path) -> None
     os.close(descriptor)
     save_all(checkpointer, 3)
     assert checkpointer.steps() == [3]
+
+
+def after_each_listing(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Let something happen between the choice of a checkpoint and its opening."""
+    names = CheckpointDirectory._names
+
+    def listed(directory: CheckpointDirectory) -> dict[int, list[str]]:
+        found = names(directory)
+        action()
+        return found
+
+    monkeypatch.setattr(CheckpointDirectory, "_names", listed)
+
+
+@pytest.mark.parametrize("n_times", [1, 2, 20])
+def test_the_chosen_checkpoint_is_removed_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_times: int
+) -> None:
+    """The choice is made again: the values are those of the step that is there in the end."""
+    steps = iter(range(2, n_times + 2))
+    ptsave.save_checkpoint(tmp_path / name_of(1), model=nn.Linear(2, 2), step=1)
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    saved = [nn.Linear(2, 2)]
+
+    def replace() -> None:
+        for step in itertools.islice(steps, 1):
+            saved.append(nn.Linear(2, 2))
+            ptsave.save_checkpoint(tmp_path / name_of(step), model=saved[-1], step=step)
+            os.unlink(tmp_path / name_of(step - 1))
+
+    after_each_listing(monkeypatch, replace)
+    model = nn.Linear(2, 2)
+    assert checkpointer.restore(model=model) == {"step": n_times + 1}
+    assert_same_object(dict(model.state_dict()), dict(saved[-1].state_dict()))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    value = torch.arange(100_000.0)
+    checkpointer.save(1, value={"weight": value}, other=value + 1).result()
+    restore = checkpointer_module.restore_entries
+
+    def removed(*args: Any, **options: Any) -> Any:
+        os.unlink(tmp_path / name_of(1))
+        return restore(*args, **options)
+
+    monkeypatch.setattr(checkpointer_module, "restore_entries", removed)
+    target = {"weight": torch.zeros(100_000)}
+    rest = checkpointer.restore(value=target)
+    assert torch.equal(target["weight"], value)
+    assert torch.equal(rest["other"], value + 1)
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_all_checkpoints_are_removed_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    save_all(checkpointer, 3)
+    after_each_listing(monkeypatch, lambda: (tmp_path / name_of(3)).unlink(missing_ok=True))
+    wanted = "there is no checkpoint" if step is None else "no checkpoint of step 3, nor any other"
+    with pytest.raises(FileNotFoundError, match=wanted) as caught:
+        checkpointer.restore(step, value={})
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_choosing_again_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    listings: list[object] = []
+
+    def phantom(directory: CheckpointDirectory) -> dict[int, list[str]]:
+        listings.append(directory)
+        return {7: [name_of(7)]}
+
+    monkeypatch.setattr(CheckpointDirectory, "_names", phantom)
+    with pytest.raises(FileNotFoundError) as caught:
+        checkpointer.restore(value={})
+    assert caught.value.filename == str(tmp_path / name_of(7))
+    assert 1 < len(listings) <= 1000
+
+
+def test_errors_of_a_target_are_no_reason_to_choose_again(tmp_path: Path) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    save_all(checkpointer, 1)
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise FileNotFoundError(errno.ENOENT, "no vocabulary", "words.txt")
+
+    with pytest.raises(FileNotFoundError, match="no vocabulary"):
+        checkpointer.restore(value=Restored(fail))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("maps", [False, True])
+@pytest.mark.parametrize("new_format", [False, True])
+def test_what_restore_reads(tmp_path: Path, maps: bool, new_format: bool) -> None:
+    saved = nn.Linear(2, 2)
+    torch.save(
+        {"model": saved.state_dict(), "step": 3},
+        tmp_path / name_of(3),
+        _use_new_zipfile_serialization=new_format,
+    )
+    if maps and not new_format:
+        return  # torch does not map those
+    model = nn.Linear(2, 2)
+    options: Any = torch_config  # a module with methods, which type checkers do not know
+    with options.patch({"load.mmap": maps}):
+        assert ptsave.AsyncCheckpointer(tmp_path).restore(model=model) == {"step": 3}
+    assert_same_object(dict(model.state_dict()), dict(saved.state_dict()))
+
+
+def test_damage_is_reported_with_the_path(tmp_path: Path) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    save_all(checkpointer, 1)
+    path = checkpointer.path(1)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ptsave.CorruptCheckpointError) as caught:
+        checkpointer.restore()
+    assert caught.value.path == str(path)
+    assert str(path) in str(caught.value)
+
+
+def test_restoring_while_another_process_saves_and_prunes(tmp_path: Path) -> None:
+    script = f"""
+import itertools, sys, threading, torch, ptsave
+ended = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
+with ptsave.AsyncCheckpointer({str(tmp_path)!r}, keep=1, fsync=False) as checkpointer:
+    for step in itertools.count():
+        checkpointer.save(step, state={{'weight': torch.full((16,), step)}}, step=step).result()
+        if ended.is_set():
+            break
+"""
+    writer = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    try:
+        while checkpointer.latest() is None:
+            assert writer.poll() is None
+            time.sleep(0.01)
+        restored: set[int] = set()
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            target = {"weight": torch.full((16,), -1)}
+            step = checkpointer.restore(state=target)["step"]
+            assert torch.equal(target["weight"], torch.full((16,), step))
+            restored.add(step)
+    finally:
+        writer.communicate()
+    assert writer.returncode == 0
+    assert len(restored) > 10
 
 
 @pytest.mark.parametrize("end", ["", "raise KeyError('the end')"])
