@@ -13,13 +13,14 @@ from torch import _weights_only_unpickler
 from ptsave.archive_contents import UnreadContents
 from ptsave.archive_kinds import open_contents, reporting_damage, require_saved_object
 from ptsave.checking import check_version
+from ptsave.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.cut_archives import CutArchive
 from ptsave.entries import entries_with_records
 from ptsave.entry_names import MAX_DEPTH
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, is_zip, refuse_special_file
-from ptsave.progress import ProgressCallback
+from ptsave.not_checkpoints import HEAD_NBYTES, is_zip, regular_only
+from ptsave.progress import ProgressCallback, progress_from
 from ptsave.reading import RecordReader, bare_message, describe, open_archive
 from ptsave.required_globals import globals_in_pickle, unsafe_globals
 from ptsave.shard_files import ShardFiles
@@ -28,7 +29,14 @@ from ptsave.spans import spans_of
 from ptsave.unpickling import can_defer_reading
 from ptsave.verifying import find_damage
 
-__all__ = ["Problem", "Verification", "compare_with_index", "verify_file"]
+__all__ = [
+    "DirectoryVerification",
+    "Problem",
+    "Verification",
+    "compare_with_index",
+    "verify_directory",
+    "verify_file",
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class Verification:
         The names of all tensors that are known; None if there is no telling.
     whole : list of str or None
         Of these, those that can still be read.
+    has_checksums : bool
+        Whether values were compared with checksums; without them damage may not show.
     """
 
     path: str
@@ -82,6 +92,76 @@ class Verification:
     nbytes: int = 0
     tensors: list[str] | None = None
     whole: list[str] | None = None
+    has_checksums: bool = True
+
+
+@dataclass(frozen=True)
+class DirectoryVerification:
+    """What has come of verifying all checkpoints in a directory.
+
+    Attributes
+    ----------
+    contents : CheckpointFiles
+        What is in the directory; also what was not looked at.
+    files : list of Verification
+        Of each checkpoint.
+    problems : list of Problem
+        What is wrong with the directory, or with a set of shards, beside its files.
+    """
+
+    contents: CheckpointFiles
+    files: list[Verification]
+    problems: list[Problem]
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether anything is."""
+        return bool(self.problems) or any(file.problems for file in self.files)
+
+
+def verify_directory(path: str, progress: ProgressCallback | None = None) -> DirectoryVerification:
+    """Check every checkpoint in a directory: each file, and shards with their index.
+
+    A file is a checkpoint if its content is one, whatever it is called.  Subdirectories are not
+    looked into.
+
+    Parameters
+    ----------
+    path : str
+        The directory.
+    progress : callable, optional
+        Gets the number of bytes that have been looked at, in all files so far.
+
+    Raises
+    ------
+    OSError
+        If something cannot be read, or if there is no checkpoint at all.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ptsave.save({"w": torch.ones(9)}, os.path.join(folder, "model.pt"))
+    ...     ptsave.save({"state": {}}, os.path.join(folder, "optimizer.bin"))
+    ...     open(os.path.join(folder, "config.json"), "w").close()
+    ...     found = verify_directory(folder)
+    >>> found.is_damaged, [os.path.basename(file.path) for file in found.files]
+    (False, ['model.pt', 'optimizer.bin'])
+    >>> list(found.contents.ignored)
+    ['config.json']
+    """
+    contents = checkpoint_files(path)
+    problems = [Problem(text) for text in contents.problems]
+    verified: list[Verification] = []
+    done = 0
+    for files in contents.sets:
+        shards = []
+        for file in files.paths:
+            shards.append(verify_file(file, progress_from(progress, done)))
+            done += shards[-1].nbytes
+        verified += shards
+        problems += compare_with_index(files, shards)
+    return DirectoryVerification(contents, verified, problems)
 
 
 def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verification:
@@ -132,15 +212,14 @@ def _head_of(f: Any) -> tuple[bytes, int]:
         source = FsspecFile(f, {})
         (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
         return head, source.nbytes
-    refuse_special_file(f)
-    with open(f, "rb") as stream:
+    with open(f, "rb", opener=regular_only) as stream:
         return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
 
 
 def _reader_of(f: Any, path: str) -> RecordReader:
     if is_url(f):
         return RemoteReader(FsspecFile(f, {}), verify=True)
-    with open(f, "rb", buffering=0) as stream:
+    with open(f, "rb", buffering=0, opener=regular_only) as stream:
         engine = open_archive(stream)
     if engine is None:
         raise OSError(f"{path} cannot be read at any position: it is no regular file")
@@ -167,7 +246,7 @@ def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
     tree = EntryTree(contents.obj)
     names = _names_in(tree)
     remarks = [remark] if tree.is_whole else [remark, _TOO_DEEP]
-    return Verification(path, [], remarks, 0, nbytes, names, names)
+    return Verification(path, [], remarks, 0, nbytes, names, names, has_checksums=False)
 
 
 def _verify_archive(
@@ -209,6 +288,7 @@ def _verify_archive(
         reader.engine.nbytes,
         found.names or None,
         whole if found.names else None,
+        reader.engine.storages_have_crcs,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import re
 import stat
@@ -11,10 +12,12 @@ import struct
 __all__ = [
     "HEAD_NBYTES",
     "MAX_SAFETENSORS_HEADER_NBYTES",
+    "is_known",
     "is_legacy",
     "is_safetensors",
     "is_zip",
     "refuse_special_file",
+    "regular_only",
     "what_came_instead",
     "what_it_is",
 ]
@@ -45,7 +48,7 @@ _PAGE = re.compile(
 _NAME_OFFSET = 30  # of the first member's name in a zip archive
 
 
-def refuse_special_file(path: str | bytes) -> None:
+def refuse_special_file(path: str | bytes | os.PathLike[str]) -> None:
     """Raise for a pipe, a terminal, ...: opening it might wait forever, and it has no end.
 
     Raises
@@ -53,12 +56,41 @@ def refuse_special_file(path: str | bytes) -> None:
     OSError
         If it is one, or is not there.
     """
-    mode = os.stat(path).st_mode
+    _require_contents(os.stat(path).st_mode, path)
+
+
+def regular_only(path: str | bytes | os.PathLike[str], flags: int) -> int:
+    """Open a file as `refuse_special_file` says, without waiting: an ``opener`` of `open`.
+
+    What is no file is not opened, as that would take its writer away from another reader.  It is
+    looked at once more when it is open, because it may have become another one in between.
+    """
+    refuse_special_file(path)
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        _require_contents(os.fstat(descriptor).st_mode, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_contents(mode: int, path: str | bytes | os.PathLike[str]) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode)):
         raise OSError(
-            f"{os.fsdecode(path)} cannot be read at any position: it is no regular file (copy what "
-            "comes out of it to one)"
+            errno.ESPIPE,
+            f"it is {_kind_of(mode)}, which cannot be read at any position: copy what comes out of "
+            "it to a file",
+            os.fspath(path),
         )
+
+
+def _kind_of(mode: int) -> str:
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    return "a character device" if stat.S_ISCHR(mode) else "no regular file"
 
 
 def is_zip(head: bytes) -> bool:
@@ -104,6 +136,23 @@ def what_it_is(head: bytes, nbytes: int) -> str | None:
     if head[257:262] == b"ustar":
         return "it is a tar archive: unpack it first (ptsave.load reads those of torch 0.1)"
     return _what_text_it_is(head)
+
+
+def is_known(head: bytes) -> bool:
+    """Whether a file begins as those of another format do, such as zip, HDF5 or plain pickles.
+
+    Parameters
+    ----------
+    head : bytes
+        The first `HEAD_NBYTES` bytes, or all there are.
+    """
+    if is_zip(head) or head[257:262] == b"ustar" or _is_pickle(head):
+        return True
+    return any(head.startswith(signature) for signature in _SIGNATURES)
+
+
+def _is_pickle(head: bytes) -> bool:
+    return head.startswith(b"\x80") and head[1:2] <= b"\x05"
 
 
 def what_came_instead(head: bytes, nbytes: int) -> str | None:
@@ -153,7 +202,7 @@ def _what_zip_it_is(head: bytes) -> str | None:
 def _what_text_it_is(head: bytes) -> str:
     if not head.strip(b"\0"):
         return "it begins with zeros: a download or a copy of it was not finished"
-    if head.startswith(b"\x80") and head[1:2] <= b"\x05":
+    if _is_pickle(head):
         return (
             "it is a pickle that torch.save has not written: load it with the pickle module, if "
             "you trust it"

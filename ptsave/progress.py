@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-__all__ = ["ProgressCallback", "progress_bar"]
+__all__ = ["ProgressCallback", "progress_bar", "progress_from"]
 
 ProgressCallback: TypeAlias = Callable[[int], None]
 
@@ -42,3 +42,8 @@ def progress_bar(
 
         yield move_to
         move_to(nbytes)
+
+
+def progress_from(progress: ProgressCallback | None, begin: int) -> ProgressCallback | None:
+    """Return what reports the progress of a part, in front of which are `begin` bytes."""
+    return None if progress is None else lambda done: progress(begin + done)

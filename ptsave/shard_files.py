@@ -17,12 +17,14 @@ from ptsave.sources import expect_no_more_reads
 __all__ = [
     "FORMATS",
     "INDEX_SUFFIX",
+    "NumberedSet",
     "ShardFiles",
     "ShardFormat",
     "directory_error",
     "files_at",
     "find_shards",
     "merged",
+    "numbered_sets",
     "refuse_what_is_no_checkpoint",
     "those_in_index",
 ]
@@ -31,6 +33,7 @@ _T = TypeVar("_T")
 
 INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_NBYTES = 256 << 20
+_MAX_SHARDS = 99_999
 
 
 @dataclass(frozen=True)
@@ -211,19 +214,52 @@ def _belong(numbered: Iterable[str], shard_format: ShardFormat) -> bool:
 
 def _require_all_numbers(directory: str, names: Iterable[str]) -> None:
     """Refuse a set that its names, ``...-00002-of-00008...``, say is not complete."""
-    present = set(names)
-    for match in filter(None, map(_NUMBERED.fullmatch, sorted(present))):
-        width, count = len(match["number"]), int(match["count"])
-        if count > 99_999:
-            continue
-        for number in range(1, count + 1):
-            wanted = f"{match['stem']}-{number:0{width}}-of-{match['count']}{match['suffix']}"
-            if wanted not in present:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    f"a shard is missing: there is {match[0]}, but not this one of its set",
-                    os.path.join(directory, wanted),
-                )
+    for numbered in numbered_sets(names):
+        if numbered.missing:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"a shard is missing: there is {numbered.names[0]}, but not this one of its set",
+                os.path.join(directory, numbered.missing),
+            )
+
+
+@dataclass(frozen=True)
+class NumberedSet:
+    """Files whose names say that they belong together.
+
+    Attributes
+    ----------
+    names : list of str
+        Those that are there, in their order.
+    missing : str
+        The first that is not, or "".
+    single : str
+        What the file would be called if the set were not split.
+    """
+
+    names: list[str]
+    missing: str
+    single: str
+
+
+def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
+    """Return the sets of files among `names` that are called ``...-00002-of-00008...``.
+
+    >>> numbered_sets(["a.pt", "model-1-of-3.pt", "model-3-of-3.pt"])[0].missing
+    'model-2-of-3.pt'
+    """
+    sets: dict[tuple[str, ...], list[str]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):
+        key = match["stem"], match["count"], match["suffix"], str(len(match["number"]))
+        sets.setdefault(key, []).append(match[0])
+    found = []
+    for (stem, count, suffix, width), present in sets.items():
+        numbers = range(1, int(count) + 1 if int(count) <= _MAX_SHARDS else 1)
+        wanted = (f"{stem}-{number:0{width}}-of-{count}{suffix}" for number in numbers)
+        there = set(present)
+        missing = next((name for name in wanted if name not in there), "")
+        found.append(NumberedSet(present, missing, stem + suffix))
+    return found
 
 
 def _indexed(index_path: str) -> ShardFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.file_verification import verify_file
+from ptsave.file_verification import verify_directory, verify_file
 
 N_TENSORS = 12
 
@@ -250,8 +251,143 @@ def test_directory_without_a_shard(model: Path) -> None:
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
-    for name in ("model-a.safetensors", "model-b.safetensors"):
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         save_file({"same": torch.ones(2)}, tmp_path / name)
     result = verify(tmp_path)
     assert result.exit_code == 1
     assert "same is in" in result.stdout
+
+
+# ------------------------------------------------------------------------------------- directories
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """The directory of a checkpoint of transformers' Trainer, and accelerate's files."""
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    module = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4))
+    ptsave.save_model(module, folder, max_shard_size="5KB")
+    save_file({"0.weight": torch.ones(2)}, folder / "model_1.safetensors")
+    for name in TORCH_FILES:
+        torch.save({"w": torch.full((1000,), 7.0), "step": 1}, folder / name)
+    torch.save({"w": torch.ones(9)}, folder / "old.pt", _use_new_zipfile_serialization=False)
+    (folder / "random_states_1.pkl").write_bytes(pickle.dumps({"seed": 1}))
+    (folder / "config.json").write_text("{}")
+    (folder / "merges.txt").write_text("a b")
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)))
+    (folder / "global_step4").mkdir()
+    torch.save(1, folder / "global_step4" / "mp_rank_00_model_states.pt")
+    return folder
+
+
+TORCH_FILES = [
+    *("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_1.pth", "training_args.bin"),
+    *("optimizer.bin", "random_states_0.pkl", "step-00000003.pt", "step-00000004.pt", "last.ckpt"),
+    "no_suffix",
+]
+
+
+def test_every_file_of_a_directory(trainer: Path) -> None:
+    result = verify(trainer)
+    assert result.exit_code == 0
+    shards = sorted(p.name for p in trainer.glob("model-*-of-*"))
+    whole = [
+        line.partition(": whole (")[0] for line in result.stdout.splitlines() if "whole" in line
+    ]
+    assert whole == [str(trainer / name) for name in sorted(TORCH_FILES)]
+    unchecked = [
+        line.partition(": no ch")[0] for line in result.stdout.splitlines() if "checksums (" in line
+    ]
+    names = sorted([*shards, "model_1.safetensors", "old.pt"])
+    assert sorted(unchecked) == [str(trainer / name) for name in names]
+    assert result.stdout.splitlines()[-1].startswith(f"{trainer}: not looked at: config.json, ")
+    rest = verify("--list", trainer).stdout.splitlines()[-1].partition("not looked at: ")[2]
+    assert rest == (
+        "config.json, merges.txt, random_states_1.pkl (a pickle that torch.save has not written), "
+        "tokenizer.model, global_step4/"
+    )
+    found = verify_directory(str(trainer))
+    assert [Path(file.path).name for file in found.files if file.has_checksums] == sorted(
+        TORCH_FILES
+    )
+    assert not found.is_damaged
+
+
+@pytest.mark.parametrize("name", TORCH_FILES)
+def test_one_damaged_file_of_a_directory(trainer: Path, name: str) -> None:
+    flip(
+        trainer / name, (trainer / name).read_bytes().index(torch.full((9,), 7.0).numpy().tobytes())
+    )
+    result = verify(trainer)
+    assert result.exit_code == 1
+    assert [line for line in result.stdout.splitlines() if "DAMAGED" in line] == [
+        line for line in result.stdout.splitlines() if line.startswith(f"{trainer / name}: DAMAGED")
+    ]
+    assert result.stdout.count("damaged: w") == 1
+    found = verify_directory(str(trainer))
+    assert [Path(file.path).name for file in found.files if file.problems] == [name]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 5000, b"version https://git-lfs", b"Entry not found"]
+)
+@pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin", "new.pth", "adapter_model.bin"])
+def test_what_came_instead_of_a_checkpoint(trainer: Path, name: str, content: bytes) -> None:
+    (trainer / name).write_bytes(content)
+    result = verify(trainer)
+    assert result.exit_code == 1
+    assert f"{trainer}: DAMAGED: {trainer / name} is no checkpoint: " in result.stdout
+
+
+def test_first_byte_of_a_file_in_a_directory(trainer: Path) -> None:
+    flip(trainer / "optimizer.bin", 0)
+    assert verify(trainer).exit_code == 1
+
+
+def test_directory_of_an_asynchronous_checkpointer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with ptsave.AsyncCheckpointer(tmp_path, keep=2) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, model=model)
+    (tmp_path / ".step-00000002.pt.0123456789abcdef.ptsave").write_bytes(b"PK\3\4half of it")
+    result = verify(tmp_path)
+    assert result.exit_code == 0
+    assert result.stdout.count("whole (") == 2
+    assert "(a save that has not ended)" in result.stdout
+
+
+def test_directories_without_checkpoints(tmp_path: Path) -> None:
+    result = verify(tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"ptsave: {tmp_path}: no checkpoint in this directory\n"
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text("{}")
+    result = verify(tmp_path)
+    assert result.exit_code == 2
+    assert "subdirectories (unet) are not looked into" in result.stderr
+    (tmp_path / ".metadata").write_bytes(b"x")
+    assert "torch.distributed.checkpoint" in verify(tmp_path).stderr
+
+
+def test_sets_that_lack_something(trainer: Path) -> None:
+    """Numbers tell where there is no index; a link to nowhere is named; the rest is verified."""
+    next(trainer.glob("*.index.json")).unlink()
+    assert verify(trainer).exit_code == 0
+    shard = next(trainer.glob("model-00002-of-*"))
+    shard.unlink()
+    result = verify(trainer)
+    assert result.exit_code == 1
+    assert f"{trainer}: DAMAGED: {shard}: a shard is missing: there is model-00001" in result.stdout
+    (trainer / "scheduler.pt").unlink()
+    (trainer / "scheduler.pt").symlink_to(trainer / "nowhere")
+    result = verify(trainer)
+    assert "scheduler.pt is no checkpoint: it is a link that leads nowhere" in result.stdout
+    assert result.stdout.count("whole (") == len(TORCH_FILES) - 1
+
+
+def test_progress_over_a_directory(trainer: Path) -> None:
+    done: list[int] = []
+    found = verify_directory(str(trainer), done.append)
+    assert done == sorted(done)
+    assert done[-1] <= sum(file.nbytes for file in found.files)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import click
 
+from ptsave.checkpoint_files import checkpoint_files
 from ptsave.cli.command import (
     FAILED,
     NEGATIVE,
@@ -21,7 +22,7 @@ from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable, size_text
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.file_verification import Problem, Verification, compare_with_index, verify_file
-from ptsave.progress import ProgressCallback, progress_bar
+from ptsave.progress import ProgressCallback, progress_bar, progress_from
 from ptsave.shard_files import ShardFiles, files_at
 from ptsave.sources import FsspecFile, is_url
 
@@ -31,7 +32,7 @@ _EXAMPLES = """
 ptsave verify checkpoint.pt
 ptsave verify --list checkpoint.pt   # names every damaged tensor, and every one that is whole
 ptsave verify *.pt && rm -r backup
-ptsave verify path/to/model          # a directory of shards, and its index
+ptsave verify path/to/checkpoint-500 # every checkpoint in a directory, shards with their index
 """
 _N_SHOWN = 5
 
@@ -42,6 +43,9 @@ _N_SHOWN = 5
 @click.pass_context
 def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     """Check that files are whole: every checksum, every size, every place.
+
+    Of a directory every checkpoint is checked that lies in it, whatever it is called: shards with
+    their index, and each other file. What was not looked at is said.
 
     Exits with 1 if anything is damaged; says then which records are, which tensors that reaches,
     and which are whole. Files without checksums (safetensors, torch before 1.6) are checked as far
@@ -59,7 +63,7 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
         for model in models:
-            codes.append(_verify_model(ctx, model, list_all, _from(bar, done)))
+            codes.append(_verify_model(ctx, model, list_all, progress_from(bar, done)))
             done += sum(map(_nbytes_of, model.paths))
     ctx.exit(max(codes))
 
@@ -67,56 +71,72 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
 def _verify_model(
     ctx: click.Context, model: _Model, list_all: bool, progress: ProgressCallback | None
 ) -> int:
-    """Print what there is to say about a file, or a set of shards; return the exit code."""
+    """Print what there is to say about what one argument names; return the exit code."""
     codes = [0]
-    shards = []
+    problems = list(model.problems)
     done = 0
-    for path in model.paths:
-        try:
-            found = verify_file(path, _from(progress, done))
-        except Exception as error:
-            codes.append(FAILED)
-            report_error(ctx, error)
-            continue
-        shards.append(found)
-        done += found.nbytes
-        _print(ctx, found, list_all)
-    problems = [*model.problems, *compare_with_index(model.files, shards)]
+    for files in model.sets:
+        shards = []
+        for path in files.paths:
+            try:
+                found = verify_file(path, progress_from(progress, done))
+            except Exception as error:
+                codes.append(FAILED)
+                report_error(ctx, error)
+            else:
+                shards.append(found)
+                codes.append(NEGATIVE if found.problems else 0)
+                _print(ctx, found, list_all)
+            done += _nbytes_of(path)
+        problems += compare_with_index(files, shards)
     for problem in problems:
         click.echo(f"{printable(model.name)}: DAMAGED: {printable(problem.reason)}")
-    if problems or any(shard.problems for shard in shards):
         codes.append(NEGATIVE)
+    if model.rest:
+        click.echo(f"{printable(model.name)}: not looked at: {_some(model.rest, list_all)}")
     return max(codes)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A file, or the shards in a directory."""
+    """A file, the shards that an index names, or the checkpoints in a directory."""
 
     name: str
-    files: ShardFiles
-    problems: list[Problem]
+    sets: list[ShardFiles]
+    problems: list[Problem] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)  # what else is there, which is not looked at
 
     @property
     def paths(self) -> list[str]:
-        return self.files.paths
+        return [path for files in self.sets for path in files.paths]
 
 
 def _model_at(path: str) -> _Model:
+    if os.path.isdir(path):
+        contents = checkpoint_files(path)
+        problems = [Problem(text) for text in contents.problems]
+        ignored = [f"{name} ({what})" if what else name for name, what in contents.ignored.items()]
+        directories = [f"{name}/" for name in contents.directories]
+        return _Model(path, contents.sets, problems, ignored + directories)
     try:
         files = files_at(path)
     except FileNotFoundError as error:
         if error.filename == path:
             raise
-        # A shard is missing.
-        return _Model(path, ShardFiles([]), [Problem(f"{error.filename}: {error.strerror}")])
+        return _Model(path, [], [Problem(f"{error.filename}: {error.strerror}")])  # of a shard
     except NotCheckpointError:
         raise
     except CorruptCheckpointError as error:  # the index
-        return _Model(path, ShardFiles([]), [Problem(str(error))])
+        return _Model(path, [], [Problem(str(error))])
     if files is None and not is_url(path):
         os.stat(path)
-    return _Model(path, files or ShardFiles([path]), [])
+    return _Model(path, [files or ShardFiles([path])])
+
+
+def _some(names: list[str], list_all: bool) -> str:
+    shown = names if list_all else names[:_N_SHOWN]
+    more = f" and {len(names) - len(shown):,} more (--list shows all)" if names != shown else ""
+    return ", ".join(map(printable, shown)) + more
 
 
 def _nbytes_of(path: str) -> int:
@@ -124,10 +144,6 @@ def _nbytes_of(path: str) -> int:
         return FsspecFile(path, {}).nbytes if is_url(path) else os.stat(path).st_size
     except OSError:
         return 0  # which is said when it is read
-
-
-def _from(bar: ProgressCallback | None, begin: int) -> ProgressCallback | None:
-    return None if bar is None else lambda done: bar(begin + done)
 
 
 def _print(ctx: click.Context, found: Verification, list_all: bool) -> None:
@@ -138,7 +154,7 @@ def _print(ctx: click.Context, found: Verification, list_all: bool) -> None:
     n_tensors = [] if found.tensors is None else [count_text(len(found.tensors), "tensor")]
     facts = ", ".join([*records, *n_tensors, size_text(found.nbytes)])
     if not found.problems:
-        click.echo(f"{path}: whole ({facts})")
+        click.echo(f"{path}: {'whole' if found.has_checksums else 'no checksums'} ({facts})")
         return
     click.echo(f"{path}: DAMAGED ({facts})")
     click.echo("\n".join(_lines(found, list_all)))
