@@ -16,6 +16,7 @@ from ptsave.checkpoint import entries_of, restore_entries
 from ptsave.checkpoint_directory import CheckpointDirectory, create_directory
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.named_options import check_restoring, check_saving
+from ptsave.ranks import check_rank_is_named, check_rank_saves
 from ptsave.save_future import SaveFuture
 from ptsave.serialization import wants_mmap
 
@@ -37,6 +38,9 @@ class AsyncCheckpointer:
         How many checkpoints stay.  After each save the lowest steps above that number are removed;
         never the one just saved, the highest one, or one that this object is restoring.  None
         keeps all.
+    rank : int, optional
+        In a job of several ranks: whose checkpoints these are.  Only that rank saves, and all may
+        restore.  Ranks that have different values need a directory each.
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
         False it survives the death of the process, not that of the machine.
@@ -48,7 +52,10 @@ class AsyncCheckpointer:
     SaveError
         An :class:`OSError`: the directory cannot be made, is a file, or may not be written.
     TypeError, ValueError
-        `keep` is neither None nor at least 1.
+        `keep` is neither None nor at least 1, or `rank` neither None nor at least 0.
+    RuntimeError
+        The job has several ranks, by torch.distributed or by ``WORLD_SIZE`` in the environment, and
+        no `rank` is given.
 
     Notes
     -----
@@ -57,6 +64,12 @@ class AsyncCheckpointer:
     unless a process holds its lock, which is to say is writing it.  Several processes may use one
     directory.  If they run on several hosts, its file system must take ``flock`` to all of them, or
     one host can make another's save fail.
+
+    With DistributedDataParallel all ranks have the same values.  Each makes
+    ``AsyncCheckpointer(directory, rank=0)`` and restores from it, before the first save, and rank 0
+    calls :meth:`save`.  Where each rank has values of its own (parts of a sharded model), it makes
+    ``AsyncCheckpointer(f"{directory}/rank-{rank}", rank=rank)`` and saves there; the ranks then
+    agree on the step that all of them have before they restore it.
 
     The interpreter waits for pending saves before it exits, whether or not :meth:`close` is called.
     In a forked process no save is pending.
@@ -84,12 +97,15 @@ class AsyncCheckpointer:
         directory: str | os.PathLike[str],
         keep: int | None = 3,
         *,
+        rank: int | None = None,
         fsync: bool = True,
         staging: Literal["blocking", "background"] = "blocking",
         max_staged_bytes: int | None = None,
         when_full: Literal["wait", "raise"] = "wait",
     ) -> None:
         self._keep = None if keep is None else _checked(keep, "keep", 1)
+        self._rank = None if rank is None else _checked(rank, "rank", 0)
+        check_rank_is_named(os.fsdecode(directory), self._rank)
         self._fsync = bool(fsync)
         self._staging: dict[str, Any] = {
             "staging": staging,
@@ -148,7 +164,7 @@ class AsyncCheckpointer:
             The step is no int, or negative; an object has the name of an option, or is an option
             of something else (``staging="background"``).
         RuntimeError
-            The checkpointer is closed.
+            The checkpointer is closed, or its checkpoints are those of another rank.
         Exception
             Whatever ``state_dict()`` and :func:`ptsave.async_save` raise in the call.
 
@@ -162,6 +178,7 @@ class AsyncCheckpointer:
         step = _checked(step, "step", 0)
         if self._closed:
             raise RuntimeError("the checkpointer is closed: make another one to save more")
+        check_rank_saves(os.fspath(self._directory.path), self._rank)
         options: dict[str, Any] = {
             "fsync": self._fsync if fsync is None else fsync,
             "atomic": atomic,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ptsave import memory_limits
 
-__all__ = ["Config", "current", "positive_integer"]
+__all__ = ["Config", "current", "read_integer"]
 
 MIB = 1 << 20
 _MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of them
@@ -75,13 +75,13 @@ def current() -> Config:
     True
     """
     cores = len(os.sched_getaffinity(0))
-    n_threads = positive_integer("PTSAVE_NUM_THREADS", min(cores, 16))
+    n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=min(3 * n_threads, 12),
-        max_pinned_nbytes=positive_integer("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
-        max_staged_nbytes=positive_integer("PTSAVE_MAX_STAGED_BYTES", 0) or None,
+        max_pinned_nbytes=_positive("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
+        max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=_switch("PTSAVE_DIRECT_IO", default=True),
         verify=_switch("PTSAVE_VERIFY", default=True),
     )
@@ -91,8 +91,8 @@ def _default_pinned_nbytes() -> int:
     return max(1, min(64 * MIB, memory_limits.share_nbytes() // 8))
 
 
-def positive_integer(variable: str, default: int) -> int:
-    """Read an environment variable that holds a positive integer.
+def read_integer(variable: str, default: int, *, minimum: int) -> int:
+    """Read an environment variable that holds an integer.
 
     Parameters
     ----------
@@ -100,6 +100,8 @@ def positive_integer(variable: str, default: int) -> int:
         Its name.
     default : int
         The value if it is not set, or set to nothing.
+    minimum : {0, 1}
+        The least that it may be.
 
     Raises
     ------
@@ -110,9 +112,14 @@ def positive_integer(variable: str, default: int) -> int:
     if not text:
         return default
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_N_DIGITS
-    if not is_number or not 0 < int(text) <= sys.maxsize:
-        raise ValueError(f"{variable} must be a positive integer, not {text[:_MAX_SHOWN]!r}")
+    if not is_number or not minimum <= int(text) <= sys.maxsize:
+        kind = "a positive integer" if minimum else "an integer from 0 on"
+        raise ValueError(f"{variable} must be {kind}, not {text[:_MAX_SHOWN]!r}")
     return int(text)
+
+
+def _positive(variable: str, default: int) -> int:
+    return read_integer(variable, default, minimum=1)
 
 
 def _switch(variable: str, *, default: bool) -> bool:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.serialization import config as torch_config
 
 import ptsave
-from ptsave import checkpointer as checkpointer_module
+from ptsave.checkpoint import restore_entries
 from ptsave.checkpoint_directory import CheckpointDirectory
 
 IS_ROOT = os.geteuid() == 0
@@ -763,13 +763,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
     checkpointer = ptsave.AsyncCheckpointer(tmp_path)
     value = torch.arange(100_000.0)
     checkpointer.save(1, value={"weight": value}, other=value + 1).result()
-    restore = checkpointer_module.restore_entries
 
     def removed(*args: Any, **options: Any) -> Any:
         os.unlink(tmp_path / name_of(1))
-        return restore(*args, **options)
+        return restore_entries(*args, **options)
 
-    monkeypatch.setattr(checkpointer_module, "restore_entries", removed)
+    monkeypatch.setattr("ptsave.checkpointer.restore_entries", removed)
     target = {"weight": torch.zeros(100_000)}
     rest = checkpointer.restore(value=target)
     assert torch.equal(target["weight"], value)
