@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ from ptsave.entry_tree import EntryTree
 from ptsave.errors import EntryNotFoundError
 from ptsave.serialization import save
 from ptsave.shard_files import files_at
+from ptsave.streamed_files import write_bytes, write_safetensors
 
 __all__ = ["default_output", "read_entries", "write_entries"]
 
@@ -124,23 +125,20 @@ def write_entries(
     if os.path.lexists(output) and not overwrite:
         raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
     if output.endswith(".safetensors"):
-        tensors = _tensors_of(entries)
-        _replace(output, lambda path: _save_safetensors(tensors, path))
+        write_safetensors(_tensors_of(entries), output, {"format": "pt"})
     elif output.endswith(".npy"):
-        array = _array_of(obj)
-        _replace(output, lambda path: _save_array(array, path))
+        _write_npy(output, obj)
     else:
         save(obj, output)
 
 
 def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors by name, none of which shares memory with another."""
+    """Return all tensors by name."""
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if isinstance(obj, Tensor):
         obj = dict(entries)
     tree = EntryTree(obj)
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
     for number, node in enumerate(tree.nodes):
         if node.tensor < 0 and not tree.is_container(number):
             raise TypeError(
@@ -148,48 +146,26 @@ def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"{type(node.value).__name__}: write a .pt file, or ask for less"
             )
         if node.tensor >= 0:
-            tensor = node.value.detach().contiguous()
-            address = tensor.untyped_storage().data_ptr()
-            tensors[node.name] = tensor.clone() if address in seen else tensor
-            seen.add(address)
+            tensors[node.name] = node.value
     return tensors
 
 
-def _save_safetensors(tensors: dict[str, Tensor], path: str) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise ImportError("to write safetensors files: pip install safetensors") from None
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _array_of(obj: Any) -> Any:
+def _write_npy(output: str, obj: Any) -> None:
+    """Write what ``numpy.save`` would."""
     if not isinstance(obj, Tensor):
         raise TypeError(
             f"an .npy file holds one array, not {type(obj).__name__}: write a .pt file, or ask for "
             "one tensor"
         )
     try:
-        return obj.detach().resolve_conj().resolve_neg().numpy()
-    except (RuntimeError, TypeError) as error:  # no NumPy, or nothing that it has
+        from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
+
+        values = obj.detach().resolve_conj().resolve_neg()
+        facts = header_data_from_array_1_0(values.numpy())
+    except (ImportError, RuntimeError, TypeError) as error:  # no NumPy, or nothing that it has
         raise TypeError(f"NumPy cannot hold the tensor ({error}): write a .pt file") from None
-
-
-def _save_array(array: Any, path: str) -> None:
-    import numpy as np
-
-    with open(path, "wb") as stream:
-        np.save(stream, array, allow_pickle=False)
-
-
-def _replace(output: str, write: Callable[[str], None]) -> None:
-    """Have a file written under another name, and then give it its own."""
-    folder, name = os.path.split(output)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, output)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    header = io.BytesIO()
+    write_array_header_1_0(header, facts)
+    if facts["fortran_order"]:  # the last index changes slowest
+        values = values.permute(*reversed(range(values.dim())))
+    write_bytes(output, header.getvalue(), values.contiguous())

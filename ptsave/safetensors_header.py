@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,13 +19,21 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.not_checkpoints import MAX_SAFETENSORS_HEADER_NBYTES
 from ptsave.sources import RangeSource, SparseFile
 
-__all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "let_library_read", "read_header"]
+__all__ = [
+    "DTYPES",
+    "SafetensorsHeader",
+    "StoredTensor",
+    "let_library_read",
+    "read_header",
+    "stored_shape",
+]
 
 _LENGTH_NBYTES = 8  # of the number before the header
 _FIRST_NBYTES = 64 << 10  # fetched at once: most headers are in there
 
 DTYPES = {  # the format's names, and torch's
     "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
     "U8": "uint8",
     "I8": "int8",
     "U16": "uint16",
@@ -45,6 +53,8 @@ DTYPES = {  # the format's names, and torch's
     "F64": "float64",
     "C64": "complex64",
 }
+# Of a dtype of torch that packs several numbers into an element: how many, which the format counts.
+_N_PACKED = {torch.float4_e2m1fn_x2: 2}
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,38 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
     in_order = sorted(fields.items(), key=lambda item: item[1]["data_offsets"])
     tensors = [_stored_tensor(source, name, entry, len(head)) for name, entry in in_order]
     return SafetensorsHeader(tensors, metadata)
+
+
+def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
+    """Return the shape that the format has for a tensor of torch's.
+
+    Raises
+    ------
+    ValueError
+        If it has none: numbers that are packed in pairs need a dimension to be pairs in.
+
+    Examples
+    --------
+    >>> stored_shape(torch.float32, [3, 2]), stored_shape(torch.float4_e2m1fn_x2, [3, 2])
+    ([3, 2], [3, 4])
+    """
+    n_packed = _N_PACKED.get(dtype, 1)
+    if n_packed == 1:
+        return list(shape)
+    if not shape:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"safetensors files hold no {name} without dimensions: reshape it to [1]")
+    return [*shape[:-1], shape[-1] * n_packed]
+
+
+def _shape_in_torch(dtype: torch.dtype, shape: Sequence[int]) -> torch.Size | None:
+    """Return the shape that torch has for a tensor of the format; None if it has none."""
+    n_packed = _N_PACKED.get(dtype, 1)
+    if n_packed == 1:
+        return torch.Size(shape)
+    if not shape or shape[-1] % n_packed:
+        return None
+    return torch.Size([*shape[:-1], shape[-1] // n_packed])
 
 
 def _fetch(source: RangeSource) -> bytes:
@@ -205,13 +247,15 @@ def _stored_tensor(
     source: RangeSource, name: str, entry: Mapping[str, Any], data_offset: int
 ) -> StoredTensor:
     dtype = getattr(torch, DTYPES.get(entry["dtype"], ""), None)
-    if dtype is None:
+    shape = None if dtype is None else _shape_in_torch(dtype, entry["shape"])
+    if dtype is None or shape is None:
         raise CorruptCheckpointError(
-            f"{source.name}: tensor {name} is of a type that torch has not: {entry['dtype']}",
+            f"{source.name}: tensor {name} is of a type that torch has not: {entry['dtype']} of "
+            f"shape {entry['shape']}",
             path=source.name,
         )
     begin, end = (data_offset + offset for offset in entry["data_offsets"])
-    tensor = StoredTensor(name, torch.Size(entry["shape"]), dtype, begin)
+    tensor = StoredTensor(name, shape, dtype, begin)
     if end - begin != tensor.nbytes or not data_offset <= begin <= end <= source.nbytes:
         raise CorruptCheckpointError(
             f"{source.name}: the header puts tensor {name} where its bytes cannot be",

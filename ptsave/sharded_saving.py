@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,10 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ptsave import _C, config
+from ptsave import _C
 from ptsave.errors import SaveError
 from ptsave.serialization import save
 from ptsave.shard_files import FORMATS, ShardFormat
+from ptsave.streamed_files import check_safetensors, write_bytes, write_safetensors
 
 __all__ = [
     "FORMAT_FILES",
@@ -114,7 +114,10 @@ def save_model(
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
-    shards = split(_tensors_of(state_dict), limit)
+    tensors = _tensors_of(state_dict)
+    if format == "safetensors":
+        check_safetensors(tensors)
+    shards = split(tensors, limit)
     folder = os.fspath(directory)
     with save_errors(folder):
         os.makedirs(folder, exist_ok=True)
@@ -251,22 +254,12 @@ class ShardSet:
         self.write_files(paths)
 
     def write_files(self, paths: Sequence[str]) -> None:
-        """Write each shard to its path."""
-        if self.kind == "pt":  # each takes all threads
-            for path, shard in zip(paths, self.shards, strict=True):
+        """Write each shard to its path, one after another: each takes all threads."""
+        for path, shard in zip(paths, self.shards, strict=True):
+            if self.kind == "pt":
                 save(_with_aliases(shard), path, fsync=self.fsync)
-            return
-        with ThreadPoolExecutor(config.current().n_threads) as writers:
-            writing = [
-                writers.submit(_write_safetensors, path, shard, fsync=self.fsync)
-                for path, shard in zip(paths, self.shards, strict=True)
-            ]
-            try:
-                for future in writing:
-                    future.result()
-            except BaseException:
-                writers.shutdown(cancel_futures=True)
-                raise
+            else:
+                _write_safetensors(path, shard, fsync=self.fsync)
 
     def _write_index(self, files: ShardFormat, names: list[str]) -> None:
         weight_map = {}
@@ -277,13 +270,8 @@ class ShardSet:
                     weight_map.update(dict.fromkeys(others, name))
         total = sum(shard.nbytes for shard in self.shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        if self.fsync:
-            _sync(self.folder)  # what the index names comes before it
-        path = os.path.join(self.folder, files.index)
-        with _replacing(path, fsync=self.fsync) as temporary, open(temporary, "w") as stream:
-            json.dump(index, stream, indent=2, sort_keys=True)
-            stream.write("\n")
-            stream.flush()
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_bytes(os.path.join(self.folder, files.index), text.encode(), fsync=self.fsync)
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
         """Remove the older set, so that at any moment what is left is the new one."""
@@ -335,49 +323,10 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _write_safetensors(path: str, shard: Shard, *, fsync: bool) -> None:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise ImportError(f"{path} is written with the help of: pip install safetensors") from None
     metadata = {"format": "pt"}
     for name, others in shard.aliases.items():
         metadata.update(dict.fromkeys(others, name))
-    own: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in shard.tensors.items():
-        # The library refuses what shares memory, or is not contiguous.
-        address = tensor.untyped_storage().data_ptr()
-        shares = address in storages or tensor.is_conj() or tensor.is_neg()
-        own[name] = _compact(tensor) if not shares else tensor.resolve_conj().clone()
-        own[name] = own[name].contiguous()
-        storages.add(address)
-    with _replacing(path, fsync=fsync) as temporary:
-        try:
-            save_file(own, temporary, metadata)
-        except SafetensorError as error:
-            failed_call = re.search(r"\(os error (\d+)\)", str(error))
-            if failed_call is None:
-                raise
-            number = int(failed_call[1])
-            raise OSError(number, os.strerror(number), path) from error
-
-
-@contextmanager
-def _replacing(path: str, *, fsync: bool) -> Iterator[str]:
-    """Yield the name of a temporary file that takes the place of `path` in the end."""
-    folder, name = os.path.split(path)
-    _C.remove_leftovers(os.fsencode(path))
-    # Named as the engine names its own; whoever finds it unlocked knows that its writer is gone.
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.ptsave")
-    try:
-        yield temporary
-        if fsync:
-            _sync(temporary)
-        os.rename(temporary, path)
-    except BaseException:
-        _unlink_if_there(temporary)
-        raise
+    write_safetensors(shard.tensors, path, metadata, fsync=fsync)
 
 
 def _sync(path: str) -> None:

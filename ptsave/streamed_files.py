@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,15 +17,24 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive_contents import UnreadContents
 from ptsave.errors import SaveError
-from ptsave.payload_sources import PayloadSources, StoragePlace
+from ptsave.payload_sources import Payload, PayloadSources, StoragePlace
 from ptsave.pickling import pickle_object
 from ptsave.planning import plan_archive
 from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
-from ptsave.safetensors_header import DTYPES, let_library_read
+from ptsave.safetensors_header import DTYPES, let_library_read, stored_shape
+from ptsave.slicing import span_of
 from ptsave.writing import FileWriter
 
-__all__ = ["PicklePlan", "SafetensorsPlan", "StreamedPlan", "safetensors_dtypes"]
+__all__ = [
+    "PicklePlan",
+    "SafetensorsPlan",
+    "StreamedPlan",
+    "check_safetensors",
+    "safetensors_dtypes",
+    "write_bytes",
+    "write_safetensors",
+]
 
 _HEADER_ALIGNMENT = 8
 
@@ -47,6 +58,7 @@ class StreamedPlan:
     nbytes: int
     _plan: _C.WritePlan | _C.PackedPlan
     _places: Mapping[Any, StoragePlace]  # of payloads that are whole records, by their keys
+    _has_crcs = True  # whether the file has checksums, or its payloads have something to match
 
     def __init__(self, path: str, sources: PayloadSources) -> None:
         self.path = path
@@ -63,7 +75,11 @@ class StreamedPlan:
             If it cannot be written.
         """
         writer = FileWriter(
-            self._plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress
+            self._plan,
+            compute_crcs=self._has_crcs,
+            fsync=fsync,
+            atomic=True,
+            progress=progress,
         )
         try:
             writer.write_path(self.path)
@@ -153,11 +169,110 @@ class SafetensorsPlan(StreamedPlan):
         self._places = {
             i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
         }
-        self._plan = _C.PackedPlan(
-            header, sources.open(), [(p.nbytes, p.source, p.offset, p.crc) for p in payloads]
-        )
+        self._plan = _packed_plan(header, sources, payloads)
+        self._has_crcs = any(payload.crc is not None for payload in payloads)
         self.nbytes = self._plan.nbytes
         _check_header(header, self.nbytes, path)
+
+
+# ------------------------------------------------------------------------------ tensors with values
+
+
+def write_safetensors(
+    tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str], *, fsync: bool = False
+) -> None:
+    """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
+
+    Unlike that function it takes tensors that share memory or are not contiguous.  What is not
+    contiguous CPU memory already is copied there, for as long as the call takes.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        Strided ones on any device.
+    path : str
+        Replaced atomically, as by :func:`ptsave.save`: the file gets the mode of the one it
+        replaces, or what the umask leaves of 0666, and a symbolic link is followed.
+    metadata : mapping of str to str
+        The ``__metadata__``.
+    fsync : bool, default False
+        Whether the file is on the disk, past all caches, when the call returns.
+
+    Raises
+    ------
+    TypeError
+        If safetensors files have no such dtype, or a tensor has no memory.
+    ValueError
+        If they cannot have such a name or shape.
+    SaveError
+        If the file cannot be written; the one that was there is unchanged.
+    """
+    check_safetensors(tensors)
+    with ExitStack() as stack:
+        sources = PayloadSources(stack, os.path.dirname(path) or ".")
+        plain = {name: _in_host_memory(tensor) for name, tensor in tensors.items()}
+        SafetensorsPlan(plain, path, sources, metadata).write(fsync=fsync, progress=None)
+
+
+def write_bytes(
+    path: str, head: bytes, values: Tensor | None = None, *, fsync: bool = False
+) -> None:
+    """Replace a file atomically, as :func:`ptsave.save` does.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    head : bytes
+        What it begins with.
+    values : torch.Tensor, optional
+        What follows: all bytes of a contiguous tensor on the CPU.
+    fsync : bool, default False
+        Whether the file is on the disk, past all caches, when the call returns.
+
+    Raises
+    ------
+    SaveError
+        If it cannot be written; the file that was there is unchanged.
+    """
+    with ExitStack() as stack:
+        sources = PayloadSources(stack, os.path.dirname(path) or ".")
+        payloads = sources.payloads_of([] if values is None else [values])
+        plan = _packed_plan(head, sources, payloads)
+        FileWriter(plan, compute_crcs=False, fsync=fsync, atomic=True, progress=None).write_path(
+            path
+        )
+
+
+def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
+    """Raise what `write_safetensors` raises for tensors that the format cannot hold."""
+    _check_names(tensors)
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise TypeError(
+                f"safetensors files hold dense tensors, and {name!r} is {layout}: write a .pt file"
+            )
+        if tensor.dtype not in safetensors_dtypes():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"safetensors files hold no {dtype}, which {name!r} is: write a .pt file"
+            )
+        stored_shape(tensor.dtype, tensor.shape)
+        storage = tensor.untyped_storage()
+        if tensor.numel() and (tensor.is_meta or span_of(tensor)[1] > storage.nbytes()):
+            raise TypeError(f"{name!r} has no memory for its values: nothing to write")
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _packed_plan(
+    head: bytes, sources: PayloadSources, payloads: Iterable[Payload]
+) -> _C.PackedPlan:
+    each = [(payload.nbytes, payload.source, payload.offset, payload.crc) for payload in payloads]
+    return _C.PackedPlan(head, sources.open(), each)
 
 
 # ------------------------------------------------------------------------------------- safetensors
@@ -211,7 +326,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     for name, tensor in tensors.items():
         end = begin + tensor.nbytes
         dtype = safetensors_dtypes()[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        shape = stored_shape(tensor.dtype, tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from comparison import assert_same_object, stock_load
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
+from ptsave.extracting import write_entries
 
 # The tests run in a folder of their own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}
@@ -111,18 +112,99 @@ def test_nothing_is_overwritten_without_force(path: Path) -> None:
     assert stock_load("model.pt").keys() == checkpoint()["model"].keys()
 
 
-@pytest.mark.parametrize("output", ["out.pt", "out.safetensors", "out.npy"])
-def test_nothing_is_left_behind(path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("folder").mkdir()
+OUTPUTS = ["out.pt", "out.safetensors", "out.npy"]
 
-    def fail(*arguments: object) -> None:
-        raise OSError(28, "No space left on device", output)
 
-    monkeypatch.setattr(os, "replace", fail)
-    if output != "out.pt":  # which the engine writes: tests/test_faults.py
-        assert extract(path, "view", "-o", f"folder/{output}").exit_code == 2
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_nothing_is_left_behind(path: Path, output: str) -> None:
     assert extract(path, "view", "-o", f"missing/{output}").exit_code == 2
-    assert os.listdir("folder") == []
+    assert not Path("missing").exists()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_full_disk(path: Path, output: str) -> None:
+    """The system refuses files of this size, as it does on a full disk."""
+    big = torch.arange(100_000.0)
+    torch.save({"big": big}, "big.pt")
+    Path(output).write_bytes(b"precious")
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    code = limit + "from ptsave.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "extract", "big.pt", "big", "-f", "-o", output]
+    before = sorted(os.listdir())
+    result = subprocess.run(command, check=False, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(f"ptsave: {output}: ")
+    assert "File too large" in result.stderr
+    assert sorted(os.listdir()) == before
+    assert Path(output).read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_link_stays_and_its_target_is_replaced(path: Path, output: str) -> None:
+    Path("folder").mkdir()
+    Path("folder/real").write_bytes(b"old")
+    Path("folder/real").chmod(0o640)
+    Path(output).symlink_to("folder/real")
+    assert extract(path, "view", "-f", "-o", output).exit_code == 0
+    assert Path(output).is_symlink()
+    assert Path("folder/real").stat().st_mode & 0o7777 == 0o640
+    assert os.listdir("folder") == ["real"]
+    assert Path("folder/real").read_bytes() != b"old"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_mode_is_that_of_the_umask(path: Path, output: str, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert extract(path, "view", "-o", output).exit_code == 0
+    finally:
+        os.umask(before)
+    assert os.stat(output).st_mode & 0o7777 == 0o666 & ~umask
+
+
+def test_npy_files_are_those_of_numpy(tmp_path: Path) -> None:
+    base = torch.arange(24.0).view(2, 3, 4)
+    tensors = {
+        "plain": base,
+        "fortran": base.permute(2, 1, 0),
+        "neither": base.transpose(0, 1),
+        "strided": base[..., ::2],
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex128),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "part": base[1],
+        "unsigned": torch.ones(2, dtype=torch.uint64),
+    }
+    for name, tensor in tensors.items():
+        write_entries({name: tensor}, str(tmp_path / "ours.npy"), overwrite=True)
+        np.save(tmp_path / "stock.npy", tensor.resolve_conj().numpy())
+        ours = (tmp_path / "ours.npy").read_bytes()
+        assert ours == (tmp_path / "stock.npy").read_bytes(), name
+
+
+def test_safetensors_have_values_as_they_are_meant(path: Path) -> None:
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    negative = torch.randn(3, dtype=torch.complex64).conj().imag
+    tensors = {"conjugate": values.conj(), "negative": negative, "turned": values.t()}
+    torch.save({"all": tensors}, "complex.pt")
+    assert extract("complex.pt", "all", "-o", "all.safetensors").exit_code == 0
+    found = load_file("all.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_safetensors_files_are_those_of_the_library(path: Path) -> None:
+    for names in (["model"], ["view"], ["half", "model.a.bias"]):
+        assert extract(path, *names, "-f", "-o", "ours.safetensors").exit_code == 0
+        found = load_file("ours.safetensors")
+        save_file(found, "stock.safetensors", {"format": "pt"})
+        assert Path("ours.safetensors").read_bytes() == Path("stock.safetensors").read_bytes()
 
 
 def test_missing_and_ambiguous_names(path: Path) -> None:

@@ -632,7 +632,7 @@ def header(**fields: Any) -> bytes:
         header(shape=[1 << 40]) + bytes(8),
         header(shape=[-2]) + bytes(8),
         header(dtype="F33") + bytes(8),
-        header(dtype="F4", shape=[16]) + bytes(8),
+        header(dtype="F6_E2M3", shape=[8], data_offsets=[0, 6]) + bytes(6),
         header() + bytes(9),
         header()[:-3] + bytes(3),
         struct.pack("<Q", 2) + b"[]",

@@ -224,7 +224,7 @@ HOSTILE = {
     "shape overflows": with_header({"a": entry(0, 16, shape=(1 << 62, 1 << 62, 4))}, 16),
     "huge shape": with_header({"a": entry(0, 1 << 60, "U8", (1 << 60,))}, 16),
     "unknown dtype": with_header({"a": entry(0, 16, "Q77")}, 16),
-    "dtype that torch has not": with_header({"a": entry(0, 2, "F4", (4,))}, 2),
+    "dtype that torch has not": with_header({"a": entry(0, 3, "F6_E2M3", (4,))}, 3),
 }
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from _weights import assert_equal, tied_model
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ptsave
 from ptsave import sharded_saving
+from ptsave.streamed_files import safetensors_dtypes
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
@@ -240,9 +241,10 @@ def steps_of_the_file_system(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[
 
         return step
 
-    monkeypatch.setattr(os, "rename", watched(os.rename))
     monkeypatch.setattr(os, "unlink", watched(os.unlink))
-    monkeypatch.setattr("ptsave.sharded_saving.save", watched(ptsave.save))
+    for name in ("save", "write_safetensors", "write_bytes"):  # each ends with a rename
+        write = getattr(sharded_saving, name)
+        monkeypatch.setattr(sharded_saving, name, watched(write))
     return watchers
 
 
@@ -311,6 +313,127 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     assert result.stdout.split() == ["27", str(tmp_path / "model.safetensors")]
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_modes_are_those_of_the_umask_or_of_the_replaced_file(
+    tmp_path: Path, kind: Any, umask: int
+) -> None:
+    def modes() -> dict[str, int]:
+        return {name: os.stat(tmp_path / name).st_mode & 0o7777 for name in names_in(tmp_path)}
+
+    before = os.umask(umask)
+    try:
+        for size in (1000, 1 << 30):
+            ptsave.save_model(make_model(), tmp_path, max_shard_size=size, format=kind)
+            assert set(modes().values()) == {0o666 & ~umask}
+        (tmp_path / SINGLE[kind]).chmod(0o640)
+        ptsave.save_model(make_model(), tmp_path, format=kind)
+        assert modes() == {SINGLE[kind]: 0o640}
+        ptsave.save_model(make_model(), tmp_path, max_shard_size=1000, format=kind)
+        (tmp_path / INDEX[kind]).chmod(0o604)
+        ptsave.save_model(make_model(1), tmp_path, max_shard_size=1000, format=kind)
+        assert modes()[INDEX[kind]] == 0o604
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, kind: Any) -> None:
+    blob = tmp_path / "blobs" / "x"
+    blob.parent.mkdir()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / SINGLE[kind]).symlink_to("../blobs/x")
+    ptsave.save_model(make_model(), folder, format=kind)
+    assert (folder / SINGLE[kind]).is_symlink()
+    assert not blob.is_symlink()
+    assert_equal(read_stock(folder, kind), make_model().state_dict())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [1000, 1 << 30])
+def test_no_thread_can_be_started(tmp_path: Path, kind: Any, size: int) -> None:
+    code = (
+        "import _thread, sys, threading, torch, ptsave\n"
+        "def fail(*arguments, **keywords):\n"
+        '    raise RuntimeError("can\'t start new thread")\n'
+        "_thread.start_new_thread = threading._start_new_thread = fail\n"
+        "threading._start_joinable_thread = fail\n"
+        "model = {str(i): torch.full((100, 10), float(i)) for i in range(4)}\n"
+        "size, kind = int(sys.argv[2]), sys.argv[3]\n"
+        "ptsave.save_model(model, sys.argv[1], max_shard_size=size, format=kind)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(size), kind]
+    subprocess.run(command, check=True)
+    expected = {str(i): torch.full((100, 10), float(i)) for i in range(4)}
+    assert_equal(read_stock(tmp_path, kind), expected)
+
+
+def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    for name, tensors in awkward_state_dicts().items():
+        ptsave.save_model(tensors, tmp_path / "ours")
+        save_file(tensors, tmp_path / "stock.safetensors", {"format": "pt"})
+        ours = (tmp_path / "ours" / "model.safetensors").read_bytes()
+        assert ours == (tmp_path / "stock.safetensors").read_bytes(), name
+
+
+def awkward_state_dicts() -> dict[str, dict[str, Tensor]]:
+    base = torch.arange(48.0).view(6, 8)
+    numbers = torch.arange(24, dtype=torch.uint8)
+    dtypes = [dtype for dtype in safetensors_dtypes() if dtype != torch.float4_e2m1fn_x2][::-1]
+    names = ["", "b", "B", "\u00e9\u4e2d\U0001f600", 'a"\\/\n\t\0\x7f', "\u2028"]
+    return {
+        "nothing": {},
+        "scalar": {"a": torch.tensor(1.5), "b": torch.tensor(True)},
+        "empty": {"a": torch.zeros(0, 3), "b": torch.zeros(3, 0), "c": torch.ones(1)},
+        "every dtype": {
+            f"x{i}": numbers.clone().view(dtype) for i, dtype in enumerate(dtypes[::-1])
+        },
+        "in pairs": {
+            "a": numbers.clone().view(4, 6).view(torch.float4_e2m1fn_x2),
+            "b": numbers.clone(),
+            "c": torch.zeros(2, 0, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        },
+        "part of a storage": {"a": base[1:3], "b": torch.ones(3)[2:]},
+        "one stride of many": {"a": base.t()[:, :1].t(), "b": torch.ones(1, 4).t()},
+        "names": {name: torch.full((2,), float(i)) for i, name in enumerate(names)},
+        "many": {f"layers.{i}.w": torch.full((i % 7,), float(i)) for i in range(300)},
+        "parameter": {"a": nn.Parameter(torch.ones(3)), "b": torch.ones(2, requires_grad=True)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ({"a": torch.ones(1), "b": torch.ones(1).to(torch.complex128)}, TypeError, "complex128"),
+        ({"__metadata__": torch.ones(1)}, ValueError, "rename"),
+        ({"\ud800": torch.ones(1)}, ValueError, "rename"),
+        (
+            {"a": torch.tensor(0, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)},
+            ValueError,
+            "reshape",
+        ),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_said_before_anything_is_written(
+    tmp_path: Path, tensors: Any, error: type[Exception], message: str
+) -> None:
+    ptsave.save_model(make_model(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(error, match=message):
+        ptsave.save_model(tensors, tmp_path)
+    assert names_in(tmp_path) == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_storage_that_was_let_go_of_is_refused(tmp_path: Path) -> None:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match="no memory"):
+        ptsave.save_model({"a": tensor}, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path: Path) -> None:
