@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, _weights_only_unpickler
 from torch.nn import Parameter
 
@@ -194,7 +195,13 @@ class LoadedContents:
         return list(tensors)
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
-        return tensor.detach()[index].clone()
+        view = tensor.detach()[index]
+        begin, end = span_of(view) if view.layout == torch.strided else (0, 0)
+        if view.is_quantized or view.device.type != "cpu" or view.nbytes <= end - begin:
+            return view.clone()
+        storage = new_storage(end - begin)  # a clone of an expanded tensor would take all of it
+        bytes_of(storage).copy_(bytes_of(view.untyped_storage())[begin:end])
+        return view_as(storage, view, 0, view.stride())
 
     def verify(self, *, progress: bool) -> None:
         """Do nothing: what could be verified was when it was loaded."""

@@ -95,7 +95,9 @@ def compare(
     Raises
     ------
     ValueError
-        If a tolerance is negative or NaN, or names are ambiguous.
+        If a tolerance is negative or NaN, names are ambiguous, or the elements of a tensor share
+        memory so much that comparing them would take for ever: more than 1 GiB, and more than 8
+        times the bytes of its storages.
     EntryNotFoundError
         If no entry matches `patterns`; a KeyError.
     TypeError

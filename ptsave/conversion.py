@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from ptsave.expansion import check_expansion
 from ptsave.flattening import Flattened, flatten, some_of
 from ptsave.payload_sources import PayloadSources
 from ptsave.progress import ProgressCallback, progress_bar
@@ -20,10 +21,10 @@ from ptsave.sharded_saving import (
     Shard,
     ShardSet,
     files_of_sets,
-    parse_size,
     save_errors,
     split,
 )
+from ptsave.sizes import parse_size
 from ptsave.source_checkpoints import SourceCheckpoint, open_checkpoint
 from ptsave.sources import is_url
 from ptsave.streamed_files import (
@@ -86,6 +87,7 @@ def convert(
     *,
     format: Format | None = None,  # noqa: A002 (what such functions call it)
     max_shard_size: int | str | None = None,
+    max_size: int | str | None = None,
     drop: bool = False,
     force: bool = False,
     fsync: bool = False,
@@ -109,6 +111,10 @@ def convert(
         Of a directory (default: ``"safetensors"``) or a file with another suffix.
     max_shard_size : int or str, optional
         For a directory, as for :func:`ptsave.save_model`: default "5GB".
+    max_size : int or str, optional
+        How many bytes the tensors may take in all when each is written in full, as it is but from
+        ``.pt`` to ``.pt`` file: default 8 times those of their storages, and at least 1 GiB.  A
+        file of a KiB can hold a tensor that is expanded to any size.
     drop : bool, default False
         Whether what the format cannot hold is left out; else it is an error.
     force : bool, default False
@@ -129,7 +135,7 @@ def convert(
     ------
     ValueError
         If the target cannot hold everything (what is named), two tensors have the same flat name,
-        or the arguments do not fit together.
+        they would take more than `max_size`, or the arguments do not fit together.
     FileExistsError
         If the target exists, or is the source.
     CorruptCheckpointError
@@ -158,7 +164,7 @@ def convert(
     place = _target_of(os.fspath(target), format)
     if max_shard_size is not None and not place.is_directory:
         raise ValueError(f"{place.path}: max_shard_size is for directories")
-    limit = parse_size("5GB" if max_shard_size is None else max_shard_size)
+    limit = parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
     _check_target(place, source, force=force)
     with ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)
@@ -167,7 +173,15 @@ def convert(
         )
         _refuse_source(place, checkpoint.files)
         conversion = Conversion(place.path, remarks=checkpoint.remarks)
-        writing = _Writing(place, checkpoint, sources, conversion, fsync=fsync, progress=progress)
+        writing = _Writing(
+            place,
+            checkpoint,
+            sources,
+            conversion,
+            max_size=max_size,
+            fsync=fsync,
+            progress=progress,
+        )
         if place.format == "pt" and not place.is_directory:
             writing.write_object()
         elif place.is_directory:
@@ -187,6 +201,7 @@ class _Writing:
         sources: PayloadSources,
         conversion: Conversion,
         *,
+        max_size: int | str | None,
         fsync: bool,
         progress: bool,
     ) -> None:
@@ -194,6 +209,7 @@ class _Writing:
         self._checkpoint = checkpoint
         self._sources = sources
         self._conversion = conversion
+        self._max_size = max_size
         self._fsync = fsync
         self._progress = progress
 
@@ -244,6 +260,10 @@ class _Writing:
     def _flat(self, *, drop: bool) -> Flattened:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
         flat = flatten(self._checkpoint.obj, dtypes, keeps_ties=dtypes is None)
+        tensors = list(flat.tensors.values())
+        if dtypes is None:
+            tensors = _without_ties(tensors)
+        check_expansion(tensors, self._checkpoint.path, max_size=self._max_size)
         self._conversion.remarks += flat.remarks
         self._conversion.n_tensors = len(flat.tensors)
         if flat.losses and not drop:
@@ -278,6 +298,16 @@ class _Writing:
             for plan in plans:
                 plan.write(fsync=self._fsync, progress=_moved(callback, self._conversion.nbytes))
                 self._conversion.nbytes += plan.nbytes
+
+
+def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors but for those that are the same contiguous memory in the same shape."""
+    found: dict[Any, Tensor] = {}
+    for tensor in tensors:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+        key = (*place, tensor.dtype) if tensor.is_contiguous() else id(tensor)
+        found.setdefault(key, tensor)
+    return list(found.values())
 
 
 @dataclass

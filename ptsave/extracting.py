@@ -16,6 +16,7 @@ from ptsave.archive import open as open_archive
 from ptsave.entry_names import entry_not_found, path_in
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import EntryNotFoundError
+from ptsave.expansion import check_expansion
 from ptsave.serialization import save
 from ptsave.shard_files import files_at
 from ptsave.streamed_files import write_bytes, write_safetensors
@@ -93,7 +94,11 @@ def default_output(name: str) -> str:
 
 
 def write_entries(
-    entries: Mapping[str, Any], output: str | BinaryIO, *, overwrite: bool = False
+    entries: Mapping[str, Any],
+    output: str | BinaryIO,
+    *,
+    overwrite: bool = False,
+    max_size: int | str | None = None,
 ) -> None:
     """Write entries to a file; nothing is left behind if that fails.
 
@@ -106,6 +111,9 @@ def write_entries(
         gets what :func:`ptsave.save` writes.
     overwrite : bool, default False
         Whether a file that is there may be replaced.
+    max_size : int or str, optional
+        How many bytes the tensors may take in a safetensors or ``.npy`` file, where each is written
+        in full: default 8 times those of their storages, and at least 1 GiB.
 
     Raises
     ------
@@ -113,6 +121,8 @@ def write_entries(
         If there is one and it may not be.
     TypeError
         If the format cannot hold the entries.
+    ValueError
+        If they would take more than `max_size`.
     SaveError, OSError
         If it cannot be written, or is a directory.
     """
@@ -125,8 +135,12 @@ def write_entries(
     if os.path.lexists(output) and not overwrite:
         raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
     if output.endswith(".safetensors"):
-        write_safetensors(_tensors_of(entries), output, {"format": "pt"})
+        tensors = _tensors_of(entries)
+        check_expansion(tensors.values(), output, max_size=max_size)
+        write_safetensors(tensors, output, {"format": "pt"})
     elif output.endswith(".npy"):
+        if isinstance(obj, Tensor):
+            check_expansion([obj], output, max_size=max_size)
         _write_npy(output, obj)
     else:
         save(obj, output)

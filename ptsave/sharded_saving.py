@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from ptsave import _C
 from ptsave.errors import SaveError
+from ptsave.expansion import nbytes_of
 from ptsave.serialization import save
 from ptsave.shard_files import FORMATS, ShardFormat
+from ptsave.sizes import parse_size
 from ptsave.streamed_files import check_safetensors, write_bytes, write_safetensors
 
 __all__ = [
@@ -26,24 +28,11 @@ __all__ = [
     "Shard",
     "ShardSet",
     "files_of_sets",
-    "parse_size",
     "save_errors",
     "save_model",
     "split",
 ]
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
 # What torch.save calls the files of this layout, for those who look for them.
 FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
 
@@ -110,7 +99,7 @@ def save_model(
     """
     if format not in FORMAT_FILES:
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
-    limit = parse_size(max_shard_size)
+    limit = parse_size(max_shard_size, "max_shard_size")
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
@@ -134,20 +123,6 @@ class Shard:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     nbytes: int = 0
-
-
-def parse_size(size: int | str) -> int:
-    """Return a number of bytes."""
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", size)
-        if match is not None and match[2].upper() in _UNITS:
-            size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(
-            f"max_shard_size must be a number of bytes, such as 5_000_000_000, '5GB' or '500MiB', "
-            f"not {size!r}"
-        )
-    return size
 
 
 def _tensors_of(state_dict: Any) -> dict[str, Tensor]:
@@ -185,10 +160,10 @@ def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> li
             shard, first = homes[place, flags]
             shard.aliases.setdefault(first, []).append(name)
             continue
-        if shards[-1].tensors and shards[-1].nbytes + tensor.nbytes > limit:
+        if shards[-1].tensors and shards[-1].nbytes + nbytes_of(tensor) > limit:
             shards.append(Shard())
         shards[-1].tensors[name] = tensor
-        shards[-1].nbytes += tensor.nbytes
+        shards[-1].nbytes += nbytes_of(tensor)
         homes[place, flags] = shards[-1], name
     return shards
 
@@ -223,6 +198,7 @@ class ShardSet:
         old = files_of_sets(self.folder, files)
         names = self._names(files)
         _remove_leftovers(self.folder, files)
+        self._check_room()
         with ExitStack() as undo:
             self._write_shards(names, undo)
             if len(names) > 1:
@@ -231,6 +207,13 @@ class ShardSet:
         self._remove(old - set(names), files)
         if self.fsync:
             _sync(self.folder)
+
+    def _check_room(self) -> None:
+        """Refuse what the disk, as far as it tells, has no room for, before anything is copied."""
+        disk = os.statvfs(self.folder)
+        nbytes = sum(shard.nbytes for shard in self.shards)
+        if disk.f_blocks and nbytes > disk.f_bavail * disk.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.folder)
 
     def _names(self, files: ShardFormat) -> list[str]:
         count = len(self.shards)

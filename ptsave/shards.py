@@ -16,6 +16,7 @@ from torch import Tensor
 from ptsave import _C, config
 from ptsave.copying import Copier
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError
+from ptsave.expansion import stored_nbytes_of
 from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
 from ptsave.restoring import FileCopier, restoring
@@ -42,6 +43,7 @@ class Entry:
     shape: torch.Size
     dtype: torch.dtype
     shard: Shard
+    stored_nbytes: int  # of what the file holds of it, or of the storage that it is a view of
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +72,10 @@ class SafetensorsShard:
         self._file = LocalFile.open(path)
         with self._file.closed_on_error():
             tensors = read_header(self._file).tensors
-        self.entries = [Entry(stored.name, stored.shape, stored.dtype, self) for stored in tensors]
+        self.entries = [
+            Entry(stored.name, stored.shape, stored.dtype, self, stored.nbytes)
+            for stored in tensors
+        ]
         self._offsets = {stored.name: stored.offset for stored in tensors}
 
     @property
@@ -126,7 +131,8 @@ class PickledShard:
         self._tensors: dict[str, Tensor] = {}
         self._open()
         self.entries = [
-            Entry(name, tensor.shape, tensor.dtype, self) for name, tensor in self._tensors.items()
+            Entry(name, tensor.shape, tensor.dtype, self, stored_nbytes_of([tensor]))
+            for name, tensor in self._tensors.items()
         ]
         if not isinstance(self._copier, FileCopier):
             self.close()

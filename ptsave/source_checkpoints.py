@@ -38,6 +38,8 @@ class SourceCheckpoint:
 
     Attributes
     ----------
+    path : str
+        What was opened.
     obj : object
         What was saved; for the files of a model, one dict of all of them.
     files : list of str
@@ -50,6 +52,7 @@ class SourceCheckpoint:
         What their owner should know.
     """
 
+    path: str = ""
     obj: Any = None
     files: list[str] = field(default_factory=list)
     is_safetensors: bool = True
@@ -85,7 +88,7 @@ def open_checkpoint(
     NotCheckpointError, CorruptCheckpointError, pickle.UnpicklingError, OSError
         As from :func:`ptsave.open` and :func:`ptsave.load_model`.
     """
-    checkpoint = SourceCheckpoint()
+    checkpoint = SourceCheckpoint(path)
     if is_url(path):
         fd = _fetch(path, storage_options, folder, stack)
         checkpoint.obj = _open_file(path, f"/proc/self/fd/{fd}", sources, stack, checkpoint)

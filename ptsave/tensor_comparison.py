@@ -14,6 +14,7 @@ from torch import Tensor
 from ptsave import config
 from ptsave.compared_checkpoints import ComparedCheckpoint
 from ptsave.entry_comparison import TensorPair, quantizer_of
+from ptsave.expansion import ADVICE, default_limit, stored_nbytes_of
 from ptsave.number_differences import NumberDifference, Tolerance, number_difference
 
 __all__ = ["compare_tensors"]
@@ -182,6 +183,12 @@ def _parts(pair: TensorPair) -> Iterator[_Piece]:
     shape = [1 if same else n for n, same in zip(pair.a.shape, repeated, strict=True)]
     times = pair.a.numel() // max(1, prod(shape))
     itemsize = max(pair.a.itemsize, pair.b.itemsize)
+    nbytes = prod(shape) * itemsize
+    if nbytes > default_limit(stored_nbytes_of([pair.a, pair.b])):
+        raise ValueError(
+            f"{pair.name}: comparing it takes {nbytes:,} bytes of each side, as its elements "
+            f"share memory: {ADVICE}"
+        )
     dims = sorted(range(len(shape)), key=strides[0].__getitem__, reverse=True)
     previous: tuple[slice, ...] | None = None
     for index in _boxes(shape, dims, max(1, _PIECE_NBYTES // itemsize)):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ptsave.expansion import ADVICE, default_limit
 from ptsave.load_errors import mismatch_message, raise_load_errors
 from ptsave.packed_modules import PackedModules, Route, ShardId
 from ptsave.shards import Entry
@@ -222,7 +223,13 @@ class WeightPlan:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         where = f"(file {entry.shard.path}, tensor {entry.name})"
         if loader_of(target) is not None:
-            return None  # which knows what shapes it takes
+            # It knows what shapes it takes, but is given memory for all of the tensor first.
+            if entry.nbytes > default_limit(entry.stored_nbytes):
+                return (
+                    f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
+                    f"{entry.stored_nbytes:,}: {ADVICE} {where}"
+                )
+            return None
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '

@@ -87,7 +87,8 @@ def load_model(
     ------
     RuntimeError
         Names or shapes that do not fit, as from :meth:`torch.nn.Module.load_state_dict`, with the
-        file's and the tensor's name; a model on the meta device without `device`.
+        file's and the tensor's name; a model on the meta device without `device`; a tensor for a
+        ``weight_loader`` that is expanded to more than 1 GiB and 8 times its storage.
     CorruptCheckpointError
         A file is damaged or cut short, is no checkpoint (a git-lfs pointer, a web page), or has not
         got a tensor that the index promises.

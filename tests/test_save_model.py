@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave import sharded_saving
+from ptsave.sizes import parse_size
 from ptsave.streamed_files import safetensors_dtypes
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
@@ -177,7 +178,7 @@ def test_layouts_of_memory(tmp_path: Path, kind: Any) -> None:
     ],
 )
 def test_sizes(size: int | str, nbytes: int) -> None:
-    assert sharded_saving.parse_size(size) == nbytes
+    assert parse_size(size, "max_shard_size") == nbytes
 
 
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "5 bytes", "1e9", 0, -5, 2.5, None, True, "0"])

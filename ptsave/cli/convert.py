@@ -30,6 +30,12 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
     help="Of a directory (default: safetensors), or of a file with another suffix.",
 )
 @click.option("--max-shard-size", metavar="SIZE", help="For a directory; default: 5GB.")
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    help="What the tensors may take in all, as those that are expanded or share memory are written "
+    "in full. Default: 8 times their storages, at least 1GiB.",
+)
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("-f", "--force", is_flag=True, help="Replace what is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
@@ -41,6 +47,7 @@ def command(
     target: str,
     file_format: str | None,
     max_shard_size: str | None,
+    max_size: str | None,
     drop: bool,
     force: bool,
     fsync: bool,
@@ -59,6 +66,7 @@ def command(
         target,
         format=file_format,  # type: ignore[arg-type]  # click has checked it
         max_shard_size=max_shard_size,
+        max_size=max_size,
         drop=drop,
         force=force,
         fsync=fsync,

@@ -41,6 +41,12 @@ ptsave extract damaged.pt model.embed.weight --no-verify
     default=True,
     help="Whether to compare with checksums. Without, damaged tensors are read as they are.",
 )
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    help="Of a .safetensors or .npy file, in which expanded tensors are written in full. "
+    "Default: 8 times their storages, at least 1GiB.",
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -50,6 +56,7 @@ def command(
     output: str | None,
     force: bool,
     verify: bool,
+    max_size: str | None,
 ) -> None:
     """Write entries of FILE to a file of their own.
 
@@ -68,6 +75,11 @@ def command(
         words = str(error).replace("pass verify=False to", "use --no-verify to")
         error.args = (words, *error.args[1:])
         raise
-    write_entries(entries, sys.stdout.buffer if target == "-" else target, overwrite=force)
+    write_entries(
+        entries,
+        sys.stdout.buffer if target == "-" else target,
+        overwrite=force,
+        max_size=max_size,
+    )
     if output is None:
         note(ctx, f"wrote {printable(target)}")
