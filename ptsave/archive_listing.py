@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class TensorInfo(NamedTuple):
         empty tensor, and for files that can only be loaded as a whole.
     record : str or None
         The archive's record that holds its storage; None where there is none.
-    shared_with : tuple of (str or tuple)
-        The names of the other tensors in the same storage.
+    shared_with : sequence of (str or tuple)
+        The names of the other tensors in the same storage; equal to the tuple of them.
     """
 
     name: str | Path
@@ -55,25 +55,65 @@ class TensorInfo(NamedTuple):
     nbytes: int
     offset: int | None
     record: str | None
-    shared_with: tuple[str | Path, ...]
+    shared_with: Sequence[str | Path]
+
+
+class _Others(Sequence["str | Path"]):
+    """The names of a group but one, which are never copied: each of many has all the others."""
+
+    __slots__ = ("_group", "_left_out")
+
+    def __init__(self, group: Sequence[str | Path], left_out: int) -> None:
+        self._group = group
+        self._left_out = left_out
+
+    def __len__(self) -> int:
+        return len(self._group) - 1
+
+    def __iter__(self) -> Iterator[str | Path]:
+        return iter(self._as_tuple())
+
+    @overload
+    def __getitem__(self, index: int) -> str | Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str | Path, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self._as_tuple()[index]
+        index = range(len(self))[index]
+        return self._group[index if index < self._left_out else index + 1]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Others):
+            other = other._as_tuple()
+        return isinstance(other, tuple) and self._as_tuple() == other
+
+    def __hash__(self) -> int:
+        return hash(self._as_tuple())
+
+    def __repr__(self) -> str:
+        return repr(self._as_tuple())
+
+    def _as_tuple(self) -> tuple[str | Path, ...]:
+        return (*self._group[: self._left_out], *self._group[self._left_out + 1 :])
 
 
 def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
     """Return what there is to say about all tensors of a file, in the order of their names."""
     with pausing_garbage_collection():
         places = contents.places_of(names.tensors)
-        first_of: dict[object, str | Path] = {}
-        sharing: dict[object, list[str | Path]] = {}
+        groups: dict[object, list[str | Path]] = {}
         for name, (key, _, _, _) in zip(names.names, places, strict=True):
-            first = first_of.setdefault(key, name)
-            if first is not name:
-                sharing.setdefault(key, [first]).append(name)
+            groups.setdefault(key, []).append(name)
+        n_met: dict[object, int] = {}  # of each storage that is shared
         infos = []
         for name, facts, place in zip(names.names, facts_of(names.tensors), places, strict=True):
             dtype, shape, stride, begin, nbytes, _ = facts
             key, record, offset, location = place
-            others = sharing.get(key)
-            shared = () if others is None else tuple([o for o in others if o is not name])
+            shared: Sequence[str | Path] = ()
+            if len(groups[key]) > 1:
+                number = n_met[key] = n_met.get(key, -1) + 1
+                shared = _Others(groups[key], number)
             at = None if offset is None else offset + begin
             infos.append(
                 TensorInfo(name, dtype, shape, stride, location, nbytes, at, record, shared)

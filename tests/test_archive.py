@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -200,6 +201,28 @@ def test_missing_names(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="a name is a str or a tuple"):
             archive[3]  # type: ignore[index]
         assert archive["none"] is None
+
+
+def test_many_tensors_that_share_a_storage(tmp_path: Path) -> None:
+    """What is said of each takes no longer, and no more memory, the more they are."""
+    base = torch.arange(4.0 * 20_000)
+    path = write(tmp_path, {f"t{i}": base[4 * i : 4 * i + 4] for i in range(20_000)})
+    with ptsave.open(path) as archive:
+        assert len(archive.keys()) == 20_000
+        begin = time.process_time()
+        infos = archive.infos()
+        assert all(len(info.shared_with) == 19_999 for info in infos)
+        assert time.process_time() - begin < 2  # a tuple for each: 40 s
+    names = [f"t{i}" for i in range(20_000)]
+    for number in (0, 1, 9_999, 19_999):
+        shared, others = infos[number].shared_with, (*names[:number], *names[number + 1 :])
+        assert shared == others
+        assert (tuple(shared), hash(shared), repr(shared)) == (others, hash(others), repr(others))
+        assert [shared[i] for i in (0, -1, 9_998)] == [others[i] for i in (0, -1, 9_998)]
+        assert shared[5:2000:7] == others[5:2000:7]
+        assert names[number] not in shared
+        with pytest.raises(IndexError):
+            shared[19_999]
 
 
 def nested(depth: int, tensor: Tensor) -> Any:
