@@ -20,7 +20,8 @@ from ptsave.not_checkpoints import (
     is_legacy,
     is_safetensors,
     is_zip,
-    refuse_special_file,
+    refuse_special_stream,
+    regular_only,
     what_it_is,
 )
 from ptsave.reading import RecordReader, open_archive, real_file
@@ -99,13 +100,14 @@ def reporting_damage(path: str) -> Iterator[None]:
 def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
     if stat.S_ISDIR(os.stat(name).st_mode):
         raise directory_error(name, path)
-    refuse_special_file(name)
-    with io.FileIO(name) as stream:
+    with io.FileIO(name, opener=regular_only) as stream:
         return _open_stream(stream, path, verify)
 
 
 def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
     """Open a real file, or bytes in memory."""
+    if type(stream) is not io.BytesIO:
+        refuse_special_stream(stream, path)
     begin = stream.tell()
     nbytes = stream.seek(0, os.SEEK_END) - begin
     stream.seek(begin)

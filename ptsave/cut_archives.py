@@ -13,6 +13,7 @@ from typing import Any
 
 from ptsave import _C
 from ptsave.entries import entries_using
+from ptsave.not_checkpoints import regular_only
 
 __all__ = ["CutArchive", "CutRecord"]
 
@@ -51,7 +52,7 @@ class CutArchive:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "rb") as stream:
+        with open(path, "rb", opener=regular_only) as stream:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self.nbytes = len(self._map)
         self.records: list[CutRecord] = []

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import struct
+from typing import BinaryIO
 
 __all__ = [
     "HEAD_NBYTES",
@@ -17,6 +18,7 @@ __all__ = [
     "is_safetensors",
     "is_zip",
     "refuse_special_file",
+    "refuse_special_stream",
     "regular_only",
     "what_came_instead",
     "what_it_is",
@@ -57,6 +59,11 @@ def refuse_special_file(path: str | bytes | os.PathLike[str]) -> None:
         If it is one, or is not there.
     """
     _require_contents(os.stat(path).st_mode, path)
+
+
+def refuse_special_stream(stream: BinaryIO, name: str) -> None:
+    """Raise as `refuse_special_file` does for an open file."""
+    _require_contents(os.fstat(stream.fileno()).st_mode, name)
 
 
 def regular_only(path: str | bytes | os.PathLike[str], flags: int) -> int:

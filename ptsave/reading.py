@@ -15,6 +15,7 @@ import torch
 
 from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
+from ptsave.not_checkpoints import refuse_special_file, refuse_special_stream, regular_only
 from ptsave.progress import ProgressCallback
 
 __all__ = [
@@ -92,18 +93,19 @@ def real_file(f: Any) -> Any:
 
 
 def _open_path(path: str | bytes) -> _C.Reader | None:
-    if not isinstance(path, str) or path.endswith(".safetensors") or "\0" in path:
+    if not isinstance(path, str) or path.endswith(".safetensors"):
+        refuse_special_file(path)  # or torch's loader would wait for somebody to write to it
         return None
-    # Opening a pipe only to see that it is one would take its writer away from torch.
-    if os.path.exists(path) and not os.path.isfile(path):
+    if "\0" in path:
         return None
-    with open(path, "rb", buffering=0) as stream:
+    with open(path, "rb", buffering=0, opener=regular_only) as stream:
         return _open_file_object(stream)
 
 
 def _open_file_object(stream: Any) -> _C.Reader | None:
     if not stream.readable():
         return None
+    refuse_special_stream(stream, describe(stream))
     fd = stream.fileno()
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return None

@@ -21,7 +21,7 @@ from ptsave.not_checkpoints import (
     is_legacy,
     is_safetensors,
     is_zip,
-    refuse_special_file,
+    regular_only,
     what_it_is,
 )
 from ptsave.reading import RecordReader, describe, open_archive
@@ -81,8 +81,7 @@ def required_globals(f: Any) -> dict[str, str]:
     if is_url(f):
         with FsspecFile(f, {}).open() as stream:
             return _globals_in(stream, f, path)
-    refuse_special_file(f)
-    with open(f, "rb") as stream:
+    with open(f, "rb", opener=regular_only) as stream:
         return _globals_in(stream, f, path)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.not_checkpoints import HEAD_NBYTES, refuse_special_file, what_came_instead
+from ptsave.not_checkpoints import HEAD_NBYTES, regular_only, what_came_instead
 from ptsave.sources import expect_no_more_reads
 
 __all__ = [
@@ -186,7 +186,7 @@ def directory_error(name: str | bytes, path: str) -> OSError:
     hint = "open one of the files in it"
     if ".metadata" in map(os.fsdecode, os.listdir(name)):
         hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
-    return IsADirectoryError(f"{path} is a directory: {hint}")
+    return IsADirectoryError(errno.EISDIR, f"it is a directory: {hint}", path)
 
 
 def _find_format(directory: str, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
@@ -286,7 +286,7 @@ def _read_index(path: str) -> dict[str, str]:
     if os.stat(path).st_size > _MAX_INDEX_NBYTES:
         raise CorruptCheckpointError(f"{path}: too large for an index of shards", path=path)
     try:
-        with open(path, encoding="utf-8") as stream:
+        with open(path, encoding="utf-8", opener=regular_only) as stream:
             index: Any = json.load(stream)
     except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
@@ -317,8 +317,7 @@ def refuse_what_is_no_checkpoint(path: str) -> None:
     OSError
         If it cannot be opened, or is a directory.
     """
-    refuse_special_file(path)
-    with open(path, "rb") as stream:
+    with open(path, "rb", opener=regular_only) as stream:
         expect_no_more_reads(stream.fileno())
         head = stream.read(HEAD_NBYTES)
         instead = what_came_instead(head, os.fstat(stream.fileno()).st_size or len(head))

@@ -225,9 +225,6 @@ def _open_indexed(path: str, files: ShardFiles) -> Shard:
 def _open_shard(path: str) -> Shard:
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not os.path.isfile(path):  # opening a pipe would wait for its writer
-        os.stat(path)
-        raise OSError(errno.EINVAL, "not a file", path)
     refuse_what_is_no_checkpoint(path)
     return SafetensorsShard(path) if path.endswith(".safetensors") else PickledShard(path)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Any
 
 from ptsave.archive_contents import LoadedContents, UnreadContents
 from ptsave.archive_kinds import open_contents
-from ptsave.not_checkpoints import HEAD_NBYTES, is_safetensors
+from ptsave.not_checkpoints import HEAD_NBYTES, is_safetensors, regular_only
 from ptsave.payload_sources import (
     PayloadSources,
     StoragePlace,
@@ -108,9 +106,7 @@ def open_checkpoint(
 def _open_file(
     path: str, opened: str, sources: PayloadSources, stack: ExitStack, checkpoint: SourceCheckpoint
 ) -> Any:
-    if not stat.S_ISREG(os.stat(opened).st_mode):  # opening a pipe would wait for its writer
-        raise OSError(errno.EINVAL, "not a file", path)
-    stream = io.FileIO(opened)
+    stream = io.FileIO(opened, opener=regular_only)
     stack.callback(stream.close)
     head = stream.read(HEAD_NBYTES)
     if is_safetensors(head, os.fstat(stream.fileno()).st_size):

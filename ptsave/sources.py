@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.not_checkpoints import refuse_special_file
+from ptsave.not_checkpoints import regular_only
 from ptsave.reading import RecordReader, raise_corrupt
 from ptsave.remote_errors import os_errors
 
@@ -272,8 +272,7 @@ class LocalFile(_OpenFile):
     @classmethod
     def open(cls, path: str, name: str = "") -> LocalFile:
         """Open a file, all of which is going to be read by the engine."""
-        refuse_special_file(path)
-        with open(path, "rb", buffering=0) as stream:
+        with open(path, "rb", buffering=0, opener=regular_only) as stream:
             expect_no_more_reads(stream.fileno())
             return cls(stream, name or path)
 

@@ -586,7 +586,7 @@ def test_sources_that_are_refused(tmp_path: Path) -> None:
         "evil.pt": "weights_only",
         "script.pt": "TorchScript",
         "folder": "no *.safetensors",
-        "pipe.pt": "not a file",
+        "pipe.pt": "it is a pipe",
         "missing.pt": "No such file",
     }
     for name, words in cases.items():

@@ -128,7 +128,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(saved())
 
-    def refuse(name: object) -> None:  # root may read everything
+    def refuse(name: object, **options: object) -> None:  # root may read everything
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
     monkeypatch.setattr("ptsave.archive_kinds.io.FileIO", refuse)

@@ -1,0 +1,134 @@
+"""Pipes, sockets, devices and directories in place of files: refused at once, by every reader."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ptsave
+from ptsave import not_checkpoints
+from ptsave.compaction import compact
+from ptsave.comparison import compare
+from ptsave.conversion import convert
+from ptsave.extracting import read_entries
+from ptsave.file_listing import list_file
+from ptsave.file_verification import verify_file
+from ptsave.required_globals import required_globals
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "load": ptsave.load,
+    "load mapped": lambda path: ptsave.load(path, mmap=True),
+    "load pathlib": lambda path: ptsave.load(Path(path)),
+    "load without weights_only": lambda path: ptsave.load(path, weights_only=False),
+    "load_into": lambda path: ptsave.load_into(path, torch.nn.Linear(2, 2)),
+    "load_checkpoint": lambda path: ptsave.load_checkpoint(path, model=torch.nn.Linear(2, 2)),
+    "load_model": lambda path: ptsave.load_model(torch.nn.Linear(2, 2), path),
+    "open": ptsave.open,
+    "ls": list_file,
+    "verify": verify_file,
+    "globals": required_globals,
+    "extract": lambda path: read_entries(path, ["weight"]),
+    "convert": lambda path: convert(path, f"{path}.out.pt"),
+    "compact": lambda path: compact(path, f"{path}.out.pt"),
+    "compare": lambda path: compare(path, path),
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting() -> Iterator[None]:
+    """Interrupt what waits for somebody to write to a pipe."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(100)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(params=["pipe", "pipe called .safetensors", "socket", "device"])
+def special(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    path = tmp_path / "model.pt"
+    if request.param == "device":
+        yield "/dev/null"
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            monkeypatch.chdir(tmp_path)  # its name may not be long
+            bound.bind("model.pt")
+            yield "model.pt"
+    else:
+        path = path if request.param == "pipe" else path.with_suffix(".safetensors")
+        os.mkfifo(path)
+        yield str(path)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_special_files_are_refused(special: str, reader: str) -> None:
+    with pytest.raises(OSError, match="which cannot be read at any position: copy what") as caught:
+        READERS[reader](special)
+    assert (caught.value.errno, caught.value.filename) == (errno.ESPIPE, special)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_directories_are_refused(tmp_path: Path, reader: str) -> None:
+    with pytest.raises(OSError, match=r"directory|one at a time") as caught:
+        READERS[reader](str(tmp_path))
+    assert caught.value.errno in (errno.EISDIR, errno.ENOENT)
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_a_pipe_keeps_its_writer(tmp_path: Path) -> None:
+    """It is not even opened, which would end the wait of who opens it for writing."""
+    path = tmp_path / "model.pt"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is a pipe"):
+        ptsave.load(path)
+    with pytest.raises(OSError) as caught:
+        os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    assert caught.value.errno == errno.ENXIO  # nobody has it open for reading
+
+
+def test_a_file_that_becomes_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at it and the open: that does not wait, and nothing stays open."""
+    path = tmp_path / "model.pt"
+    os.mkfifo(path)
+    monkeypatch.setattr(not_checkpoints, "refuse_special_file", lambda path: None)
+    n_open = len(os.listdir("/proc/self/fd"))
+    for reader in ("load", "open", "verify", "globals"):
+        with pytest.raises(OSError, match="it is a pipe"):
+            READERS[reader](str(path))
+    assert len(os.listdir("/proc/self/fd")) == n_open
+
+
+@pytest.mark.parametrize("read", [ptsave.load, ptsave.open])
+def test_an_open_pipe(read: Callable[[Any], Any]) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb"):
+        with pytest.raises(OSError, match="it is a pipe") as caught:
+            read(stream)
+        assert caught.value.filename
+
+
+def test_standard_input(tmp_path: Path) -> None:
+    """/dev/stdin, as of a process substitution: a file is read, what comes out of a pipe is not."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    code = "import ptsave; print(list(ptsave.load('/dev/stdin')))"
+    with (tmp_path / "a.pt").open("rb") as file:
+        command = [sys.executable, "-c", code]
+        loaded = subprocess.run(command, stdin=file, capture_output=True, check=True, text=True)
+    assert loaded.stdout == "['a']\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"it is a pipe, which cannot be read at any position" in process.stderr.read()
