@@ -138,10 +138,10 @@ def _load_state(
     return target.load_state_dict(state)
 
 
-def _check_state(target: Any, state: Any, strict: bool) -> None:
+def _check_state(target: Any, state: Any, strict: bool, copier: Copier) -> None:
     """Raise what `_load_state` is certain to raise, changing nothing."""
     if isinstance(target, nn.Module):
-        check_module(target, state, strict)
+        check_module(target, state, strict, copier)
     elif isinstance(target, Optimizer):
         check_optimizer(target, state)
     elif isinstance(target, Mapping):
@@ -293,7 +293,7 @@ def restore_entries(
             moves = locations if any(True for _ in tensors_in(rest)) else set()
             check_locations(moves)
             for name, target in targets.items():
-                _check_state(target, obj[name], strict)
+                _check_state(target, obj[name], strict, copier)
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
                 _load_state(targets[name], obj[name], copier, strict)
         finally:

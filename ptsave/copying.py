@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
 
@@ -60,6 +61,12 @@ class Copier(Protocol):
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
 
+    def lend(self, state_dict: Mapping[Any, Any]) -> None:
+        """Be told that other people's code is about to look at these entries, and no more.
+
+        Nothing has been passed to `copy` yet, and nothing will have changed afterwards.
+        """
+
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Be told that other people's code is about to run and may look at these entries.
 
@@ -86,6 +93,9 @@ class CopyNow:
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         """Do nothing: nobody asks."""
+
+    def lend(self, state_dict: Mapping[Any, Any]) -> None:
+        """Do nothing: everything is always there."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         return source.to(dtype=dtype, device=device)
@@ -137,6 +147,7 @@ class CopyNothing(CopyNow):
 def tensors_in(obj: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested containers and of their attributes, and one for each storage.
 
+    Uninitialized parameters and buffers are left out, because they have no memory.
     Each container is looked at once.
     """
     seen: set[int] = set()
@@ -144,7 +155,8 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
     while pending:
         value = pending.pop()
         if isinstance(value, Tensor):
-            yield value
+            if not is_lazy(value):
+                yield value
         elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
             untyped = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
             yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ptsave.load_errors import failure_message
 
-__all__ = ["LazyBufferHook", "declared_buffers", "new_buffer", "register_lazy_buffer"]
+__all__ = ["LazyBufferHook", "lazy_buffer_hooks", "new_buffer", "register_lazy_buffer"]
 
 
 def register_lazy_buffer(module: nn.Module, name: str) -> None:
@@ -74,15 +74,15 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
             f"the buffer {name!r} is left out of state dicts: register it with persistent=True, "
             "or not at all, before register_lazy_buffer"
         )
-    if name not in declared_buffers(module):
+    if all(hook.name != name for hook in lazy_buffer_hooks(module)):
         module.register_load_state_dict_pre_hook(LazyBufferHook(name))
 
 
-def declared_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers that `register_lazy_buffer` has declared for a module."""
+def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
+    """Return those of a module's load pre-hooks that `register_lazy_buffer` has registered."""
     hooks = module._load_state_dict_pre_hooks.values()
     return [
-        hook.hook.name
+        hook.hook
         for hook in hooks
         if type(hook) is _WrappedHook and type(hook.hook) is LazyBufferHook
     ]

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from torch.overrides import is_tensor_like
 
 from ptsave.copying import Copier, CopyNothing, CopyNow, Replacement, tensors_in
-from ptsave.lazy_buffers import declared_buffers, new_buffer
+from ptsave.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.load_errors import (
     mismatch_message,
     no_tensor_message,
@@ -32,11 +32,14 @@ from ptsave.state_dict_parts import StateDictPart
 from ptsave.trusted_loading import (
     assigns_plainly,
     gives_lists_away,
+    hooks_that_look,
     loads_plainly,
     overrides_load_state_dict,
     own_tensors,
     run_trusted_code,
+    runs_torchs_method,
     sets_extra_state,
+    takes_part,
 )
 
 __all__ = ["IncompatibleKeys", "check_module", "load_module", "load_state_dict"]
@@ -168,7 +171,7 @@ def load_module(
         entries._metadata = metadata  # type: ignore[attr-defined]
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
     if check_first:
-        checking = _Checking(metadata, False, CopyNothing(), ignore_mismatched_sizes)
+        checking = _Checking(metadata, copier, ignore_mismatched_sizes)
 
         def check() -> None:
             checking.run(module, entries, strict)
@@ -176,7 +179,8 @@ def load_module(
                 copier.show({"_metadata": metadata})
 
         loading.check = check
-        if assign:  # torch's code, which assigns at once
+        # Assigning is done at once, and what others do cannot be undone.
+        if assign or any(map(takes_part, module.modules())):
             loading.check_first()
     loading.load(module, entries, "")
     loading.raise_errors(module, strict)
@@ -185,13 +189,13 @@ def load_module(
     return _IncompatibleKeys(loading.missing, loading.unexpected)
 
 
-def check_module(module: nn.Module, state_dict: Any, strict: bool) -> None:
+def check_module(module: nn.Module, state_dict: Any, strict: bool, copier: Copier) -> None:
     """Raise what `load_module` is certain to raise, changing nothing."""
     if overrides_load_state_dict(module):
         return
     require_mapping(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
-    _Checking(metadata, False, CopyNothing(), False).run(module, state_dict, strict)
+    _Checking(metadata, copier, False).run(module, state_dict, strict)
 
 
 # Makes a lazy buffer of a module from the present one and the entry.
@@ -295,8 +299,7 @@ class _Loading:
         if not module._load_state_dict_pre_hooks:
             return {}
         planned = self._lazy_buffers.setdefault(id(module), {})
-        hooks: Mapping[int, Any] = module._load_state_dict_pre_hooks
-        for hook in (wrapped.hook for wrapped in hooks.values()):
+        for hook in lazy_buffer_hooks(module):
             name = hook.name
             present = planned[name] if name in planned else module._buffers.get(name)
             saved = hook.wanted(entries, prefix + name, present)
@@ -427,7 +430,7 @@ class _Loading:
             return
         replaced: list[tuple[dict[str, Any], str, Any]] = []
 
-        lazy = declared_buffers(module)
+        lazy = {hook.name for hook in lazy_buffer_hooks(module)}
 
         def replace(entries: dict[str, Any], prefix: str, *_: Any) -> None:
             for name, target in own_tensors(module).items():
@@ -451,6 +454,11 @@ class _Checking(_Loading):
 
     _new_buffer: _MakeBuffer = staticmethod(_like)
 
+    def __init__(self, metadata: Any, lender: Copier, skip_mismatched: bool) -> None:
+        super().__init__(metadata, False, CopyNothing(), skip_mismatched)
+        self.lender = lender  # knows where the values are, should hooks have to see them
+        self._is_complete = True
+
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
         """Raise what is certain to be raised in the end, whatever anybody's code does."""
         self.load(module, OrderedDict(entries), "")
@@ -458,12 +466,17 @@ class _Checking(_Loading):
         keys_are_final = not any(
             each._load_state_dict_post_hooks or gives_lists_away(each) for each in module.modules()
         )
-        if self.errors or keys_are_final:
-            self.raise_errors(module, strict and keys_are_final)
+        certain = strict and keys_are_final
+        if not self.errors and not (certain and (self.missing or self.unexpected)):
+            return
+        if not (self._is_complete and keys_are_final):
+            _Report(self.metadata, self.lender, self.skip_mismatched).run(module, entries, strict)
+        self.raise_errors(module, certain)
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         metadata = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
         if not loads_plainly(module, entries, prefix, metadata) or sets_extra_state(module):
+            self._is_complete = False
             return
         part = StateDictPart(entries, prefix)
         self._load_own(module, part, metadata)
@@ -486,6 +499,68 @@ class _Checking(_Loading):
                 self.errors.append(mismatch_message(prefix + name, own[name], entry))
         n_found = len(found) + self._load_extra_state(module, own, entries, prefix)
         self._find_unexpected(module, own, part, n_found)
+
+
+class _UnknownMethodError(Exception):
+    """A module has a method of its own for loading: what it finds wrong, only calling it tells."""
+
+
+class _Report(_Checking):
+    """Finds everything that torch would list, now that an error is certain.
+
+    Hooks run as under torch, because they may rename entries and edit the lists of keys, but
+    nothing is copied.
+    """
+
+    def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
+        """Raise all of it; do nothing where it cannot be known, or hooks have mended it."""
+        with contextlib.suppress(_UnknownMethodError):
+            self.load(module, OrderedDict(entries), "")
+            self.raise_errors(module, strict)
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        metadata = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
+        if not runs_torchs_method(module, entries, prefix, metadata):
+            raise _UnknownMethodError
+        part = StateDictPart(entries, prefix)
+        part.is_kept = True  # by hooks, maybe
+        run_trusted_code(module, entries, prefix, metadata)
+        for hook in hooks_that_look(module):
+            self._lend(entries)
+            hook(entries, prefix, metadata, True, self.missing, self.unexpected, self.errors)
+        self._load_by_torch(module, self._own_tensors(module, entries, prefix), part)
+        for name, child in module._modules.items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
+        keys = _IncompatibleKeys(self.missing, self.unexpected)
+        for hook in module._load_state_dict_post_hooks.values():
+            self._lend({})
+            if hook(module, keys) is not None:
+                _raise_for_result_of_hook()
+
+    def _own_tensors(
+        self, module: nn.Module, entries: dict[str, Any], prefix: str
+    ) -> dict[str, Tensor]:
+        present = module._buffers
+        wanted: dict[str, Any] = {
+            hook.name: hook.wanted(entries, prefix + hook.name, present.get(hook.name))
+            for hook in lazy_buffer_hooks(module)
+        }
+        return own_tensors(module, wanted)
+
+    def _load_extra_state(
+        self, module: nn.Module, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
+    ) -> int:
+        key = prefix + _EXTRA_STATE_KEY_SUFFIX
+        found = key in entries
+        if found != sets_extra_state(module):
+            (self.unexpected if found else self.missing).append(key)
+        return int(found and _EXTRA_STATE_KEY_SUFFIX not in own)
+
+    def _lend(self, entries: dict[str, Any]) -> None:
+        self.lender.lend(entries)
+        self.foreign_runs += 1
 
 
 def _raise_for_result_of_hook() -> None:

@@ -213,11 +213,17 @@ class FileCopier:
         self._reader.engine.plan_copy(converted, source)
         return converted
 
+    def lend(self, state_dict: Mapping[Any, Any]) -> None:
+        self._fill(self._records_of(state_dict))
+
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        found = (self._reader.engine.record_of(tensor) for tensor in tensors_in(state_dict))
-        records = {record for record in found if record is not None}
+        records = self._records_of(state_dict)
         self._fill(records)
         self._shown |= records
+
+    def _records_of(self, state_dict: Mapping[Any, Any]) -> set[int]:
+        found = (self._reader.engine.record_of(tensor) for tensor in tensors_in(state_dict))
+        return {record for record in found if record is not None}
 
     def finish(self) -> None:
         """Make all copies, and read what is still referred to."""

@@ -15,6 +15,7 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.modules import module as module_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _WrappedHook
 from torch.overrides import is_tensor_like
 
@@ -24,11 +25,14 @@ from ptsave.plain_tensors import PLAIN_TYPES
 __all__ = [
     "assigns_plainly",
     "gives_lists_away",
+    "hooks_that_look",
     "loads_plainly",
     "overrides_load_state_dict",
     "own_tensors",
     "run_trusted_code",
+    "runs_torchs_method",
     "sets_extra_state",
+    "takes_part",
 ]
 
 
@@ -99,18 +103,52 @@ def loads_plainly(
     entries, prefix, metadata : dict, str, dict
         What its ``_load_from_state_dict`` would be given.
     """
-    cls = type(module)
-    found = getattr(cls, "_load_from_state_dict", None)
-    if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
-        return False
-    if "_load_from_state_dict" in vars(module):
-        return False
-    if cls.__getattribute__ is not object.__getattribute__:
+    if not runs_torchs_method(module, entries, prefix, metadata):
         return False
     hooks = module._load_state_dict_pre_hooks
     return not hooks or all(
         _is_trusted_hook(hook, module, entries, prefix) for hook in hooks.values()
     )
+
+
+def runs_torchs_method(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> bool:
+    """Return whether a module loads its own entries as `loads_plainly` says, but for its hooks."""
+    cls = type(module)
+    found = getattr(cls, "_load_from_state_dict", None)
+    if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
+        return False
+    return (
+        "_load_from_state_dict" not in vars(module)
+        and cls.__getattribute__ is object.__getattribute__
+    )
+
+
+def takes_part(module: nn.Module) -> bool:
+    """Return whether code of the module's own may take part in loading it."""
+    return bool(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or getattr(type(module), "_load_from_state_dict", None) is not _MODULE
+        or "_load_from_state_dict" in vars(module)
+        or sets_extra_state(module)
+    )
+
+
+def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return a module's load pre-hooks but those that only give tensors their shapes.
+
+    Those are lazy buffers' and lazy modules'.
+    """
+    hooks: Mapping[int, Any] = module._load_state_dict_pre_hooks
+    return [hook for hook in hooks.values() if not _only_gives_shapes(hook)]
+
+
+def _only_gives_shapes(hook: Any) -> bool:
+    hook = hook.hook if type(hook) is _WrappedHook else hook
+    is_lazy_modules = getattr(hook, "__func__", None) is LazyModuleMixin._lazy_load_hook
+    return type(hook) is LazyBufferHook or is_lazy_modules
 
 
 def run_trusted_code(

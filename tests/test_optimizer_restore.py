@@ -70,6 +70,9 @@ class LateBytes(TorchDispatchMode):
     def note_assigned(self, state_dict: object) -> None:
         raise AssertionError("only modules are assigned to")
 
+    def lend(self, state_dict: object) -> None:
+        raise AssertionError("only modules have hooks that are run to find errors")
+
     def convert(self, source: Tensor, dtype: Any, device: Any) -> Tensor:
         if dtype in (None, source.dtype) and device == source.device:
             return source
