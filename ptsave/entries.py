@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.serialization import _serialization_tls
 
 from ptsave.byte_order import NativeOrderReader
@@ -105,6 +106,8 @@ def _collect(
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that hold what a sparse tensor consists of; any other one itself."""
+    if is_lazy(tensor):
+        return []  # nothing, until it is initialized
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

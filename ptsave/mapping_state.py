@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
 
 from ptsave.copying import Copier, tensors_in
 from ptsave.load_errors import (
@@ -53,6 +54,11 @@ def load_mapping(
     """
     filling = check_mapping(target, saved, strict)
     plainly = not modes_are_active()
+    for tensor, source in filling.uninitialized:
+        copier.show({"": source})  # a tensor that has a shape must have values, too
+        with torch.no_grad():
+            tensor.materialize(source.shape)
+            tensor.copy_(source)
     for tensor, source in filling.tensors:
         if plainly and copies_plainly(tensor, source):
             copier.copy(tensor, source)
@@ -83,6 +89,7 @@ class _Filling:
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.uninitialized: list[tuple[Any, Tensor]] = []  # which get their shapes first
         self.replacements: list[tuple[Any, Any, Any]] = []  # container, key, new value
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -101,6 +108,13 @@ class _Filling:
         if isinstance(value, Tensor):
             if not isinstance(saved, Tensor):
                 self.errors.append(no_tensor_message(path, saved))
+            elif is_lazy(saved):
+                if not is_lazy(value):
+                    self.errors.append(
+                        f"{path} is uninitialized in the file, and has a shape in the target"
+                    )
+            elif is_lazy(value):
+                self.uninitialized.append((value, saved))
             elif value.shape != saved.shape:
                 self.errors.append(mismatch_message(path, value, saved))
             else:

@@ -86,8 +86,14 @@ def are_plain(target: Any, source: Any) -> bool:
 
 
 def differ(target: Tensor, source: Any) -> bool:
-    """Return whether torch would report a size mismatch."""
-    if not is_tensor_like(source) or is_lazy(target) or is_lazy(source):
+    """Return whether torch would report a size mismatch.
+
+    Raises
+    ------
+    RuntimeError
+        As from torch, for the shape of an uninitialized parameter that is to go into another one.
+    """
+    if not is_tensor_like(source) or is_lazy(target):
         return False
     one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
     return not one_element and bool(source.shape != target.shape)

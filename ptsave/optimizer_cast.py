@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ptsave.copying import Copier
@@ -210,7 +211,8 @@ def _overlapping(tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]) -
 
 def _has_bytes(tensor: Tensor) -> bool:
     return (
-        _is_real(tensor)
+        not is_lazy(tensor)
+        and _is_real(tensor)
         and (
             type(tensor) in _TORCHS_TYPES
             or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
