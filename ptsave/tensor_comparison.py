@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 
@@ -16,6 +16,7 @@ from ptsave.compared_checkpoints import ComparedCheckpoint
 from ptsave.entry_comparison import TensorPair, quantizer_of
 from ptsave.expansion import ADVICE, default_limit, stored_nbytes_of
 from ptsave.number_differences import NumberDifference, Tolerance, number_difference
+from ptsave.thread_pool import ThreadPool
 
 __all__ = ["compare_tensors"]
 
@@ -86,7 +87,7 @@ def compare_tensors(
     """
     total = NumberDifference()
     n_threads = config.current().n_threads
-    with ThreadPoolExecutor(2) as readers, ThreadPoolExecutor(n_threads) as workers:
+    with ThreadPool(2) as readers, ThreadPool(n_threads) as workers:
         for piece, values in _read_ahead(_pieces(pairs), a, b, readers):
             for pair, x, y in zip(piece.pairs, *values, strict=True):
                 numbers = _difference(pair.name, x, y, tolerance, workers)
@@ -104,7 +105,7 @@ def _read_ahead(
     pieces: Iterator[_Piece],
     a: ComparedCheckpoint,
     b: ComparedCheckpoint,
-    readers: ThreadPoolExecutor,
+    readers: ThreadPool,
 ) -> Iterator[tuple[_Piece, _Values]]:
     """Yield pieces with their values, while the next ones are being read."""
     queue: deque[tuple[_Piece, Future[list[Tensor]], Future[list[Tensor]]]] = deque()
@@ -221,7 +222,7 @@ def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[
 
 
 def _difference(
-    name: str, a: Tensor, b: Tensor, tolerance: Tolerance | None, workers: ThreadPoolExecutor
+    name: str, a: Tensor, b: Tensor, tolerance: Tolerance | None, workers: ThreadPool
 ) -> NumberDifference:
     try:
         if _are_small_and_same(a, b):

@@ -7,7 +7,6 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.shard_files import find_shards
 from ptsave.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
+from ptsave.thread_pool import ThreadPool
 from ptsave.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
 
 __all__ = ["load_model"]
@@ -271,7 +271,7 @@ class Filling:
         """Read one batch while the one before is delivered, on this thread."""
         previous: list[Staged] = []
         memory = RecycledMemory(_MAX_AHEAD_NBYTES)
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ptsave-read") as reader:
+        with ThreadPool(max_workers=1, thread_name_prefix="ptsave-read") as reader:
             for batch in self._batches(deliveries):
                 nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
                 if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:
@@ -284,7 +284,7 @@ class Filling:
             self._put(previous)
 
     def _put_while_reading(
-        self, batch: list[Staged], staged: list[Staged], reader: ThreadPoolExecutor
+        self, batch: list[Staged], staged: list[Staged], reader: ThreadPool
     ) -> None:
         reads = [item.read for item in staged]
         nbytes = sum(read.target.nbytes for read in reads if not read.is_mapped)
