@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ptsave.entries import storage_id
 from ptsave.errors import CheckpointWarning
+from ptsave.plain_tensors import shares_bytes
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading import RecordReader
 from ptsave.serialization import unpickling_errors
@@ -195,6 +196,11 @@ class LoadedContents:
         return list(tensors)
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        if shares_bytes(tensor):
+            raise TypeError(
+                f"no part of a {tensor.dtype} tensor can be read, as its elements share bytes: "
+                "read all of it with get_tensor()"
+            )
         view = tensor.detach()[index]
         begin, end = span_of(view) if view.layout == torch.strided else (0, 0)
         if view.is_quantized or view.device.type != "cpu" or view.nbytes <= end - begin:

@@ -10,6 +10,7 @@ import torch
 __all__ = [
     "failure_message",
     "mismatch_message",
+    "no_copy_message",
     "no_tensor_message",
     "raise_load_errors",
     "require_mapping",
@@ -51,6 +52,14 @@ def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
     return (
         f"size mismatch for {key}: copying a param with shape {source.shape} from "
         f"checkpoint, the shape in current model is {target.shape}."
+    )
+
+
+def no_copy_message(key: str, target: torch.Tensor) -> str:
+    """Return what to say of a tensor that torch cannot copy into another one."""
+    return (
+        f'While copying the parameter named "{key}": torch has no copy for {target.dtype}. Load it '
+        "with assign=True, or take it from ptsave.load()"
     )
 
 

@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 from ptsave.copying import Copier, tensors_in
 from ptsave.load_errors import (
     mismatch_message,
+    no_copy_message,
     no_tensor_message,
     raise_load_errors,
     require_mapping,
 )
-from ptsave.plain_tensors import copies_plainly, modes_are_active
+from ptsave.plain_tensors import copies_plainly, modes_are_active, shares_bytes
 
 __all__ = ["check_mapping", "load_mapping"]
 
@@ -117,6 +118,8 @@ class _Filling:
                 self.uninitialized.append((value, saved))
             elif value.shape != saved.shape:
                 self.errors.append(mismatch_message(path, value, saved))
+            elif shares_bytes(value):
+                self.errors.append(no_copy_message(path, value))
             else:
                 self.tensors.append((value, saved))
         elif _are_containers(value, saved):

@@ -10,8 +10,8 @@ from torch import Size, Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import is_tensor_like
 
-from ptsave.load_errors import mismatch_message, no_tensor_message
-from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly
+from ptsave.load_errors import mismatch_message, no_copy_message, no_tensor_message
+from ptsave.plain_tensors import PLAIN_TYPES, copies_plainly, shares_bytes
 
 __all__ = ["Mismatch", "ModulePlan", "are_plain", "differ", "plan_module"]
 
@@ -30,7 +30,12 @@ class ModulePlan:
 
 
 def plan_module(
-    own: Mapping[str, Tensor], entries: Mapping[str, Any], prefix: str, *, skip_mismatched: bool
+    own: Mapping[str, Tensor],
+    entries: Mapping[str, Any],
+    prefix: str,
+    *,
+    skip_mismatched: bool,
+    copies: bool,
 ) -> ModulePlan | None:
     """Return what torch would do; None if that is more than copying plain tensors.
 
@@ -44,6 +49,8 @@ def plan_module(
         What the module's keys begin with.
     skip_mismatched : bool
         Whether other shapes are left out instead of being errors.
+    copies : bool
+        Whether entries are copied in the end, so that what torch has no copy for is an error.
     """
     plan = ModulePlan()
     for name, target in own.items():
@@ -53,7 +60,9 @@ def plan_module(
         elif copies_plainly(target, entries[key]):
             plan.copies.append((target, entries[key]))
         elif not _plan_exception(plan, key, target, entries[key], skip_mismatched):
-            return None
+            if not (copies and are_plain(target, entries[key]) and shares_bytes(target)):
+                return None
+            plan.errors.append(no_copy_message(key, target))
     return plan
 
 

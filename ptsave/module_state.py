@@ -172,6 +172,7 @@ def load_module(
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
     if check_first:
         checking = _Checking(metadata, copier, ignore_mismatched_sizes)
+        checking.copies = not assign
 
         def check() -> None:
             checking.run(module, entries, strict)
@@ -210,6 +211,7 @@ def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
 class _Loading:
     """One load: how it is to be done, and what it has found."""
 
+    copies = True  # into the tensors that are there, in the end
     _new_buffer: _MakeBuffer = staticmethod(new_buffer)
 
     def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
@@ -273,7 +275,9 @@ class _Loading:
             self._load_by_torch(module, own, part, metadata, plainly=assigns_plainly(module))
             return
         else:
-            plan = plan_module(own, entries, prefix, skip_mismatched=self.skip_mismatched)
+            plan = plan_module(
+                own, entries, prefix, skip_mismatched=self.skip_mismatched, copies=self.copies
+            )
         if plan is None:
             self._load_by_torch(module, own, part, metadata, plainly=False)
             return

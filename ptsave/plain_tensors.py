@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["PLAIN_TYPES", "copies_plainly", "modes_are_active"]
+__all__ = ["PLAIN_TYPES", "copies_plainly", "modes_are_active", "shares_bytes"]
 
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
@@ -26,6 +26,8 @@ _REAL_DTYPES = frozenset(
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     }
 )
+# Those of which torch makes quantized tensors; others smaller than a byte are saved as bytes.
+_SUB_BYTE_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 
 
 def modes_are_active() -> bool:
@@ -35,6 +37,15 @@ def modes_are_active() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def shares_bytes(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share bytes: torch can copy no such tensor, nor a part.
+
+    >>> shares_bytes(torch.ones(2))
+    False
+    """
+    return tensor.dtype in _SUB_BYTE_DTYPES
 
 
 def copies_plainly(target: Any, source: Any) -> bool:

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "bindings/bindings.h"
+#include "storage/storage.h"
 
 namespace py = pybind11;
 
@@ -39,6 +40,15 @@ std::size_t storage_nbytes_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() : 0;
 }
 
+// As torch sizes storages: where elements share bytes, each row begins with a byte of its own.
+std::int64_t nbytes_of(const at::Tensor& tensor) {
+  const std::int64_t n_shared = elements_per_byte(tensor.scalar_type());
+  const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
+  if (n_shared == 1 || tensor.dim() == 0 || tensor.numel() == 0) return tensor.numel() * itemsize;
+  const std::int64_t row = tensor.size(-1);
+  return tensor.numel() / row * ((row + n_shared - 1) / n_shared);
+}
+
 // (dtype, shape, stride, offset in its storage, its size, the storage's size; all three in bytes)
 // of each; None for one that is not strided.
 py::list tensor_facts(const py::list& tensors) {
@@ -52,7 +62,7 @@ py::list tensor_facts(const py::list& tensors) {
     }
     const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
     result[i] = py::make_tuple(dtype_of(tensor), shape_of(tensor), tuple_of(tensor.strides()),
-                               tensor.storage_offset() * itemsize, tensor.numel() * itemsize,
+                               tensor.storage_offset() * itemsize, nbytes_of(tensor),
                                storage_nbytes_of(tensor));
   }
   return result;

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "pickle/attribute.h"
+#include "storage/storage.h"
 
 namespace ptsave {
 namespace {
@@ -48,9 +49,9 @@ std::optional<Geometry> geometry_of(PyObject* offset, PyObject* sizes, PyObject*
 }
 
 // Whether all elements lie within a storage of `nbytes`, and their number is one at all.
-bool fits(const Geometry& geometry, std::size_t itemsize, std::size_t nbytes) {
+bool fits(const Geometry& geometry, c10::ScalarType dtype, std::size_t nbytes) {
   std::int64_t numel = 1;
-  std::int64_t end = geometry.offset;  // of the last element
+  std::int64_t end = 0;  // of the last element, from the first
   bool overflows = false;
   for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
     const std::int64_t size = geometry.sizes[i];
@@ -59,8 +60,10 @@ bool fits(const Geometry& geometry, std::size_t itemsize, std::size_t nbytes) {
     overflows |= __builtin_mul_overflow(size - 1, geometry.strides[i], &step);
     overflows |= __builtin_add_overflow(end, step, &end);
   }
+  end /= elements_per_byte(dtype);  // torch packs them without gaps, and counts the offset in bytes
+  overflows |= __builtin_add_overflow(end, geometry.offset, &end);
   if (overflows) return false;
-  return numel == 0 || static_cast<std::uint64_t>(end) < nbytes / itemsize;
+  return numel == 0 || static_cast<std::uint64_t>(end) < nbytes / c10::elementSize(dtype);
 }
 
 // Types whose tensors torch.empty() makes without further ado: no quantizer, no warning.
@@ -160,7 +163,7 @@ bool is_quantized_dtype(PyObject* object) {
 }
 
 // `arguments` begin with a storage, the offset, size and stride.
-void check_geometry(PyObject* arguments, std::size_t itemsize) {
+void check_geometry(PyObject* arguments, c10::ScalarType dtype) {
   const Object untyped =
       attribute(Object::borrow(PyTuple_GET_ITEM(arguments, 0)), "_untyped_storage");
   const Object nbytes = call_method(untyped.get(), "nbytes");
@@ -168,7 +171,7 @@ void check_geometry(PyObject* arguments, std::size_t itemsize) {
   const std::optional<Geometry> geometry =
       geometry_of(PyTuple_GET_ITEM(arguments, 1), PyTuple_GET_ITEM(arguments, 2),
                   PyTuple_GET_ITEM(arguments, 3));
-  if (!geometry || !available || !fits(*geometry, itemsize, static_cast<std::size_t>(*available))) {
+  if (!geometry || !available || !fits(*geometry, dtype, static_cast<std::size_t>(*available))) {
     refuse_quantized();
   }
 }
@@ -262,7 +265,7 @@ Object TensorRebuilder::rebuild_tensor(Rebuild function, std::span<const Value> 
 
 Object TensorRebuilder::rebuild_checked(const PlainTensor& plain) const {
   if (!is_plain(plain.dtype) || (plain.requires_grad && !can_require_grad(plain.dtype)) ||
-      !fits(plain.geometry, c10::elementSize(plain.dtype), plain.storage.nbytes())) {
+      !fits(plain.geometry, plain.dtype, plain.storage.nbytes())) {
     return {};
   }
   at::Tensor tensor = make_tensor(plain);
@@ -309,7 +312,7 @@ void check_quantized(const Globals& globals, Rebuild function, Object arguments)
   const Object dtype = dtype_argument(function, arguments.get());
   if (!dtype || !is_quantized_dtype(dtype.get())) return;
   const c10::ScalarType type = reinterpret_cast<THPDtype*>(dtype.get())->scalar_type;
-  check_geometry(arguments.get(), c10::elementSize(type));
+  check_geometry(arguments.get(), type);
 }
 
 void check_set_state(PyObject* object) {

@@ -53,6 +53,17 @@ c10::Storage wrap(std::uint64_t nbytes, c10::DataPtr data) {
 
 }  // namespace
 
+int elements_per_byte(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::QUInt4x2:
+      return 2;
+    case c10::ScalarType::QUInt2x4:
+      return 4;
+    default:
+      return 1;
+  }
+}
+
 bool must_copy(const LoadedPayload& payload) {
   return reinterpret_cast<std::uintptr_t>(payload.data) % kTorchAlignment != 0;
 }

@@ -1,6 +1,7 @@
 // torch storages over memory that ptsave has filled.
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/core/Storage.h>
 
 #include <cstdint>
@@ -28,6 +29,9 @@ c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device);
 // CPU storages of these sizes that stand for bytes which are elsewhere: addresses without memory,
 // of which no two are the same.  Their zeros can be read, nothing can be written.  std::bad_alloc.
 std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t> sizes);
+
+// How many elements share a byte: 1, but for the quantized types whose elements are smaller.
+int elements_per_byte(c10::ScalarType dtype);
 
 // Whether make_storage() looks at the payload's bytes.
 bool must_copy(const LoadedPayload& payload);
