@@ -6,6 +6,7 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 3600
 KILL_ROUNDS ?= 1000
+STRESS_SECONDS ?= 600
 PYTEST_ARGS ?=
 
 export PYTHON VENV JOBS
@@ -24,7 +25,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo test test-cpp test-python test-accelerator test-all accelerator lint format asan tsan fuzz \
-        fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill benchmark wheel clean \
+        fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill stress benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp
 
 help:  ## list the targets
@@ -109,6 +110,9 @@ test-all: test-cpp build  ## every test: also slow ones and ones that need sever
 
 kill: build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
+
+stress: build  ## many save to one path and read it, for STRESS_SECONDS
+	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) $(RUN) -m pytest tests/test_stress.py $(PYTEST_ARGS)
 
 asan: $(SETUP_STAMP)  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	tools/system_packages.sh tests

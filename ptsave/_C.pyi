@@ -89,8 +89,15 @@ class WritePlan:
         options: WriteOptions,
         progress: Progress,
     ) -> None: ...
+    # By way of `scratch`, an empty file open for reading and writing, if that is given.
     def write_in_place(
-        self, path: bytes, *, durable: bool, options: WriteOptions, progress: Progress
+        self,
+        path: bytes,
+        *,
+        scratch: int | None,
+        durable: bool,
+        options: WriteOptions,
+        progress: Progress,
     ) -> None: ...
     def write_descriptor(
         self,
@@ -150,9 +157,19 @@ class PackedPlan:
         options: WriteOptions,
         progress: Progress,
     ) -> None: ...
+    # By way of `scratch`, an empty file open for reading and writing, if that is given.
     def write_in_place(
-        self, path: bytes, *, durable: bool, options: WriteOptions, progress: Progress
+        self,
+        path: bytes,
+        *,
+        scratch: int | None,
+        durable: bool,
+        options: WriteOptions,
+        progress: Progress,
     ) -> None: ...
+
+# The name that a file gets which replaces `path`; None for a link of /proc to an open file.
+def resolve_links(path: bytes) -> bytes | None: ...
 
 # Removes the temporary files that killed writers of `path` have left.
 def remove_leftovers(path: bytes) -> None: ...
@@ -206,6 +223,9 @@ class Reader(StorageSource):
     def open_descriptor(fd: int, offset: int, name: bytes) -> Reader: ...
     @staticmethod
     def open_memory(buffer: Buffer, name: str) -> Reader: ...
+    # Of the open file, which stays the reader's; -1 for memory.
+    @property
+    def descriptor(self) -> int: ...
     @property
     def root(self) -> str: ...
     @property

@@ -9,11 +9,10 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from ptsave import _C
 from ptsave.entries import entries_using
-from ptsave.not_checkpoints import regular_only
 
 __all__ = ["CutArchive", "CutRecord"]
 
@@ -39,8 +38,8 @@ class CutArchive:
 
     Parameters
     ----------
-    path : str
-        The file, not empty.
+    stream : binary file
+        An open file, not empty, which may be closed afterwards.
 
     Attributes
     ----------
@@ -50,10 +49,8 @@ class CutArchive:
         The size of the file.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with open(path, "rb", opener=regular_only) as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    def __init__(self, stream: BinaryIO) -> None:
+        self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self.nbytes = len(self._map)
         self.records: list[CutRecord] = []
         offset: int | None = 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from torch import _weights_only_unpickler
 
@@ -195,16 +197,27 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
     ['b']
     """
     path = describe(f)
-    head, nbytes = _head_of(f)
-    if not is_zip(head):
-        return _verify_other(f, path, head, nbytes)
-    try:
-        reader = _reader_of(f, path)
-    except CorruptCheckpointError as error:
-        if is_url(f):
-            return Verification(path, [_problem_of(error)], nbytes=nbytes)
-        return _verify_without_directory(path, error)
-    return _verify_archive(f, reader, progress)
+    with _opened(f) as source:
+        head, nbytes = _head_of(source)
+        if not is_zip(head):
+            return _verify_other(source, path, head, nbytes)
+        try:
+            reader = _reader_of(source, path)
+        except CorruptCheckpointError as error:
+            if is_url(source):
+                return Verification(path, [_problem_of(error)], nbytes=nbytes)
+            return _verify_without_directory(source, path, error)
+        return _verify_archive(source, reader, progress)
+
+
+@contextmanager
+def _opened(f: Any) -> Iterator[Any]:
+    """Yield a URL as it is, and a file open: by then, its name may be that of another one."""
+    if is_url(f):
+        yield f
+        return
+    with open(f, "rb", buffering=0, opener=regular_only) as stream:
+        yield stream
 
 
 def _head_of(f: Any) -> tuple[bytes, int]:
@@ -212,15 +225,13 @@ def _head_of(f: Any) -> tuple[bytes, int]:
         source = FsspecFile(f, {})
         (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
         return head, source.nbytes
-    with open(f, "rb", opener=regular_only) as stream:
-        return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
+    return os.pread(f.fileno(), HEAD_NBYTES, 0), os.fstat(f.fileno()).st_size
 
 
 def _reader_of(f: Any, path: str) -> RecordReader:
     if is_url(f):
         return RemoteReader(FsspecFile(f, {}), verify=True)
-    with open(f, "rb", buffering=0, opener=regular_only) as stream:
-        engine = open_archive(stream)
+    engine = open_archive(f)
     if engine is None:
         raise OSError(f"{path} cannot be read at any position: it is no regular file")
     return RecordReader(engine, path, verify=True)
@@ -359,9 +370,11 @@ def _names_in(tree: EntryTree) -> list[str]:
     return [name for name, _ in tree.named_tensors()]
 
 
-def _verify_without_directory(path: str, error: CorruptCheckpointError) -> Verification:
+def _verify_without_directory(
+    stream: BinaryIO, path: str, error: CorruptCheckpointError
+) -> Verification:
     """Say of an archive whose directory is not there, or damaged, what is left of it."""
-    with CutArchive(path) as archive:
+    with CutArchive(stream) as archive:
         whole = {record.name for record in archive.records if record.is_whole}
         tensors, kept = archive.entries()
         n_records, nbytes = len(archive.records), archive.nbytes

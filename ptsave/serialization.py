@@ -77,8 +77,9 @@ def save(
         synced.
     atomic : bool, default True
         Whether a path gets its new contents by rename, so that a reader sees the old file or the
-        new one, whatever happens.  If only the file itself may be written, not its directory, the
-        file is overwritten in place.  Ignored for file-like objects.
+        new one, whatever happens and however many save to it.  If only the file itself may be
+        written, not its directory, the file is overwritten in place, by one save at a time.
+        Ignored for file-like objects.
     progress : bool, default False
         Whether to show a progress bar.
 
@@ -223,7 +224,7 @@ def load(
         progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
         _check_dill_version(pickle_module)
-        overall_storage = _map_file(f, reader, map_location) if wants_mmap(mmap) else None
+        overall_storage = _map_file(reader, map_location) if wants_mmap(mmap) else None
         return _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
 
 
@@ -314,7 +315,8 @@ def wants_mmap(mmap: bool | None) -> bool:
     return config.load.mmap if mmap is None else mmap
 
 
-def _map_file(f: Any, reader: RecordReader, map_location: Any) -> Any:
+def _map_file(reader: RecordReader, map_location: Any) -> Any:
+    """Map the very file that was opened, whatever has got its name meanwhile."""
     shared = get_default_mmap_options() == mmap_module.MAP_SHARED
     if shared and fills_storages(map_location) and not is_native_byte_order(reader):
         raise ValueError(
@@ -322,7 +324,9 @@ def _map_file(f: Any, reader: RecordReader, map_location: Any) -> Any:
             "mmap=True and MAP_SHARED would swap the bytes in the file: use MAP_PRIVATE, or "
             "mmap=False"
         )
-    return torch.UntypedStorage.from_file(os.fspath(f), shared, os.path.getsize(f))
+    descriptor = reader.engine.descriptor
+    nbytes = os.fstat(descriptor).st_size
+    return torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared, nbytes)
 
 
 def _weights_only_message(message: str) -> str:

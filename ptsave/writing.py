@@ -86,6 +86,9 @@ class FileWriter:
         See :func:`ptsave.save`.
     progress : ProgressCallback or None
         Called about ten times a second with the bytes written so far.
+    scratch_for : callable, optional
+        Returns the descriptor of an empty file if the plan reads from the file that has this
+        status, which therefore cannot be overwritten meanwhile; else None.
     """
 
     def __init__(
@@ -96,31 +99,35 @@ class FileWriter:
         fsync: bool,
         atomic: bool,
         progress: ProgressCallback | None,
+        scratch_for: Callable[[os.stat_result], int | None] = lambda _: None,
     ) -> None:
         self._plan = plan
         self._compute_crcs = compute_crcs
         self._fsync = fsync
         self._atomic = atomic
         self._progress = progress
+        self._scratch_for = scratch_for
         self._config = config.current()
 
     def write_path(self, path: str) -> None:
-        """Write to a path: atomically where a regular file is or will be there."""
+        """Write to a path: atomically where a regular file is or will be there.
+
+        Other savers may replace or remove the file at any moment.  So whether it can be replaced is
+        decided by what no saver changes: links, the directory, who owns it.
+        """
         with _translated_errors(path):
             status = _status(path)
-        if status is not None and not stat.S_ISREG(status.st_mode):
+            is_special = status is not None and not stat.S_ISREG(status.st_mode)
+            if status is not None and not is_special:
+                status = _writable_status(path)
+            target = None if is_special else _resolved(path)
+            can_replace = target is not None and _can_replace(target, status)
+        if is_special:
             self._write_special(path)
-            return
-        if status is not None:
-            _check_writable(path)
-        target = os.path.realpath(path)
-        if status is not None and not _same_file(target, status):
-            target = path  # a link that no name resolves, such as /proc/self/fd/3
-            self._write_in_place(target, path)
-        elif self._atomic and _can_replace(target, status):
+        elif target is None:
+            self._write_in_place(path, path)
+        elif can_replace and (self._atomic or _is_mapped(target)):
             self._replace(target, path)
-        elif _is_mapped(target):
-            self._replace(target, path)  # overwriting would change the tensors while they are read
         else:
             self._write_in_place(target, path)
 
@@ -139,37 +146,27 @@ class FileWriter:
                 progress=self._progress,
             )
         except OSError as error:
-            overwritable = os.path.exists(target) and not _is_mapped(target)
-            refused = _RENAME_REFUSED if overwritable else set()
-            if operation_of(error) != "rename" or error.errno not in refused | _UNSUPPORTED:
+            if operation_of(error) != "rename" or not _is_refused(error.errno, target):
                 raise SaveError.from_os_error(error, path) from None
             self._write_in_place(target, path)
 
     def _write_in_place(self, target: str, path: str) -> None:
-        exists = os.path.exists(target)
         with _translated_errors(path):
-            if exists:
-                self._check_room(target)
-            try:
-                self._plan.write_in_place(
-                    os.fsencode(target),
-                    durable=self._fsync,
-                    options=self._options(),
-                    progress=self._progress,
+            if _is_mapped(target):
+                message = (
+                    "tensors of this process are mapped from the file, which can be overwritten "
+                    "but not replaced: save to another file, or load them without mmap"
                 )
-            except BaseException:
-                if not exists:
-                    with suppress(OSError):
-                        os.unlink(target)
-                raise
-
-    def _check_room(self, target: str) -> None:
-        """Refuse to overwrite a file with what its disk, as far as it tells, has no room for."""
-        disk = os.statvfs(target)
-        free_nbytes = disk.f_bavail * disk.f_frsize
-        room_nbytes = free_nbytes + os.stat(target).st_blocks * 512
-        if disk.f_blocks and not self._plan.has_holes and self._plan.nbytes > room_nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+                raise SaveError(errno.EBUSY, message, path)
+            status = _status(target)
+            scratch = None if status is None else self._scratch_for(status)
+            self._plan.write_in_place(
+                os.fsencode(target),
+                scratch=scratch,
+                durable=self._fsync,
+                options=self._options(),
+                progress=self._progress,
+            )
 
     def _wants_direct(self) -> bool:
         # The page cache is faster as long as it only has to remember; once the kernel makes writers
@@ -287,21 +284,29 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
-def _check_writable(path: str) -> None:
-    """Refuse to replace a file that may not be written, though its directory would allow it."""
+def _writable_status(path: str) -> os.stat_result | None:
+    """Return the status of a file that may be written; None if it has been removed meanwhile.
+
+    One that may not be written is not replaced either, though its directory would allow it.
+    """
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         number = error.errno or errno.EACCES
         reason = f"File {path} cannot be opened: open file failed with strerror"
         raise SaveError(number, f"{reason}: {os.strerror(number)}", path) from None
-
-
-def _same_file(path: str, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), status)
-    except OSError:
-        return False
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _resolved(path: str) -> str | None:
+    """Return the absolute name of what `path` links to; None for a link to an open file."""
+    target = _C.resolve_links(os.fsencode(path))
+    return None if target is None else os.path.join(os.getcwd(), os.fsdecode(target))
 
 
 def _can_replace(target: str, status: os.stat_result | None) -> bool:
@@ -316,19 +321,50 @@ def _can_replace(target: str, status: os.stat_result | None) -> bool:
     return not directory.st_mode & stat.S_ISVTX or os.geteuid() in owners
 
 
+def _is_refused(number: int | None, target: str) -> bool:
+    """Whether the error of a rename means that this file cannot ever be replaced."""
+    if number in _UNSUPPORTED:
+        return True
+    if number == errno.EBUSY:  # which network file systems say of files that others use just now
+        return _mount_of(target) != _mount_of(os.path.dirname(target))
+    return number in _RENAME_REFUSED and os.path.exists(target)
+
+
+def _mount_of(path: str) -> str:
+    """Return the number of the mount that a file or directory is reached by; "" if not known."""
+    try:
+        with _located(path) as descriptor:
+            fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((field for field in fields if field.startswith("mnt_id:")), "")
+
+
 def _is_mapped(target: str) -> bool:
     """Whether this process has the file memory-mapped."""
     try:
-        status = os.stat(target)
+        with _located(target) as descriptor:
+            status = os.fstat(descriptor)
+            name = os.readlink(f"/proc/self/fd/{descriptor}")  # as the list of mappings has it
     except FileNotFoundError:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         # Filesystems with devices of their own (btrfs, overlayfs) are listed under another one.
         return any(
-            fields[4] == str(status.st_ino) and (fields[3] == device or fields[-1] == target)
+            fields[4] == str(status.st_ino) and (fields[3] == device or fields[-1] == name)
             for fields in (line.rstrip("\n").split(maxsplit=5) for line in maps)
         )
+
+
+@contextmanager
+def _located(path: str) -> Iterator[int]:
+    """Open a file or directory only to ask where it is."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _is_plain(stream: Any) -> bool:

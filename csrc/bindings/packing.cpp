@@ -67,14 +67,16 @@ class PackedPlan {
     });
   }
 
-  void write_in_place(const std::string& path, bool durable, const PlanOptions& options,
-                      const py::object& callback) {
+  void write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
+                      const PlanOptions& options, const py::object& callback) {
     run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
-      File file = File::open_for_writing(path);
-      file.truncate(0);
-      file.preallocate(nbytes());
-      write_through_cache(file, write, poll);
-      durable ? file.sync() : file.flush();
+      const auto write_to = [&](File& file) {
+        file.preallocate(nbytes());
+        write_through_cache(file, write, poll);
+      };
+      std::optional<File> first;
+      if (scratch) first = File::duplicate(*scratch, path);
+      overwrite(path, first ? &*first : nullptr, nbytes(), durable, write_to, poll);
     });
   }
 
@@ -121,7 +123,7 @@ void bind_packing(py::module_& module) {
            py::kw_only(), py::arg("durable"), py::arg("direct"), py::arg("options"),
            py::arg("progress"))
       .def("write_in_place", &PackedPlan::write_in_place, py::arg("path"), py::kw_only(),
-           py::arg("durable"), py::arg("options"), py::arg("progress"));
+           py::arg("scratch"), py::arg("durable"), py::arg("options"), py::arg("progress"));
 }
 
 }  // namespace ptsave

@@ -90,6 +90,7 @@ class Reader final : public StorageSource {
   py::str root() const { return decode(reader_->index().root()); }
   bool has_crcs() const { return reader_->index().has_crcs(); }
   std::uint64_t nbytes() const { return reader_->source().nbytes(); }
+  int descriptor() const { return reader_->source().descriptor(); }
 
   const IndexedRecord& record(std::size_t i) const {
     check(i);
@@ -410,6 +411,7 @@ void bind_reading(py::module_& module) {
       .def_property_readonly("root", &Reader::root)
       .def_property_readonly("has_crcs", &Reader::has_crcs)
       .def_property_readonly("nbytes", &Reader::nbytes)
+      .def_property_readonly("descriptor", &Reader::descriptor)
       .def_property_readonly("nbytes_to_read", &Reader::nbytes_to_read)
       .def_property_readonly("all_stored", &Reader::all_stored)
       .def_property_readonly("storages_have_crcs", &Reader::storages_have_crcs)

@@ -144,13 +144,14 @@ class WritePlan {
     });
   }
 
-  void write_in_place(const std::string& path, bool durable, const PlanOptions& options,
-                      const py::object& callback) {
+  void write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
+                      const PlanOptions& options, const py::object& callback) {
     run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
-      File file = File::open_for_writing(path);
-      file.truncate(0);
-      write_through_cache(file, write, poll);
-      durable ? file.sync() : file.flush();
+      const auto write_to = [&](File& file) { write_through_cache(file, write, poll); };
+      std::optional<File> first;
+      if (scratch) first = File::duplicate(*scratch, path);
+      overwrite(path, first ? &*first : nullptr, has_holes_ ? 0 : nbytes(), durable, write_to,
+                poll);
     });
   }
 
@@ -329,7 +330,7 @@ void bind_writing(py::module_& module) {
       .def("write_file", &WritePlan::write_file, py::arg("path"), py::arg("display"), py::kw_only(),
            py::arg("durable"), py::arg("direct"), py::arg("options"), py::arg("progress"))
       .def("write_in_place", &WritePlan::write_in_place, py::arg("path"), py::kw_only(),
-           py::arg("durable"), py::arg("options"), py::arg("progress"))
+           py::arg("scratch"), py::arg("durable"), py::arg("options"), py::arg("progress"))
       .def("write_descriptor", &WritePlan::write_descriptor, py::arg("fd"), py::arg("offset"),
            py::arg("name"), py::kw_only(), py::arg("durable"), py::arg("options"),
            py::arg("progress"))
@@ -337,6 +338,13 @@ void bind_writing(py::module_& module) {
            py::arg("options"), py::arg("progress"))
       .def("write_stream", &WritePlan::write_stream, py::arg("sink"), py::arg("skip"),
            py::kw_only(), py::arg("options"), py::arg("progress"));
+  module.def(
+      "resolve_links",
+      [](const std::string& path) -> std::optional<py::bytes> {
+        const std::optional<std::string> target = without_gil([&] { return resolve_links(path); });
+        return target ? std::optional<py::bytes>(*target) : std::nullopt;
+      },
+      py::arg("path"));
   module.def(
       "remove_leftovers",
       [](const std::string& path) { without_gil([&] { remove_leftovers(path); }); },

@@ -1,17 +1,23 @@
 #include "core/file.h"
 
 #include <dirent.h>
+#include <linux/magic.h>
 #include <sys/random.h>
 #include <sys/statfs.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
+#include <climits>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <random>
+#include <thread>
 
 #include "core/buffer.h"
 #include "core/error.h"
@@ -90,9 +96,24 @@ File File::reopen_for_reading(int fd, std::string path) {
   return again ? File(std::move(again), std::move(path)) : duplicate(fd, std::move(path));
 }
 
-File File::open_for_writing(const std::string& path) {
+File File::open_for_writing(const std::string& path, bool* created) {
   constexpr mode_t kMode = 0666;  // less the umask
-  return {Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_RDWR | O_CREAT, path, kMode)), path};
+  const auto open = [&](int flags) {
+    return retry_interrupted(
+        [&] { return sys::openat(AT_FDCWD, path.c_str(), flags | O_CLOEXEC, kMode); });
+  };
+  constexpr int kMaxAttempts = 100;  // it may come and go meanwhile
+  for (int i = 0; i < kMaxAttempts; ++i) {
+    int fd = open(O_RDWR);
+    if (fd < 0 && errno == EACCES) fd = open(O_WRONLY);
+    const bool is_missing = fd < 0 && errno == ENOENT;
+    if (is_missing) fd = open(O_RDWR | O_CREAT | O_EXCL);
+    if (is_missing && fd < 0 && errno == EEXIST) continue;
+    if (fd < 0) break;
+    if (created != nullptr) *created = is_missing;
+    return {Descriptor(fd), path};
+  }
+  fail("open", path);
 }
 
 File File::duplicate(int fd, std::string path) {
@@ -298,9 +319,14 @@ AtomicFile::AtomicFile(const std::string& path, std::string display)
   name_ = std::move(split.name);
   directory_ = open_directory(split.directory, display_);
   remove_leftovers(directory_.get(), name_);
+  // Looked at once: another save may replace or remove it at any moment.
+  struct stat old{};
+  const bool replaces =
+      retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) == 0;
+  if (!replaces && errno != ENOENT) fail("stat", display_);
   try {
-    create_temporary();
-    adopt_ownership();
+    create_temporary(replaces);
+    if (replaces) adopt_ownership(old);
   } catch (...) {
     discard();
     throw;
@@ -316,12 +342,9 @@ void AtomicFile::discard() {
   temporary_name_.clear();
 }
 
-void AtomicFile::create_temporary() {
+void AtomicFile::create_temporary(bool replaces) {
   constexpr mode_t kPrivate = 0600;  // until adopt_ownership() has set the final mode
   constexpr mode_t kShared = 0666;   // less the umask
-  struct stat old{};
-  const bool replaces =
-      retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) == 0;
   for (;;) {
     const std::string name =
         temporary_prefix(name_) + hex(random_token()) + std::string(kTemporarySuffix);
@@ -340,12 +363,7 @@ void AtomicFile::create_temporary() {
   }
 }
 
-void AtomicFile::adopt_ownership() {
-  struct stat old{};
-  if (retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) != 0) {
-    if (errno == ENOENT) return;
-    fail("stat", display_);
-  }
+void AtomicFile::adopt_ownership(const struct stat& old) {
   const struct stat fresh = status_or_fail(file_.fd(), display_);
   if (old.st_uid != fresh.st_uid || old.st_gid != fresh.st_gid) adopt_owner(old.st_uid, old.st_gid);
   constexpr mode_t kModeBits = 07777;
@@ -382,6 +400,110 @@ void AtomicFile::sync_directory() {
   // A directory that may not be read (so is open as O_PATH) cannot be synced by itself.
   if (errno == EBADF && retry_interrupted([&] { return sys::syncfs(file_.fd()); }) == 0) return;
   fail("fsync", display_);
+}
+
+// ------------------------------------------------------------------------------------- InPlaceFile
+
+namespace {
+
+// Behind all that a file can hold, so that the lock is nobody else's.
+constexpr off_t kLockedByte = std::numeric_limits<off_t>::max() - 1;
+
+bool try_lock_byte(int fd) {
+  if (retry_interrupted([&] { return sys::lock_byte(fd, F_WRLCK, kLockedByte); }) == 0) return true;
+  return errno != EAGAIN && errno != EACCES;  // a file system without locks
+}
+
+}  // namespace
+
+InPlaceFile::InPlaceFile(const std::string& path, std::string display,
+                         const std::function<void()>& poll)
+    : path_(path), file_(Descriptor(), std::move(display)) {
+  try {
+    // A save that has failed may have removed the file that it had created, and another one may
+    // have replaced it.  (Where numbers of files do not last, no two are ever the same.)
+    constexpr int kMaxAttempts = 16;
+    for (int i = 0; i < kMaxAttempts; ++i) {
+      open_locked(poll);
+      if (has_its_name()) break;
+    }
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+InPlaceFile::~InPlaceFile() { release(); }
+
+void InPlaceFile::open_locked(const std::function<void()>& poll) {
+  locked_ = false;
+  file_ = File(File::open_for_writing(path_, &created_));
+  while (!try_lock_byte(file_.fd())) {
+    created_ = false;  // what is in it by now is another one's
+    poll();
+    constexpr std::chrono::milliseconds kPause(5);
+    std::this_thread::sleep_for(kPause);
+  }
+  locked_ = true;
+}
+
+bool InPlaceFile::has_its_name() const {
+  struct stat named{};
+  struct stat own{};
+  if (retry_interrupted([&] { return sys::fstatat(AT_FDCWD, path_.c_str(), &named); }) != 0 ||
+      retry_interrupted([&] { return sys::fstat(file_.fd(), &own); }) != 0) {
+    return false;
+  }
+  return own.st_dev == named.st_dev && own.st_ino == named.st_ino;
+}
+
+void InPlaceFile::release() {
+  if (!locked_) return;
+  if (created_ && has_its_name()) {
+    retry_interrupted([&] { return sys::unlinkat(AT_FDCWD, path_.c_str()); });
+  }
+  // By hand: a process forked meanwhile has the descriptor, too.
+  sys::lock_byte(file_.fd(), F_UNLCK, kLockedByte);
+}
+
+void InPlaceFile::clear(std::uint64_t nbytes) {
+  constexpr std::uint64_t kBlockNbytes = 512;  // of st_blocks, on every file system
+  struct statvfs disk{};
+  if (!created_ && ::fstatvfs(file_.fd(), &disk) == 0 && disk.f_blocks > 0) {
+    const struct stat status = status_or_fail(file_.fd(), file_.path());
+    const std::uint64_t own = static_cast<std::uint64_t>(status.st_blocks) * kBlockNbytes;
+    const std::uint64_t free = std::uint64_t{disk.f_bavail} * disk.f_frsize;
+    if (nbytes > free + own) throw IoError(ENOSPC, "fallocate", file_.path());
+  }
+  file_.truncate(0);
+}
+
+void InPlaceFile::commit(bool durable) {
+  if (durable) {
+    file_.sync();
+  } else {
+    file_.flush();
+  }
+  created_ = false;
+}
+
+std::optional<std::string> resolve_links(const std::string& path) {
+  constexpr int kMaxLinks = 40;  // as the kernel follows
+  std::string target = path;
+  for (int i = 0; i <= kMaxLinks; ++i) {
+    std::array<char, PATH_MAX> text{};
+    const ssize_t nbytes = ::readlink(target.c_str(), text.data(), text.size());
+    if (nbytes < 0 && (errno == EINVAL || errno == ENOENT)) return target;
+    if (nbytes < 0) fail("open", path);
+    const std::string directory = split_path(target).directory;
+    struct statfs status{};
+    if (::statfs(directory.c_str(), &status) != 0) fail("open", path);
+    if (status.f_type == PROC_SUPER_MAGIC) return std::nullopt;
+    const std::string next(text.data(), static_cast<std::size_t>(nbytes));
+    target = next.starts_with('/') ? next : directory + "/" + next;
+  }
+  errno = ELOOP;
+  fail("open", path);
 }
 
 }  // namespace ptsave

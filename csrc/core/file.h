@@ -7,8 +7,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
+
+struct stat;
 
 namespace ptsave {
 
@@ -50,8 +54,9 @@ class File {
   // A second, independent description of the file behind `fd` (which stays the caller's), or where
   // that is not permitted, a duplicate.
   static File reopen_for_reading(int fd, std::string path);
-  // Opens (creating, keeping what is there) a file for writing in place.
-  static File open_for_writing(const std::string& path);
+  // Opens (keeping what is there, else creating it, and says which) a file for writing in place;
+  // for reading, too, if that is permitted.
+  static File open_for_writing(const std::string& path, bool* created = nullptr);
   // A duplicate of `fd`, sharing its position and flags.
   static File duplicate(int fd, std::string path);
 
@@ -111,8 +116,8 @@ class AtomicFile {
   void commit(bool durable);
 
  private:
-  void create_temporary();
-  void adopt_ownership();
+  void create_temporary(bool replaces);
+  void adopt_ownership(const struct stat& old);
   void adopt_owner(unsigned uid, unsigned gid);
   void sync_directory();
   void discard();
@@ -123,6 +128,39 @@ class AtomicFile {
   Descriptor directory_;
   File file_;
 };
+
+// Overwrites a file where it is, for what cannot be replaced.  A save at a time: another one, of
+// this process or any other, waits until this object is gone (for a lock on a byte that no file
+// has, which is neither flock's nor lockf's of those who lock the file themselves; where a file
+// system has no locks, nobody waits).  Not safe for concurrent use.
+class InPlaceFile {
+ public:
+  // Opens the file, or creates it; calls `poll`, which may throw, while it waits.
+  InPlaceFile(const std::string& path, std::string display, const std::function<void()>& poll);
+  InPlaceFile(const InPlaceFile&) = delete;
+  InPlaceFile& operator=(const InPlaceFile&) = delete;
+  // Without commit() a file that was created is removed.
+  ~InPlaceFile();
+
+  File& file() { return file_; }
+  // Empties the file, if its disk, as far as it tells, has room for the bytes that are to come.
+  void clear(std::uint64_t nbytes);
+  void commit(bool durable);
+
+ private:
+  void open_locked(const std::function<void()>& poll);
+  bool has_its_name() const;
+  void release();
+
+  std::string path_;
+  File file_;
+  bool locked_ = false;
+  bool created_ = false;  // and seen by no other save
+};
+
+// The name that a file gets which replaces `path`: at the end of the symbolic links that it may be.
+// Nothing if that is a link of /proc (fd/3, exe): it is an open file, whatever that is called.
+std::optional<std::string> resolve_links(const std::string& path);
 
 // Removes the temporary files that killed writers of `path` have left, as constructing an
 // AtomicFile does.  A directory that cannot be listed keeps them; one that cannot be opened is an

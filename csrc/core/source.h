@@ -20,6 +20,8 @@ class ArchiveSource {
 
   const std::string& name() const { return name_; }
   std::uint64_t nbytes() const { return nbytes_; }
+  // The file's descriptor; -1 if there is no file.
+  int descriptor() const { return file_ ? file_->fd() : -1; }
   // The archive's bytes, if they are in memory; else null.
   const std::byte* memory() const { return memory_; }
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;

@@ -84,6 +84,16 @@ inline int fchown(int fd, uid_t uid, gid_t gid) {
   return fault("fchown") ? -1 : ::fchown(fd, uid, gid);
 }
 inline int flock(int fd, int operation) { return fault("flock") ? -1 : ::flock(fd, operation); }
+// Locks a byte of the file that is open as `fd` (F_WRLCK, F_UNLCK) without waiting.
+inline int lock_byte(int fd, short type, off_t offset) {
+  if (fault("lock_byte")) return -1;
+  struct flock lock{};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = offset;
+  lock.l_len = 1;
+  return ::fcntl(fd, F_OFD_SETLK, &lock);
+}
 inline int renameat(int dir_fd, const char* from, const char* to) {
   return fault("renameat") ? -1 : ::renameat(dir_fd, from, dir_fd, to);
 }

@@ -120,6 +120,18 @@ void write_aligned(File& file, std::uint64_t offset, const std::byte* data, std:
   }
 }
 
+// Copies the first `nbytes` bytes of a file to the beginning of another.
+void copy_file(const File& from, File& to, std::uint64_t nbytes, const Poll& poll) {
+  constexpr std::uint64_t kPieceNbytes = 4 << 20;
+  std::vector<std::byte> piece(std::min(nbytes, kPieceNbytes));
+  for (std::uint64_t offset = 0; offset < nbytes; offset += piece.size()) {
+    poll();
+    const std::size_t n = std::min<std::uint64_t>(piece.size(), nbytes - offset);
+    from.read_at(offset, piece.data(), n);
+    to.write_at(offset, piece.data(), n);
+  }
+}
+
 }  // namespace
 
 void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
@@ -180,6 +192,20 @@ void write_direct(FileBody& body, File& file, const WriteOptions& options, Progr
   rest += checked_tail(body, options);
   file.write_at(aligned_end, rest.data(), rest.size());
   progress.store(aligned_end + rest.size(), std::memory_order_relaxed);
+}
+
+void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,
+               const std::function<void(File&)>& write, const Poll& poll) {
+  if (scratch != nullptr) write(*scratch);
+  InPlaceFile target(path, path, poll);
+  target.clear(nbytes);
+  if (scratch == nullptr) {
+    write(target.file());
+  } else {
+    target.file().preallocate(nbytes);
+    copy_file(*scratch, target.file(), nbytes, poll);
+  }
+  target.commit(durable);
 }
 
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string>
 
 #include "core/archive_body.h"
 #include "core/file.h"
@@ -44,6 +45,11 @@ void write_direct(FileBody& body, File& file, const WriteOptions& options, Progr
                   const Poll& poll);
 // The size that chunks must have for write_direct().
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
+
+// Overwrites `path` in place with the `nbytes` bytes that `write` writes (0: with holes).  What is
+// read from that very file has to be written elsewhere first: to `scratch`, which is then copied.
+void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,
+               const std::function<void(File&)>& write, const Poll& poll);
 
 // Into memory: layout.nbytes() bytes at `out`.  Holes become zeros.
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,

@@ -11,8 +11,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -679,6 +683,170 @@ TEST(AtomicFile, WorksOnTmpfs) {
   write_file(folder / leftover("model.pt"), "half");
   save(folder / "model.pt", "new", true);
   EXPECT_EQ(folder.names(), Names{"model.pt"});
+}
+
+// ------------------------------------------------------------------------------------- InPlaceFile
+
+const std::function<void()> kNoPoll = [] {};
+
+void overwrite(const std::string& path, const std::string& bytes) {
+  InPlaceFile target(path, path, kNoPoll);
+  target.clear(bytes.size());
+  target.file().write_at(0, bytes.data(), bytes.size());
+  target.commit(false);
+}
+
+TEST(InPlaceFile, KeepsInodeModeAndOtherNames) {
+  const Folder folder;
+  write_file(folder / "model.pt", "an old file");
+  ::chmod((folder / "model.pt").c_str(), 0640);
+  ASSERT_EQ(::link((folder / "model.pt").c_str(), (folder / "other").c_str()), 0);
+  overwrite(folder / "model.pt", "new");
+  EXPECT_EQ(read_file(folder / "other"), "new");
+  EXPECT_EQ(mode_of(folder / "model.pt"), 0640u);
+}
+
+TEST(InPlaceFile, NeedsNoPermissionToRead) {
+  if (::geteuid() != 0) return;
+  const Folder folder;
+  write_file(folder / "model.pt", "old");
+  ::chmod((folder / "model.pt").c_str(), 0222);
+  {
+    const AsUser nobody(kNobody);
+    ::chmod(folder.path().c_str(), 0755);
+    EXPECT_EQ(errno_of([&] { File::open_for_reading(folder / "model.pt"); }, folder / "model.pt"),
+              EACCES);
+  }
+  ::chmod(folder.path().c_str(), 0755);
+  const AsUser nobody(kNobody);
+  overwrite(folder / "model.pt", "new");
+}
+
+TEST(InPlaceFile, RemovesOnlyWhatItHasCreated) {
+  const Folder folder;
+  write_file(folder / "old.pt", "old");
+  {
+    InPlaceFile fresh(folder / "fresh.pt", "", kNoPoll);
+    fresh.file().write_at(0, "half", 4);
+    const InPlaceFile old(folder / "old.pt", "", kNoPoll);
+    EXPECT_EQ(folder.names(), (Names{"fresh.pt", "old.pt"}));
+  }
+  EXPECT_EQ(folder.names(), Names{"old.pt"});
+  EXPECT_EQ(read_file(folder / "old.pt"), "old");
+}
+
+TEST(InPlaceFile, LeavesAloneWhatHasTakenItsName) {
+  const Folder folder;
+  {
+    const InPlaceFile fresh(folder / "model.pt", "", kNoPoll);
+    save(folder / "model.pt", "another one's");
+  }
+  EXPECT_EQ(read_file(folder / "model.pt"), "another one's");
+}
+
+TEST(InPlaceFile, WaitsForTheOtherSave) {
+  const Folder folder;
+  const std::string path = folder / "model.pt";
+  std::string last;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const std::string bytes(1000 + static_cast<std::size_t>(t), static_cast<char>('a' + t));
+      for (int i = 0; i < 20; ++i) overwrite(path, bytes);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  last = read_file(path);
+  const auto t = static_cast<std::size_t>(last.front() - 'a');
+  EXPECT_EQ(last, std::string(1000 + t, last.front()));
+}
+
+TEST(InPlaceFile, CanBeInterruptedWhileItWaits) {
+  const Folder folder;
+  const InPlaceFile first(folder / "model.pt", "", kNoPoll);
+  int n_polls = 0;
+  const auto interrupt = [&] {
+    if (++n_polls == 3) throw IoError(EINTR, "poll", "");
+  };
+  EXPECT_THROW(InPlaceFile(folder / "model.pt", "", interrupt), IoError);
+  EXPECT_EQ(folder.names(), Names{"model.pt"}) << "it is the first one's";
+}
+
+TEST(InPlaceFile, FollowsAFileThatIsCreatedAnew) {
+  const Folder folder;
+  const std::string path = folder / "model.pt";
+  auto failing = std::make_unique<InPlaceFile>(path, "", kNoPoll);
+  bool waited = false;
+  const auto end_the_first = [&] {
+    waited = true;
+    failing.reset();  // removes the file that it has created, for which the second one waits
+  };
+  InPlaceFile second(path, "", end_the_first);
+  EXPECT_TRUE(waited);
+  second.file().write_at(0, "new", 3);
+  second.commit(false);
+  EXPECT_EQ(read_file(path), "new");
+}
+
+TEST(InPlaceFile, IsNotHeldUpByOtherLocksOrForks) {
+  const Folder folder;
+  const std::string path = folder / "model.pt";
+  write_file(path, "old");
+  const Descriptor own(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(::flock(own.get(), LOCK_EX), 0);  // of a program with a protocol of its own
+  pid_t child = 0;
+  {
+    InPlaceFile first(path, "", kNoPoll);
+    child = ::fork();
+    if (child == 0) {
+      ::pause();
+      ::_exit(0);
+    }
+    first.clear(3);
+    first.commit(false);
+  }
+  overwrite(path, "new");  // the child has a copy of the first one's descriptor
+  EXPECT_EQ(read_file(path), "new");
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST(InPlaceFile, KeepsWhatTheDiskHasNoRoomToReplace) {
+  const Folder folder;
+  write_file(folder / "model.pt", "old");
+  InPlaceFile target(folder / "model.pt", "shown", kNoPoll);
+  EXPECT_EQ(errno_of([&] { target.clear(std::uint64_t{1} << 60); }, folder / "model.pt"), ENOSPC);
+  EXPECT_EQ(read_file(folder / "model.pt"), "old");
+}
+
+// ------------------------------------------------------------------------------------
+// resolve_links
+
+TEST(ResolveLinks, FollowsTheLinksOfTheLastName) {
+  const Folder folder;
+  std::filesystem::create_directory(folder / "below");
+  ASSERT_EQ(::symlink("../b", (folder / "below/a").c_str()), 0);
+  ASSERT_EQ(::symlink((folder / "c").c_str(), (folder / "b").c_str()), 0);
+  EXPECT_EQ(resolve_links(folder / "below/a"), folder / "c");  // which is not there
+  write_file(folder / "c", "");
+  EXPECT_EQ(resolve_links(folder / "b"), folder / "c");
+  EXPECT_EQ(resolve_links(folder / "c"), folder / "c");
+  EXPECT_EQ(resolve_links("model.pt"), "model.pt");
+  ASSERT_EQ(::symlink("loop", (folder / "loop").c_str()), 0);
+  EXPECT_EQ(errno_of([&] { resolve_links(folder / "loop"); }, folder / "loop"), ELOOP);
+}
+
+TEST(ResolveLinks, KnowsLinksToOpenFiles) {
+  const Folder folder;
+  write_file(folder / "file", "");
+  const Descriptor file(::open((folder / "file").c_str(), O_RDONLY | O_CLOEXEC));
+  const Descriptor directory(::open(folder.path().c_str(), O_RDONLY | O_CLOEXEC));
+  const std::string number = std::to_string(file.get());
+  EXPECT_EQ(resolve_links("/proc/self/fd/" + number), std::nullopt);
+  ASSERT_EQ(::symlink(("/proc/self/fd/" + number).c_str(), (folder / "link").c_str()), 0);
+  EXPECT_EQ(resolve_links(folder / "link"), std::nullopt);
+  const std::string below = "/proc/self/fd/" + std::to_string(directory.get()) + "/file";
+  EXPECT_EQ(resolve_links(below), below);  // an ordinary file of that directory
 }
 
 }  // namespace
