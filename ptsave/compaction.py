@@ -104,7 +104,9 @@ def compact(
 
     Notes
     -----
-    Files that only load as a whole are rewritten from memory.  Sparse and quantized tensors, those
+    A file that can only be overwritten, not replaced, is put together in a temporary file first, in
+    its directory or that of ``$TMPDIR``.  Files that only load as a whole are rewritten from
+    memory.  Sparse and quantized tensors, those
     with attributes and those of other types than torch's own stay as they are, and so do views that
     share memory with them.
 

@@ -398,6 +398,12 @@ def _refuse_source(target: _Target, files: Sequence[str]) -> None:
         else:
             suffix = FORMAT_FILES[target.format].suffix
             there = os.path.isdir(target.path) and os.path.samefile(own, target.path)
-            same = there and path.endswith(suffix)
+            same = (there and path.endswith(suffix)) or _is_linked(path, target)
         if same:
             raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
+
+
+def _is_linked(path: str, target: _Target) -> bool:
+    """Whether the file that a model in one file would be has another name, which is `path`."""
+    single = os.path.join(target.path, FORMAT_FILES[target.format].single)
+    return os.path.exists(single) and os.path.samefile(path, single)

@@ -189,6 +189,13 @@ class PayloadSources:
             self.copy_location(tensor, stand_in)
         return result
 
+    def scratch_for(self, status: os.stat_result) -> int | None:
+        """Return a temporary file if the file with this status is a source; else None."""
+        files = (item[0] for item in self._items if len(item) == 2)
+        if not any(os.path.samestat(os.fstat(fd), status) for fd in files):
+            return None
+        return TemporaryFile(self._folder, self._stack).descriptor
+
     def copy_location(self, tensor: Tensor, stand_in: Tensor) -> None:
         """Remember that what stands for a tensor was saved from the same device."""
         location = self.locations.get(tensor.untyped_storage()._cdata)
@@ -234,14 +241,24 @@ class TemporaryFile:
     Parameters
     ----------
     folder : str
-        Whose disk it is on.
+        Whose disk it is on; where no files can be made there, it is that of ``$TMPDIR``.
     stack : contextlib.ExitStack
         Closes it.
+
+    Raises
+    ------
+    SaveError
+        If it cannot be made.
     """
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
         self._folder = folder
-        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (the stack closes it)
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            self._folder = tempfile.gettempdir()
+        try:
+            file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise SaveError.from_os_error(error, self._folder) from None
         self._file = stack.enter_context(file)
         self.descriptor = int(self._file.fileno())
 

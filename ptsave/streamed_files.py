@@ -80,6 +80,7 @@ class StreamedPlan:
             fsync=fsync,
             atomic=True,
             progress=progress,
+            scratch_for=self._sources.scratch_for,
         )
         try:
             writer.write_path(self.path)

@@ -1,0 +1,374 @@
+"""Operations whose target is what they read: the file is right afterwards, or it is as it was.
+
+On two kinds of files: those that can be replaced, and those that can only be overwritten, because
+they are mount points (as in containers) or in a directory that may not be written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ptsave
+from ptsave.cli.commands import commands
+from ptsave.compaction import compact
+from ptsave.conversion import convert
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount or become another")
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that other users can reach too."""
+    path = Path(tempfile.mkdtemp(prefix="ptsave-test-", dir="/tmp"))
+    path.chmod(0o755)
+    yield path
+    path.chmod(0o755)
+    shutil.rmtree(path)
+
+
+@pytest.fixture(params=["replaceable", pytest.param("mounted", marks=needs_root)])
+def place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
+    """The name of a file that is there."""
+    path = folder / "model.pt"
+    path.touch()
+    if request.param == "replaceable":
+        yield path
+        return
+    behind = folder / "behind.pt"
+    behind.touch()
+    result = subprocess.run(["mount", "--bind", behind, path], capture_output=True, check=False)
+    if result.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {result.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def put(path: Path, obj: Any) -> bytes:
+    """Write a file in place, as torch does; return its bytes."""
+    torch.save(obj, path)
+    return path.read_bytes()
+
+
+def is_mounted(path: Path) -> bool:
+    return (path.parent / "behind.pt").exists()
+
+
+def equal(found: State, expected: State) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+def as_nobody(action: Callable[[], None]) -> None:
+    """Run something as a user who owns nothing, and fail if it fails."""
+    source, sink = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the parent may have threads
+        child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            action()
+            os._exit(0)
+        except BaseException:
+            os.write(sink, traceback.format_exc().encode())
+        os._exit(1)
+    os.close(sink)
+    with os.fdopen(source) as messages:
+        message = messages.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, message or f"wait status {status}"
+
+
+# ------------------------------------------------------------------------------------- compact
+
+
+def wasteful() -> State:
+    fat = torch.arange(1_000_000.0)
+    return {"a": fat[250_000:375_000], "b": fat[875_000:], "c": fat[100:200]}
+
+
+@pytest.mark.parametrize("by", ["name", "symbolic link", "hard link"])
+def test_compact(place: Path, by: str) -> None:
+    put(place, wasteful())
+    name = place
+    if by == "symbolic link":
+        name = place.with_name("link.pt")
+        name.symlink_to(place.name)
+    elif by == "hard link":
+        name = place.with_name("second.pt")
+        if is_mounted(place):
+            pytest.skip("a mount point has no second name")
+        name.hardlink_to(place)
+    done = compact(name)
+    assert done.is_written
+    assert equal(torch.load(name), wasteful())
+    assert name.stat().st_size == done.nbytes < 2_000_000
+    assert equal(torch.load(place), wasteful()), "the other name"
+
+
+@needs_root
+def test_compact_by_the_name_behind_a_mount_point(folder: Path) -> None:
+    path, behind = folder / "model.pt", folder / "behind.pt"
+    put(behind, wasteful())
+    path.touch()
+    if subprocess.run(["mount", "--bind", behind, path], check=False).returncode != 0:
+        pytest.skip("mounting is not permitted")
+    try:
+        with pytest.raises(FileExistsError, match="the source itself"):
+            compact(behind, path, force=True)
+        assert compact(path).is_written
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+    assert equal(torch.load(behind), wasteful())
+
+
+@needs_root
+def test_compact_where_only_the_file_may_be_written(folder: Path) -> None:
+    path = folder / "model.pt"
+    put(path, wasteful())
+    path.chmod(0o666)
+
+    def run() -> None:
+        result = CliRunner().invoke(commands, ["compact", str(path), "--in-place"])
+        assert result.exit_code == 0, result.output
+
+    as_nobody(run)
+    assert equal(torch.load(path), wasteful())
+    assert path.stat().st_size < 2_000_000
+    assert os.listdir(folder) == ["model.pt"]
+
+
+@needs_root
+def test_compact_without_room_for_a_temporary_file(folder: Path) -> None:
+    path = folder / "model.pt"
+    before = put(path, {"a": torch.arange(4_000_000.0)[:2_000_000]})
+    path.chmod(0o666)
+    small = folder / "small"
+    small.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=1777", "none", str(small)]
+    if subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("mounting is not permitted")
+
+    def run() -> None:
+        tempfile.tempdir = str(small)
+        with pytest.raises(ptsave.SaveError) as caught:
+            compact(path)
+        assert caught.value.errno == errno.ENOSPC
+
+    try:
+        as_nobody(run)
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+    assert path.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------- convert
+
+
+@pytest.mark.parametrize("by", ["name", "symbolic link", "hard link"])
+def test_convert(place: Path, by: str) -> None:
+    before = put(place, wasteful())
+    source = place
+    if by == "symbolic link":
+        source = place.with_name("link.pt")
+        source.symlink_to(place.name)
+    elif by == "hard link":
+        source = place.with_name("second.pt")
+        if is_mounted(place):
+            source = place.with_name("behind.pt")  # the same file
+        else:
+            source.hardlink_to(place)
+    for one, other in [(source, place), (place, source), (place, place)]:
+        with pytest.raises(FileExistsError, match="the source itself"):
+            convert(one, other, force=True)
+    assert place.read_bytes() == before
+
+
+def test_convert_into_a_directory_that_links_to_the_source(tmp_path: Path) -> None:
+    # As the Hugging Face cache has its files.
+    blob, snapshot = tmp_path / "blobs" / "0123.safetensors", tmp_path / "snapshot"
+    blob.parent.mkdir()
+    snapshot.mkdir()
+    ptsave.save_model({"a": torch.arange(10.0)}, tmp_path)
+    (tmp_path / "model.safetensors").rename(blob)
+    (snapshot / "model.safetensors").symlink_to("../blobs/0123.safetensors")
+    before = blob.read_bytes()
+    with pytest.raises(FileExistsError, match="a file of the source"):
+        convert(blob, snapshot, force=True)
+    assert blob.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------- extract
+
+
+def test_extract(place: Path) -> None:
+    state = {"a": torch.arange(2_000_000.0), "b": torch.ones(3)}
+    put(place, state)
+    arguments = ["extract", str(place), "a", "-o", str(place), "--force"]
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 0, result.output
+    assert torch.equal(torch.load(place), state["a"])
+
+
+# ---------------------------------------------------------------------------------------- save
+
+
+def _by_load(path: Path) -> State:
+    return dict(ptsave.load(path, mmap=True))
+
+
+def _by_stock_load(path: Path) -> State:
+    return dict(torch.load(path, mmap=True))
+
+
+def _by_storage(path: Path) -> State:
+    storage: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    return {"bytes": torch.tensor([], dtype=torch.uint8).set_(storage)}
+
+
+def _by_shared_storage(path: Path) -> State:
+    storage: Any = torch.UntypedStorage.from_file(str(path), True, path.stat().st_size)
+    return {"bytes": torch.tensor([], dtype=torch.uint8).set_(storage)}
+
+
+def _by_numpy(path: Path) -> State:
+    return {"bytes": torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))}
+
+
+MAPPINGS = [_by_load, _by_stock_load, _by_storage, _by_shared_storage, _by_numpy]
+
+
+@pytest.mark.parametrize("mapped", MAPPINGS)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_tensors_that_are_mapped_from_the_file(
+    place: Path, mapped: Callable[[Path], State], atomic: bool
+) -> None:
+    before = put(place, {"a": torch.arange(300_000.0), "b": torch.ones(3)})
+    state = mapped(place)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    obj = {"pad": torch.zeros(12345, dtype=torch.uint8), **state}
+    if is_mounted(place):
+        with pytest.raises(ptsave.SaveError, match="mapped") as caught:
+            ptsave.save(obj, place, atomic=atomic)
+        assert caught.value.errno == errno.EBUSY
+        assert place.read_bytes() == before
+    else:
+        ptsave.save(obj, place, atomic=atomic)
+        assert equal(torch.load(place), {"pad": obj["pad"], **expected})
+    assert equal(state, expected)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_mapped_file_by_another_name(place: Path, atomic: bool) -> None:
+    before = put(place, {"a": torch.arange(300_000.0)})
+    other = place.with_name("behind.pt") if is_mounted(place) else place.with_name("second.pt")
+    if not other.exists():
+        other.hardlink_to(place)
+    state = ptsave.load(place, mmap=True)
+    ptsave.save(dict(state), other, atomic=atomic)  # which can be replaced in either case
+    assert equal(torch.load(other), {"a": torch.arange(300_000.0)})
+    assert equal(state, {"a": torch.arange(300_000.0)})
+    assert place.read_bytes() == before
+
+
+@needs_root
+def test_mapped_file_that_only_may_be_overwritten(folder: Path) -> None:
+    path = folder / "model.pt"
+    before = put(path, {"a": torch.arange(300_000.0)})
+    path.chmod(0o666)
+
+    def run() -> None:
+        state = ptsave.load(path, mmap=True)
+        with pytest.raises(ptsave.SaveError, match="mapped") as caught:
+            ptsave.save(dict(state), path)
+        assert caught.value.errno == errno.EBUSY
+
+    as_nobody(run)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_tensors_of_an_open_archive(place: Path, atomic: bool) -> None:
+    state = {"a": torch.arange(300_000.0), "b": torch.ones(3)}
+    put(place, state)
+    with ptsave.open(place) as archive:
+        found = {"pad": torch.zeros(9), **{name: archive[name] for name in state}}
+        ptsave.save(found, place, atomic=atomic)
+    assert equal(torch.load(place), {"pad": torch.zeros(9), **state})
+
+
+@needs_root
+def test_open_file_that_tensors_are_mapped_from(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    before = put(path, {"a": torch.arange(300_000.0)})
+    state = ptsave.load(path, mmap=True)
+    with path.open("r+b") as stream, pytest.raises(ptsave.SaveError, match="mapped"):
+        ptsave.save(state, f"/proc/self/fd/{stream.fileno()}")
+    assert path.read_bytes() == before
+
+
+# ---------------------------------------------------------------------------------- save_model
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+@pytest.mark.parametrize("size", ["5GB", "300KB"])
+def test_model_that_is_mapped_from_its_directory(tmp_path: Path, kind: Any, size: str) -> None:
+    state = {f"{i}.weight": torch.full((200, 200), float(i)) for i in range(4)}
+    ptsave.save_model(state, tmp_path, format=kind, max_shard_size=size)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(200, 200, bias=False) for _ in range(4)))
+    ptsave.load_model(model, tmp_path, device="cpu")
+    for other in ("5GB", "170KB", size):
+        ptsave.save_model(model, tmp_path, format=kind, max_shard_size=other)
+        assert equal(model.state_dict(), state)
+        again = torch.nn.Sequential(*(torch.nn.Linear(200, 200, bias=False) for _ in range(4)))
+        ptsave.load_model(again, tmp_path)
+        assert equal(again.state_dict(), state)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_model_file_that_can_only_be_overwritten(place: Path, kind: Any) -> None:
+    name = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}[kind]
+    state = {"weight": torch.arange(40_000.0).view(200, 200)}
+    if not is_mounted(place):
+        pytest.skip("as above")
+    folder = place.parent / "model"
+    ptsave.save_model(state, folder, format=kind)
+    path, behind = folder / name, place.parent / "behind.bin"
+    shutil.copy(path, behind)
+    subprocess.run(["mount", "--bind", behind, path], check=True)
+    try:
+        with torch.device("meta"):
+            model = torch.nn.Linear(200, 200, bias=False)
+        ptsave.load_model(model, folder, device="cpu")
+        before = behind.read_bytes()
+        try:
+            ptsave.save_model(model, folder, format=kind)
+        except ptsave.SaveError:
+            assert behind.read_bytes() == before
+        assert equal(model.state_dict(), state)
+        again = torch.nn.Linear(200, 200, bias=False)
+        ptsave.load_model(again, folder)
+        assert equal(again.state_dict(), state)
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
