@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 _ZIP_MAGIC = b"PK\x03\x04"
+_ID_RECORD = ".data/serialization_id"
+_ID_N_DIGITS = 20  # of names, and then of checksums
 # What torch says when miniz fails; people search for it.
 MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
@@ -113,6 +115,14 @@ def _open_file_object(stream: Any) -> _C.Reader | None:
     if os.pread(fd, 4, begin) != _ZIP_MAGIC:
         return None
     return _C.Reader.open_descriptor(fd, begin, os.fsencode(str(stream.name)))
+
+
+def _folded(crcs: Iterable[int]) -> int:
+    """Return what a serialization id says of checksums (docs/format.md)."""
+    seed = 0
+    for crc in crcs:
+        seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFF_FFFF_FFFF_FFFF
+    return seed
 
 
 def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
@@ -209,8 +219,9 @@ class RecordReader:
         return _C.payload_offset_after(cursor, full_name, nbytes, alignment)
 
     def serialization_id(self) -> str:
-        name = ".data/serialization_id"
-        return self.get_record(name).decode("ascii", "replace") if self.has_record(name) else ""
+        if not self.has_record(_ID_RECORD):
+            return ""
+        return self.get_record(_ID_RECORD).decode("ascii", "replace")
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
         """Return a tensor over the storage of a record, which may still be being filled."""
@@ -251,13 +262,27 @@ class RecordReader:
         """Whether storages are compared with checksums; warns if they should be and have none."""
         if not self.verify or self.engine.storages_have_crcs:
             return self.verify
+        if self.storages_were_left_out():
+            return False
         warnings.warn(
             f"{self.path} was written without checksums of its storages "
-            "(set_crc32_options(False) or skip_data()): they are loaded unverified",
+            "(set_crc32_options(False)): they are loaded unverified",
             CheckpointWarning,
             stacklevel=stacklevel,
         )
         return False
+
+    def storages_were_left_out(self) -> bool:
+        """Whether ``torch.serialization.skip_data`` wrote the file, for others to fill it in.
+
+        Only storages have no checksums then, and the serialization id is made of that: an ordinary
+        file that has lost them says otherwise.
+        """
+        if self.engine.storages_have_crcs or not self.engine.has_crcs:
+            return False
+        records = [record for record in self.engine.records() if record.name != _ID_RECORD]
+        crcs = [record.crc for record in records if record.nbytes]
+        return self.serialization_id()[_ID_N_DIGITS:] == f"{_folded(crcs):0{_ID_N_DIGITS}}"
 
     @contextmanager
     def reading_storages(self, *, exact_offsets: bool) -> Iterator[None]:

@@ -9,7 +9,7 @@ import signal
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -325,6 +325,41 @@ def test_all_checksums_zero_is_a_file_without_checksums() -> None:
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert_same_object(result, _OBJECT)
+
+
+@pytest.mark.parametrize("save", [stock_save, ptsave.save])
+@pytest.mark.parametrize("obj", [_OBJECT, {"e": torch.empty(0), "w": torch.ones(300)}])
+def test_storages_that_were_left_out_and_filled(
+    save: Callable[..., object], obj: Any, tmp_path: Path
+) -> None:
+    """A file of skip_data has no checksums of storages by design: no warning, as with torch."""
+    whole = archive_of(obj)
+    with torch.serialization.skip_data():
+        save(obj, tmp_path / "archive.pt")
+    data = bytearray((tmp_path / "archive.pt").read_bytes())
+    for entry in whole.entries:
+        name = entry.name.decode().partition("/")[2]
+        if name.startswith("data/"):
+            offset = _payload_offset(bytes(data), name)
+            data[offset : offset + len(entry.payload)] = entry.payload
+    (tmp_path / "archive.pt").write_bytes(data)
+    for source in (tmp_path / "archive.pt", io.BytesIO(bytes(data))):
+        for weights_only in (True, False):
+            assert_same_object(ptsave.load(source, weights_only=weights_only), obj)
+            if isinstance(source, io.BytesIO):
+                source.seek(0)
+    pickle_byte = bytes(data).index(b"cpu")
+    assert _corruption(patched(bytes(data), pickle_byte, b"x")).record == "data.pkl"
+
+
+def test_an_ordinary_file_whose_storages_have_lost_their_checksums() -> None:
+    """Its serialization id says that it had some."""
+    archive = archive_of(_OBJECT)
+    for entry in archive.entries:
+        if b"/data/" in entry.name:
+            entry.crc = 0
+    with pytest.warns(ptsave.CheckpointWarning, match="without checksums"):
+        ptsave.load(io.BytesIO(archive.to_bytes()))
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "byteorder", "data/0", "data/1", "version"])
