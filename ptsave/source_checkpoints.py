@@ -20,7 +20,7 @@ from ptsave.payload_sources import (
 )
 from ptsave.safetensors_header import read_header
 from ptsave.shard_files import find_shards, merged
-from ptsave.sources import FsspecFile, LocalFile, is_url
+from ptsave.sources import FsspecFile, LocalFile, expect_no_more_reads, is_url
 from ptsave.spans import MIB
 
 __all__ = ["SourceCheckpoint", "open_checkpoint"]
@@ -110,8 +110,12 @@ def _open_file(
     stack.callback(stream.close)
     head = stream.read(HEAD_NBYTES)
     if is_safetensors(head, os.fstat(stream.fileno()).st_size):
+        stream.seek(0)
+        expect_no_more_reads(stream.fileno())
+        file = LocalFile(stream, path)
+        stack.callback(file.close)
         stream.close()  # of many shards each descriptor counts
-        return _open_safetensors(path, opened, sources, stack, checkpoint)
+        return _open_safetensors(file, sources, checkpoint)
     checkpoint.is_safetensors = False
     stream.seek(0)
     contents = open_contents(stream, path, {}, verify=True)
@@ -127,12 +131,10 @@ def _open_file(
 
 
 def _open_safetensors(
-    path: str, opened: str, sources: PayloadSources, stack: ExitStack, checkpoint: SourceCheckpoint
+    file: LocalFile, sources: PayloadSources, checkpoint: SourceCheckpoint
 ) -> Any:
-    file = LocalFile.open(opened, path)
-    stack.callback(file.close)
     header = read_header(file)
-    source = sources.add_file(file.descriptor, path)
+    source = sources.add_file(file.descriptor, file.name)
     tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in header.tensors])
     for stored, tensor in zip(header.tensors, tensors, strict=True):
         place = StoragePlace(source, stored.offset, stored.nbytes)

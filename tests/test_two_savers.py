@@ -24,6 +24,7 @@ import torch
 
 import ptsave
 from ptsave import writing
+from ptsave.conversion import convert
 from ptsave.file_verification import verify_file
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
@@ -272,6 +273,30 @@ def test_verification_of_a_file_that_is_replaced(tmp_path: Path) -> None:
             found = verify_file(path)
         assert found.problems == [], f"call {n}"
         assert (found.tensors or []) in (["weight"], [])
+        if len(calls) < n:
+            break
+    assert n > 5
+
+
+def test_source_of_a_conversion_that_is_replaced(tmp_path: Path) -> None:
+    """Its kind is that of the file whose tensors are read, not of another one of the name."""
+    from ptsave import source_checkpoints
+
+    path, other, target = (tmp_path / name for name in ("model.bin", "other.bin", "target.pt"))
+    ptsave.save_model({"weight": torch.zeros(10)}, tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+
+    def replace() -> None:
+        torch.save({"other": torch.ones(3)}, other)
+        other.rename(path)
+
+    n = 0
+    while True:
+        n += 1
+        path.write_bytes(whole)
+        with meanwhile(replace, n, source_checkpoints.__file__) as calls:
+            convert(path, target, force=True)
+        assert list(torch.load(target)) in (["weight"], ["other"]), f"call {n}"
         if len(calls) < n:
             break
     assert n > 5
