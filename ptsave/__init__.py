@@ -12,6 +12,7 @@ from ptsave.errors import (
     NotCheckpointError,
     SaveError,
     StagingFullError,
+    UnsupportedUrlError,
 )
 from ptsave.installation import install, installed, uninstall
 from ptsave.lazy_buffers import register_lazy_buffer
@@ -40,6 +41,7 @@ __all__ = [
     "StagingFullError",
     "TensorInfo",
     "UnmatchedParameters",
+    "UnsupportedUrlError",
     "__version__",
     "add_prefix",
     "async_save",

@@ -35,9 +35,9 @@ from ptsave.sources import (
     LocalFile,
     RangeSource,
     RemoteReader,
-    is_url,
 )
 from ptsave.unpickling import can_defer_reading
+from ptsave.urls import is_url, refuse_url
 
 __all__ = ["open_contents", "reporting_damage", "require_saved_object"]
 
@@ -74,6 +74,7 @@ def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bo
 
 def _open_local(f: Any, path: str, verify: bool) -> Contents:
     if isinstance(f, (str, os.PathLike)):
+        refuse_url(f)
         return _open_path(os.fspath(f), path, verify)
     if type(f) is io.BytesIO or real_file(f) is not None:
         return _open_stream(f, path, verify)

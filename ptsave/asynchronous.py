@@ -14,6 +14,7 @@ from torch.serialization import (
     _check_dill_version,
     _check_save_filelike,
     _get_storage_alignment,
+    _is_path,
     _serialization_tls,
     get_crc32_options,
 )
@@ -22,6 +23,7 @@ from ptsave import _C, background, config
 from ptsave.pickling import pickle_object
 from ptsave.planning import engine_can_save, plan_archive
 from ptsave.save_future import SaveFuture
+from ptsave.urls import refuse_url_target
 from ptsave.writing import resolve_target
 
 __all__ = ["async_save", "release_staging_memory"]
@@ -79,7 +81,8 @@ def async_save(
         If there is no room and ``when_full="raise"``, or the tensors are more than
         `max_staged_bytes`.  Nothing was copied.
     SaveError
-        If nothing can ever be written to `f`: its directory does not exist, it is a directory.
+        If nothing can ever be written to `f`: its directory does not exist, it is a directory, or a
+        URL.
     ValueError
         For an unknown option, and for what is not torch's current format
         (``_use_new_zipfile_serialization=False``, a storage alignment above 32 KiB): only
@@ -107,6 +110,8 @@ def async_save(
     limit = _staging_limit(max_staged_bytes)
     _check_dill_version(pickle_module)
     _check_save_filelike(f)
+    if _is_path(f):
+        refuse_url_target(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         raise ValueError(
             "async_save writes only torch's zip format, with storages aligned to at most 32 KiB; "

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
+from ptsave.urls import refuse_url_target
 
 __all__ = ["CheckpointDirectory", "create_directory"]
 
@@ -33,6 +34,7 @@ def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
     SaveError
         If it cannot be made, is something else, or files cannot be listed and made in it.
     """
+    refuse_url_target(directory)
     path = Path(os.path.abspath(os.fsdecode(directory)))
     try:
         created = [each for each in (path, *path.parents) if not each.exists()]

@@ -50,7 +50,8 @@ class AsyncCheckpointer:
     Raises
     ------
     SaveError
-        An :class:`OSError`: the directory cannot be made, is a file, or may not be written.
+        An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
+        URL.
     TypeError, ValueError
         `keep` is neither None nor at least 1, or `rank` neither None nor at least 0.
     RuntimeError

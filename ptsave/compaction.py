@@ -23,6 +23,7 @@ from ptsave.reading_entries import leaves_of, read_entry
 from ptsave.slicing import span_of
 from ptsave.source_checkpoints import open_checkpoint
 from ptsave.streamed_files import PicklePlan
+from ptsave.urls import refuse_url_target
 from ptsave.view_reading import view_as
 
 __all__ = ["Compaction", "compact"]
@@ -123,6 +124,8 @@ def compact(
     """
     source = os.fspath(source)
     path = source if target is None else os.fspath(target)
+    if target is not None or not dry_run:
+        refuse_url_target(path)
     if os.path.isdir(source):
         raise IsADirectoryError(errno.EISDIR, "give the files in it, one at a time", source)
     if target is not None:

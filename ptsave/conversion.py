@@ -26,13 +26,13 @@ from ptsave.sharded_saving import (
 )
 from ptsave.sizes import parse_size
 from ptsave.source_checkpoints import SourceCheckpoint, open_checkpoint
-from ptsave.sources import is_url
 from ptsave.streamed_files import (
     PicklePlan,
     SafetensorsPlan,
     StreamedPlan,
     safetensors_dtypes,
 )
+from ptsave.urls import refuse_url_target
 
 __all__ = ["Conversion", "Format", "convert"]
 
@@ -141,7 +141,8 @@ def convert(
     CorruptCheckpointError
         If the source is damaged; the message names records and entries.
     SaveError
-        If the target cannot be written.  There is no target after an error, or the old one.
+        If the target cannot be written, or is a URL.  There is no target after an error, or the
+        old one.
 
     Notes
     -----
@@ -350,8 +351,7 @@ def _new_directory(folder: str) -> Iterator[None]:
 def _target_of(path: str, wanted: Format | None) -> _Target:
     if wanted not in (None, "pt", "safetensors"):
         raise ValueError(f"format must be 'pt' or 'safetensors', not {wanted!r}")
-    if is_url(path):
-        raise ValueError(f"{path}: a conversion writes local files: copy the result there")
+    refuse_url_target(path)
     suffix = os.path.splitext(path)[1].lower()
     if os.path.isdir(path) or path.endswith("/") or not suffix:
         return _Target(path, wanted or "safetensors", is_directory=True)

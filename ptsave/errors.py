@@ -15,6 +15,7 @@ __all__ = [
     "NotCheckpointError",
     "SaveError",
     "StagingFullError",
+    "UnsupportedUrlError",
 ]
 
 
@@ -186,6 +187,34 @@ _SAVE_ERRORS: dict[type[OSError], type[SaveError]] = {
 }
 # Pickles name types as attributes of their modules.
 globals().update({kind.__name__: kind for kind in (*_SAVE_ERRORS.values(), *_MALFORMED.values())})
+
+
+class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
+    """A URL where only local files and directories are served; nothing was read or made.
+
+    It is of the types that :func:`torch.save` and :func:`torch.load` raise for a URL, as for any
+    path that is not there.
+
+    Examples
+    --------
+    >>> import ptsave
+    >>> try:
+    ...     ptsave.save([1, 2], "s3://bucket/list.pt")
+    ... except ptsave.UnsupportedUrlError as error:
+    ...     print(error.filename, isinstance(error, ptsave.SaveError))
+    s3://bucket/list.pt True
+    """
+
+    @classmethod
+    def of(cls, url: str, reason: str = "") -> UnsupportedUrlError:
+        """Return the error for a URL; `reason` says why it is not served if others are."""
+        message = (
+            f"URLs are not served here, only local files and directories{reason and f' ({reason})'}"
+            ": copy it to or from a local path (given as a str, the URL of a file is read by "
+            "ptsave.open and by the commands ls, verify, globals, extract, diff and convert), or "
+            "begin the name of a local file with ./"
+        )
+        return cls(errno.ENOENT, message, url)
 
 
 class StagingFullError(RuntimeError):

@@ -20,6 +20,7 @@ from ptsave.expansion import check_expansion
 from ptsave.serialization import save
 from ptsave.shard_files import files_at
 from ptsave.streamed_files import write_bytes, write_safetensors
+from ptsave.urls import refuse_url_target
 
 __all__ = ["default_output", "read_entries", "write_entries"]
 
@@ -130,6 +131,7 @@ def write_entries(
     if not isinstance(output, str):
         save(obj, output)
         return
+    refuse_url_target(output)
     if os.path.isdir(output):
         raise IsADirectoryError(errno.EISDIR, "is a directory: name a file in it", output)
     if os.path.lexists(output) and not overwrite:

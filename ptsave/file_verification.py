@@ -26,9 +26,10 @@ from ptsave.progress import ProgressCallback, progress_from
 from ptsave.reading import RecordReader, bare_message, describe, open_archive
 from ptsave.required_globals import globals_in_pickle, unsafe_globals
 from ptsave.shard_files import ShardFiles
-from ptsave.sources import FsspecFile, RemoteReader, is_url
+from ptsave.sources import FsspecFile, RemoteReader
 from ptsave.spans import spans_of
 from ptsave.unpickling import can_defer_reading
+from ptsave.urls import is_url, refuse_url
 from ptsave.verifying import find_damage
 
 __all__ = [
@@ -216,6 +217,7 @@ def _opened(f: Any) -> Iterator[Any]:
     if is_url(f):
         yield f
         return
+    refuse_url(f)
     with open(f, "rb", buffering=0, opener=regular_only) as stream:
         yield stream
 

@@ -25,7 +25,8 @@ from ptsave.not_checkpoints import (
     what_it_is,
 )
 from ptsave.reading import RecordReader, describe, open_archive
-from ptsave.sources import FsspecFile, RemoteReader, is_url
+from ptsave.sources import FsspecFile, RemoteReader
+from ptsave.urls import is_url, refuse_url
 
 __all__ = [
     "code_to_allow",
@@ -81,6 +82,7 @@ def required_globals(f: Any) -> dict[str, str]:
     if is_url(f):
         with FsspecFile(f, {}).open() as stream:
             return _globals_in(stream, f, path)
+    refuse_url(f)
     with open(f, "rb", opener=regular_only) as stream:
         return _globals_in(stream, f, path)
 

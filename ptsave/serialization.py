@@ -32,6 +32,7 @@ from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
+from ptsave.urls import refuse_url, refuse_url_target
 from ptsave.writing import ArchiveWriter, resolve_target
 
 __all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors", "wants_mmap"]
@@ -88,7 +89,7 @@ def save(
     SaveError
         An :class:`OSError` (with ``errno`` and ``filename``) that is also a :class:`RuntimeError`:
         disk full, no permission, missing directory, ...  The old file is unchanged and nothing is
-        left beside it.
+        left beside it.  For a URL it is an :class:`UnsupportedUrlError`.
 
     Notes
     -----
@@ -105,6 +106,8 @@ def save(
     """
     _check_dill_version(pickle_module)
     _check_save_filelike(f)
+    if _is_path(f):
+        refuse_url_target(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         return stock.save(
             obj,
@@ -178,6 +181,8 @@ def load(
     ------
     CorruptCheckpointError
         A :class:`RuntimeError` that names the damaged record, its offset and the entries using it.
+    UnsupportedUrlError
+        A :class:`FileNotFoundError`: `f` is a URL; :func:`ptsave.open` reads those.
     pickle.UnpicklingError
         As from :func:`torch.load`.
 
@@ -262,7 +267,9 @@ def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     objects that are neither real files nor ``io.BytesIO``; and it raises the error for arguments
     that do not go together.
     """
-    if wants_mmap(mmap) and not _is_path(f):
+    if _is_path(f):
+        refuse_url(f)
+    elif wants_mmap(mmap):
         return None
     engine = open_archive(f)
     return None if engine is None else RecordReader(engine, describe(f), verify=verify)

@@ -22,6 +22,7 @@ from ptsave.serialization import save
 from ptsave.shard_files import FORMATS, ShardFormat
 from ptsave.sizes import parse_size
 from ptsave.streamed_files import check_safetensors, write_bytes, write_safetensors
+from ptsave.urls import refuse_url_target
 
 __all__ = [
     "FORMAT_FILES",
@@ -72,7 +73,7 @@ def save_model(
     ValueError
         For a size or format that is none.
     SaveError
-        If a file cannot be written; the set that was there is unchanged then.
+        If a file cannot be written, or `directory` is a URL; the set that was there is unchanged.
 
     Notes
     -----
@@ -100,6 +101,7 @@ def save_model(
     if format not in FORMAT_FILES:
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
     limit = parse_size(max_shard_size, "max_shard_size")
+    refuse_url_target(directory)
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()

@@ -20,8 +20,9 @@ from ptsave.payload_sources import (
 )
 from ptsave.safetensors_header import read_header
 from ptsave.shard_files import find_shards, merged
-from ptsave.sources import FsspecFile, LocalFile, expect_no_more_reads, is_url
+from ptsave.sources import FsspecFile, LocalFile, expect_no_more_reads
 from ptsave.spans import MIB
+from ptsave.urls import is_url, refuse_url
 
 __all__ = ["SourceCheckpoint", "open_checkpoint"]
 
@@ -93,6 +94,7 @@ def open_checkpoint(
         return checkpoint
     if storage_options:
         raise TypeError("storage_options are for URLs")
+    refuse_url(path)
     files = find_shards(path)
     checkpoint.files = files.paths
     objects = [_open_file(each, each, sources, stack, checkpoint) for each in files.paths]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.errors import UnsupportedUrlError
 from ptsave.not_checkpoints import regular_only
 from ptsave.reading import RecordReader, raise_corrupt
 from ptsave.remote_errors import os_errors
@@ -31,7 +32,6 @@ __all__ = [
     "RemoteReader",
     "SparseFile",
     "expect_no_more_reads",
-    "is_url",
 ]
 
 # One request rather than two, and how large one may become.
@@ -43,11 +43,6 @@ _SMALL_RECORDS = (
     *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
     *(".data/version", ".data/serialization_id"),
 )
-
-
-def is_url(f: Any) -> bool:
-    """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
-    return isinstance(f, str) and ("://" in f or "::" in f) and not os.path.exists(f)
 
 
 def expect_no_more_reads(descriptor: int) -> None:
@@ -89,7 +84,12 @@ class FsspecFile:
         from fsspec.core import url_to_fs
 
         self.name = url
-        self.file_system, self.path = url_to_fs(url, **storage_options)
+        try:
+            self.file_system, self.path = url_to_fs(url, **storage_options)
+        except ValueError as error:
+            if not str(error).startswith("Protocol not known"):
+                raise
+            raise UnsupportedUrlError.of(url, str(error)) from None
         with os_errors(url):
             info = self.file_system.info(self.path)
         if info.get("type") == "directory":

@@ -22,6 +22,7 @@ from ptsave.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.shard_files import find_shards
 from ptsave.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
 from ptsave.thread_pool import ThreadPool
+from ptsave.urls import refuse_url
 from ptsave.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
 
 __all__ = ["load_model"]
@@ -94,6 +95,8 @@ def load_model(
         got a tensor that the index promises.
     FileNotFoundError
         There are no shards, or one of them is missing.
+    UnsupportedUrlError
+        `path` is a URL.
     OSError
         A file cannot be read.
     TypeError
@@ -120,6 +123,7 @@ def load_model(
     if packed_modules_mapping is None:
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
     packed = PackedModules(packed_modules_mapping)
+    refuse_url(path)
     files = find_shards(os.fsdecode(path))
     with ExitStack() as stack:
         plan = WeightPlan(ModelTensors(model), packed, open_shards(files, stack))

@@ -229,5 +229,5 @@ def test_nobody_there() -> None:
 
 
 def test_what_is_no_url_of_a_file() -> None:
-    with pytest.raises(ValueError, match="Protocol not known"):
+    with pytest.raises(ptsave.UnsupportedUrlError, match="Protocol not known: nothing"):
         ptsave.open("nothing://model.pt")

@@ -25,6 +25,7 @@ from ptsave.bench.rounds import (
 )
 from ptsave.bench.system import filesystem_of, make_cold
 from ptsave.memory_limits import available_nbytes
+from ptsave.urls import refuse_url_target
 
 __all__ = ["MIN_NBYTES", "Measurement", "Plan", "measure_disk", "plan_disk"]
 
@@ -160,6 +161,7 @@ def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Pla
     ValueError
         If `nbytes` is less than `MIN_NBYTES`.
     """
+    refuse_url_target(directory)
     folder = Path(directory)
     _require_writable(folder)
     free, memory = shutil.disk_usage(folder).free, available_nbytes()

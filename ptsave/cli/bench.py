@@ -18,6 +18,7 @@ from ptsave.bench.system import describe_machine
 from ptsave.cli.command import Command, note, shows_progress
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import size_text
+from ptsave.urls import refuse_url_target
 
 __all__ = ["command"]
 
@@ -100,6 +101,7 @@ def command(
 
 def _require_plot(path: str) -> None:
     """Raise now what would only be raised after minutes of measuring."""
+    refuse_url_target(path)
     figure = require_matplotlib()()
     formats = figure.canvas.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()

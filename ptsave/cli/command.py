@@ -18,7 +18,7 @@ import click
 from ptsave.cli.text import printable
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.reading import MINIZ_ADVICE
-from ptsave.sources import is_url
+from ptsave.urls import is_url
 
 __all__ = [
     "FAILED",

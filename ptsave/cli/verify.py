@@ -24,7 +24,8 @@ from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.file_verification import Problem, Verification, compare_with_index, verify_file
 from ptsave.progress import ProgressCallback, progress_bar, progress_from
 from ptsave.shard_files import ShardFiles, files_at
-from ptsave.sources import FsspecFile, is_url
+from ptsave.sources import FsspecFile
+from ptsave.urls import is_url, refuse_url
 
 __all__ = ["command"]
 
@@ -129,6 +130,7 @@ def _model_at(path: str) -> _Model:
     except CorruptCheckpointError as error:  # the index
         return _Model(path, [], [Problem(str(error))])
     if files is None and not is_url(path):
+        refuse_url(path)
         os.stat(path)
     return _Model(path, [files or ShardFiles([path])])
 

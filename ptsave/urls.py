@@ -1,0 +1,70 @@
+"""Which paths are URLs, and refusing those where only local files and directories are served."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ptsave.errors import UnsupportedUrlError
+
+__all__ = ["is_url", "refuse_url", "refuse_url_target"]
+
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
+_URL = re.compile(rf"({_SCHEME}::)*{_SCHEME}://")
+# What pathlib and normpath make of one.
+_COLLAPSED = re.compile(rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)")
+
+
+def is_url(f: Any) -> bool:
+    """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
+    if not isinstance(f, str) or not ("://" in f or ("::" in f and not _COLLAPSED.match(f))):
+        return False
+    return not os.path.exists(f)
+
+
+def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
+    """Refuse to read from a URL, or from what pathlib makes of one.
+
+    What is there locally is not refused, whatever its name.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If it is one.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> refuse_url("model.pt")
+    >>> refuse_url(Path("s3://bucket/model.pt"))
+    Traceback (most recent call last):
+    ...
+    ptsave.errors.UnsupportedUrlError: [Errno 2] URLs are not served here, only local files and ...
+    """
+    text = os.fsdecode(path)
+    if _looks_like_url(text) and not os.path.exists(text):
+        raise UnsupportedUrlError.of(text)
+
+
+def refuse_url_target(path: str | bytes | os.PathLike[Any]) -> None:
+    """Refuse to write to a URL, or to what pathlib makes of one.
+
+    With two slashes it is a URL even if there is such a directory: somebody who means S3 may have
+    an ``s3:`` from a program that made one.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If it is one.
+    """
+    text = os.fsdecode(path)
+    if _looks_like_url(text):
+        raise UnsupportedUrlError.of(text)
+
+
+def _looks_like_url(text: str) -> bool:
+    if _URL.match(text):
+        return True
+    collapsed = _COLLAPSED.match(text)
+    return collapsed is not None and not os.path.lexists(collapsed["first"])
