@@ -116,9 +116,17 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- writing
 
     def write(self) -> None:
-        """Write the file, or find out why not, and tell who waits for it."""
+        """Write the file, or find out why not, and tell who waits for it.
+
+        Called again after a MemoryError, it ends what is not ended.
+        """
+        if self.future.done() and not self.future.cancelled():
+            _unfinished.pop(self.future, None)
+            return
         error: BaseException | None = None
         try:
+            if self.future.running():
+                raise MemoryError("the thread that writes has run out of memory")
             if not self.future.set_running_or_notify_cancel():
                 return  # abandoned
             staging_error = self.future.join_staging()

@@ -275,7 +275,7 @@ class Filling:
         """Read one batch while the one before is delivered, on this thread."""
         previous: list[Staged] = []
         memory = RecycledMemory(_MAX_AHEAD_NBYTES)
-        with ThreadPool(max_workers=1, thread_name_prefix="ptsave-read") as reader:
+        with ThreadPool(1, "ptsave-read") as reader:
             for batch in self._batches(deliveries):
                 nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
                 if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
+
+from ptsave.threads import PAUSE, Thread
 
 __all__ = ["WorkerLane"]
 
@@ -16,8 +19,8 @@ class WorkerLane:
     """Runs calls in the order in which they were put.
 
     The thread is started for the first call and ends after the last one.  It is no daemon, so the
-    interpreter waits for it when it exits.  Where none can be started (out of threads, or the
-    interpreter has waited already), the calls run on the thread that puts them.
+    interpreter waits for it when it exits.  Where none can be started (out of threads or memory, or
+    the interpreter has waited already), the calls run on the thread that puts them.
 
     Parameters
     ----------
@@ -37,8 +40,11 @@ class WorkerLane:
         self._thread: threading.Thread | None = None
 
     def put(self, call: _Call) -> None:
-        """Add a call, which must not raise."""
-        thread = threading.Thread(target=self._run, name=self._name, daemon=False)
+        """Add a call.
+
+        It must not raise anything but MemoryError, and is called again if it does.
+        """
+        thread = Thread(self._run_on_thread, self._name)
         try:
             with self.changed:
                 self._calls.append(call)
@@ -52,10 +58,10 @@ class WorkerLane:
                 self._thread = None  # interrupted before it has begun
             raise
 
-    def _start(self, thread: threading.Thread) -> bool:
+    def _start(self, thread: Thread) -> bool:
         try:
             thread.start()
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             self._thread = threading.current_thread()
             return False
         return True
@@ -87,14 +93,24 @@ class WorkerLane:
             self.changed.wait_for(lambda: self._thread is None)
         self._run()  # what a thread has left that was ended by force
 
+    def _run_on_thread(self, begun: Callable[[], None]) -> None:
+        begun()
+        self._run()
+
     def _run(self) -> None:
-        try:
-            while (call := self._next()) is not None:
+        call: _Call | None = None
+        while True:
+            try:
+                call = call or self._next()
+                if call is None:
+                    return
                 call()
-                del call  # as what it holds would live until the next one comes
-        except BaseException:
-            self._leave()
-            raise
+                call = None  # as what it holds would live until the next one comes
+            except MemoryError:  # somebody waits for the rest
+                time.sleep(PAUSE)
+            except BaseException:
+                self._leave()
+                raise
 
     def _next(self) -> _Call | None:
         with self.changed:
@@ -105,5 +121,5 @@ class WorkerLane:
 
     def _leave(self) -> None:
         with self.changed:
-            self._thread = None
             self.changed.notify_all()
+            self._thread = None

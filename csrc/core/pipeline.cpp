@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 
 #include <chrono>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -19,6 +20,8 @@ ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work w
       workers_.emplace_back([this] { run_worker(); });
     } catch (const std::system_error&) {
       break;  // out of threads: those there are (or finish() itself) do the work
+    } catch (const std::bad_alloc&) {
+      break;  // ... or out of memory; not rethrown, as destroying a running thread terminates
     }
   }
 }

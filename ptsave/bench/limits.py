@@ -22,7 +22,6 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ptsave.bench.system import fetch_free_memory, make_cold
+from ptsave.thread_pool import ThreadPool
 
 __all__ = ["THREAD_COUNTS", "measure"]
 
@@ -193,11 +193,9 @@ def _in_threads(nbytes: int, n_threads: int, move: _Move) -> None:
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPool(n_threads) as workers:
+        for number in range(n_threads):
+            workers.submit(work, number)
     if errors:
         raise errors[0]
 

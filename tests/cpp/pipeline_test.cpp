@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -13,6 +15,26 @@
 #include <vector>
 
 #include "scratch.h"
+
+namespace {
+// How many allocations of this thread succeed before one fails; -1: all of them.
+thread_local int n_allocations_left = -1;
+}  // namespace
+
+// Not inlined: gcc would see std::free take what an inlined operator new has returned.
+[[gnu::noinline]] void* operator new(std::size_t nbytes) {
+  if (n_allocations_left == 0) {
+    n_allocations_left = -1;
+    throw std::bad_alloc();
+  }
+  if (n_allocations_left > 0) --n_allocations_left;
+  if (void* const memory = std::malloc(nbytes)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t /*nbytes*/) noexcept {
+  std::free(memory);
+}
 
 namespace ptsave {
 namespace {
@@ -241,6 +263,23 @@ TEST_P(Pipeline, HasNoMoreThreadsThanChunks) {
   release = true;
   pipeline.notify();
   pipeline.finish(kNoPoll);
+}
+
+TEST(PipelineMemory, NoneForTheNextThread) {
+  for (int n_allocations = 0; n_allocations < 6; ++n_allocations) {
+    std::atomic<std::size_t> n_done{0};
+    const auto work = [&](ChunkPipeline&, std::size_t) { ++n_done; };
+    n_allocations_left = n_allocations;
+    try {
+      ChunkPipeline pipeline(100, 4, work);
+      n_allocations_left = -1;
+      pipeline.finish(kNoPoll);
+      EXPECT_EQ(n_done, 100u);
+    } catch (const std::bad_alloc&) {  // before there was any thread
+      EXPECT_EQ(n_done, 0u);
+    }
+    n_allocations_left = -1;
+  }
 }
 
 TEST(PipelineInline, RunsOnTheThreadThatWaitsInAscendingOrder) {
