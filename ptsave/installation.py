@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
+from torch.jit import _builtins as operators
 
 from ptsave import serialization, stock
 
@@ -25,7 +26,8 @@ def install() -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
     Both ``torch`` and ``torch.serialization`` are changed, and so is what calls them inside torch
-    and in libraries.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
+    and in libraries.  To TorchScript they stay the operators that torch's are: what is scripted
+    calls those.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
     thread; the change is seen by all.
 
     Examples
@@ -42,6 +44,8 @@ def install() -> None:
     with _lock:
         _depth += 1
         if _depth == 1:
+            for old, new in _NAMES.values():
+                operators._register_builtin(new, operators._find_builtin(old))
             _replace({name: (old, new) for name, (old, new) in _NAMES.items()})
 
 
@@ -60,6 +64,8 @@ def uninstall() -> None:
         _depth -= 1
         if _depth == 0:
             _replace({name: (new, old) for name, (old, new) in _NAMES.items()})
+            for _, new in _NAMES.values():
+                operators._get_builtin_table().pop(id(new), None)
 
 
 @contextmanager

@@ -310,3 +310,78 @@ def test_in_forked_processes(tmp_path: Path) -> None:
         process.join()
     assert process.exitcode == 0
     assert_same_object(stock_load(copied), stock_load(path))
+
+
+# -------------------------------------------------------------------------------------- TorchScript
+
+
+def saving(x: torch.Tensor, name: str) -> None:
+    torch.save(x, name)
+
+
+def saving_by_module(x: torch.Tensor, name: str) -> None:
+    torch.serialization.save(x, name)
+
+
+def loading(name: str) -> torch.Tensor:
+    return torch.load(name)  # type: ignore[no-any-return]
+
+
+class Saving(torch.nn.Module):
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        torch.save(x, name)
+        return x + 1
+
+
+def outcome(code: Any) -> str:
+    try:
+        torch.jit.script(code)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "succeeds"
+
+
+SCRIPTED = (saving, saving_by_module, loading, Saving())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_scripts(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    # Whether compiling works, and if not, what it says, is torch's, before, while and after.
+    stock = [outcome(code) for code in SCRIPTED]
+    assert (stock[0], stock[3]) == ("succeeds", "succeeds")
+    before = torch.jit.script(saving)
+    with ptsave.installed(), ptsave.installed():
+        while_installed = [outcome(code) for code in SCRIPTED]
+        during = torch.jit.script(saving)
+        module = torch.jit.script(Saving())
+        before(torch.full((2,), 1.0), path)
+        assert torch.load(path).tolist() == [1, 1]
+        assert module(torch.zeros(2), path).tolist() == [1, 1]
+        during(torch.full((2,), 2.0), path)
+    assert while_installed == stock
+    assert [outcome(code) for code in SCRIPTED] == stock
+    assert stock_load(path).tolist() == [2, 2]
+    during(torch.full((2,), 3.0), path)
+    assert stock_load(path).tolist() == [3, 3]
+    # Not installed, ptsave's functions are Python's, which scripts cannot call.
+    find_operator: Any = torch.jit._builtins._find_builtin
+    assert find_operator(ptsave.save) is find_operator(ptsave.load) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traces(tmp_path: Path) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.save({"x": x}, tmp_path / "a.pt")
+        return x + 1
+
+    stock: Any = torch.jit.trace(run, torch.ones(2))
+    stock_file = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").unlink()
+    with ptsave.installed():
+        traced: Any = torch.jit.trace(run, torch.ones(2))
+    assert str(traced.graph) == str(stock.graph)
+    assert (tmp_path / "a.pt").read_bytes() == stock_file
