@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ptsave.containers import items_of
 from ptsave.copying import Copier, tensors_in
 from ptsave.mapping_state import check_mapping, load_mapping
 from ptsave.module_state import check_module, load_module
@@ -289,7 +290,7 @@ def restore_entries(
     with restoring(f, map_location, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
-            rest = {name: value for name, value in obj.items() if name not in targets}
+            rest = {name: value for name, value in items_of(obj) if name not in targets}
             moves = locations if any(True for _ in tensors_in(rest)) else set()
             check_locations(moves)
             for name, target in targets.items():
@@ -304,7 +305,7 @@ def restore_entries(
         rest.clear()
     # They belong on another device: torch's rules say which, when they are loaded by themselves.
     again = load(f, map_location, weights_only=weights_only, verify=False)
-    return {name: value for name, value in again.items() if name in names}
+    return {name: value for name, value in items_of(again) if name in names}
 
 
 def _rank(target: Any) -> int:

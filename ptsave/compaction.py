@@ -19,7 +19,7 @@ from ptsave.archive_contents import as_saved
 from ptsave.payload_sources import PayloadSources, StoragePlace, check_records, unfilled_tensors
 from ptsave.pickling import pickle_object
 from ptsave.progress import progress_bar
-from ptsave.reading_entries import leaves_of, read_entry
+from ptsave.reading_entries import leaves_of, read_entry, require_picklable
 from ptsave.slicing import span_of
 from ptsave.source_checkpoints import open_checkpoint
 from ptsave.streamed_files import PicklePlan
@@ -136,6 +136,7 @@ def compact(
         checkpoint = open_checkpoint(source, sources, stack, folder=folder, storage_options={})
         if checkpoint.is_safetensors:
             raise ValueError(f"{source}: tensors of a safetensors file share nothing")
+        require_picklable(checkpoint.obj, source)
         compactor = _Compactor(sources, dry_run=dry_run)
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]
         obj = read_entry(checkpoint.obj, compactor.compact)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from ptsave.compared_checkpoints import ComparedCheckpoint, flat
+from ptsave.containers import is_container, values_of
 from ptsave.entry_comparison import Detail, EntryComparer, EntryDifference, TensorPair
 from ptsave.entry_names import entry_not_found
 from ptsave.moved_names import moved_names
@@ -194,12 +195,12 @@ def _holds_more(obj: Any) -> bool:
     pending = [obj]
     while pending:
         value = pending.pop()
-        if not isinstance(value, (Mapping, list, tuple)):
+        if not is_container(value):
             if not isinstance(value, Tensor):
                 return True
         elif id(value) not in seen:
             seen.add(id(value))
-            pending += value.values() if isinstance(value, Mapping) else value
+            pending += values_of(value)
     return False
 
 

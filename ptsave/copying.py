@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ptsave.containers import attributes_of, values_of
+
 __all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
 
 
@@ -162,5 +164,5 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
             yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
         elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
             seen.add(id(value))
-            pending += [*value, *value.values()] if isinstance(value, Mapping) else value
-            pending += getattr(value, "__dict__", {}).values()
+            pending += [*value, *values_of(value)] if isinstance(value, Mapping) else value
+            pending += attributes_of(value).values()

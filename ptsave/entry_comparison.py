@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ptsave.containers import attributes_of, is_container, items_of
 from ptsave.entry_names import MAX_DEPTH
 from ptsave.number_differences import NumberDifference, Tolerance
 
@@ -235,19 +236,14 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     """Return the entries of a container by their keys; None for anything else."""
     if isinstance(value, Tensor):
         return None
-    if isinstance(value, Mapping):
-        return {**value, **_attributes(value)}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return {**dict(enumerate(value)), **_attributes(value)}
+    if is_container(value) and not isinstance(value, torch.Size):
+        parts = dict(items_of(value))
+        for name, attribute in attributes_of(value).items():  # such as `_metadata`
+            parts[f"__dict__.{name}" if name in parts else name] = attribute
+        return parts
     # Without an idea of its own of what is equal, an object is what its attributes are.
     has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
-    return None if has_equality else _attributes(value) or None
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return attributes such as ``_metadata`` of state dicts."""
-    found = getattr(value, "__dict__", {})
-    return dict(found) if not isinstance(value, type) else {}
+    return None if has_equality else attributes_of(value) or None
 
 
 def _is_named(value: Any) -> bool:

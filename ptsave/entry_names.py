@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from ptsave.containers import is_container, items_of
 from ptsave.errors import EntryNotFoundError
 
 __all__ = ["MAX_DEPTH", "EntryNames", "Path", "dotted", "entry_not_found", "path_in"]
@@ -110,9 +111,11 @@ class EntryNames:
     def _follow(self, path: Path) -> Any:
         value = self._obj
         for key in path:
-            if not isinstance(value, (Mapping, list, tuple)):
+            if not is_container(value):
                 raise self._missing(path)
             try:
+                if isinstance(value, Mapping) and key not in value:  # a Counter has all
+                    raise KeyError(key)
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 raise self._missing(path) from None
@@ -146,11 +149,7 @@ def path_in(text: str) -> Path | None:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, (list, tuple)):
-        return enumerate(value)
-    return ()
+    return items_of(value) if is_container(value) else ()
 
 
 def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
@@ -165,7 +164,7 @@ def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
         for key, value in items:
             if isinstance(value, Tensor):
                 yield f"{prefix}{key}", (*path, key), value
-            elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            elif is_container(value) and id(value) not in seen:
                 if len(pending) > MAX_DEPTH:
                     raise ValueError(
                         f"{file}: containers are nested deeper than {MAX_DEPTH} levels"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ptsave.containers import items_of
 from ptsave.entry_names import MAX_DEPTH, Path, path_in
 
 __all__ = ["EntryTree", "Node", "is_plain"]
@@ -197,6 +198,4 @@ def _is_container(value: Any) -> bool:
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    items: Iterable[tuple[Any, Any]]
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return iter(items)
+    return iter(items_of(value))

@@ -17,6 +17,7 @@ from ptsave.entry_names import entry_not_found, path_in
 from ptsave.entry_tree import EntryTree
 from ptsave.errors import EntryNotFoundError
 from ptsave.expansion import check_expansion
+from ptsave.reading_entries import require_picklable
 from ptsave.serialization import save
 from ptsave.shard_files import files_at
 from ptsave.streamed_files import write_bytes, write_safetensors
@@ -145,6 +146,7 @@ def write_entries(
             check_expansion([obj], output, max_size=max_size)
         _write_npy(output, obj)
     else:
+        require_picklable(obj, output)
         save(obj, output)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ptsave.containers import attributes_of, is_container, items_of
 from ptsave.entry_names import MAX_DEPTH, Path, dotted
 
 __all__ = ["Flattened", "flatten", "some_of"]
@@ -107,7 +108,7 @@ def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
     pending: list[tuple[Path, Any]] = [((), obj)]
     while pending:
         path, value = pending.pop()
-        if not isinstance(value, (Mapping, list, tuple)):
+        if not is_container(value):
             yield path, value
             continue
         first = seen.setdefault(id(value), path)
@@ -116,9 +117,9 @@ def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
             continue
         if len(path) > MAX_DEPTH:
             raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
-        if getattr(value, "_metadata", None):
+        if attributes_of(value).get("_metadata"):
             result.remarks.append(f"_metadata of {dotted(path) or 'the state dict'} is not kept")
-        items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+        items = list(items_of(value))
         if not items and path:
             result.losses.append(f"{dotted(path)} (an empty {type(value).__name__})")
         pending += [((*path, key), child) for key, child in reversed(items)]

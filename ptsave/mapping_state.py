@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
+from ptsave.containers import items_of
 from ptsave.copying import Copier, tensors_in
 from ptsave.load_errors import (
     mismatch_message,
@@ -142,4 +143,4 @@ def _are_containers(value: Any, saved: Any) -> bool:
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(container.items() if isinstance(container, Mapping) else enumerate(container))
+    return iter(items_of(container))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from torch.overrides import is_tensor_like
 
+from ptsave.containers import items_of
 from ptsave.copying import Copier, CopyNothing, CopyNow, Replacement, tensors_in
 from ptsave.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.load_errors import (
@@ -166,7 +167,7 @@ def load_module(
         return result
     require_mapping(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
-    entries: OrderedDict[str, Any] = OrderedDict(state_dict)
+    entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))
     if metadata is not None:
         entries._metadata = metadata  # type: ignore[attr-defined]
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
@@ -465,7 +466,7 @@ class _Checking(_Loading):
 
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
         """Raise what is certain to be raised in the end, whatever anybody's code does."""
-        self.load(module, OrderedDict(entries), "")
+        self.load(module, OrderedDict(items_of(entries)), "")
         # Hooks and overrides may declare that nothing is missing, but sizes are what they are.
         keys_are_final = not any(
             each._load_state_dict_post_hooks or gives_lists_away(each) for each in module.modules()
@@ -519,7 +520,7 @@ class _Report(_Checking):
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
         """Raise all of it; do nothing where it cannot be known, or hooks have mended it."""
         with contextlib.suppress(_UnknownMethodError):
-            self.load(module, OrderedDict(entries), "")
+            self.load(module, OrderedDict(items_of(entries)), "")
             self.raise_errors(module, strict)
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:

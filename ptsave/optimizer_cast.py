@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ptsave.containers import items_of, values_of
 from ptsave.copying import Copier
 
 __all__ = ["PresentState", "StateCaster"]
@@ -126,7 +127,7 @@ class StateCaster:
             self._copier.show({key: value})
         if isinstance(value, dict):
             before = present if type(present) is dict else {}
-            return {k: self._cast(owner, v, k, before.get(k)) for k, v in value.items()}
+            return {k: self._cast(owner, v, k, before.get(k)) for k, v in items_of(value)}
         rebuild: Any = type(value)
         return rebuild(self._cast(owner, v, None, None) for v in value)
 
@@ -179,7 +180,7 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
         elif type(value) in (dict, OrderedDict, defaultdict, list, tuple):
             n_visits[id(value)] += 1
             if n_visits[id(value)] <= 2:  # a container may hold itself
-                pending.extend(value.values() if isinstance(value, dict) else value)
+                pending.extend(values_of(value))
 
 
 def _address(tensor: Tensor) -> _Place:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from ptsave.containers import items_of
 from ptsave.copying import Copier
 from ptsave.optimizer_groups import (
     Assignment,
@@ -198,7 +199,7 @@ def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]])
         if not isinstance(state, dict):
             continue
         present = {} if is_known else optimizer.state.get(param, {})
-        for key, value in state.items():
+        for key, value in items_of(state):
             if not isinstance(value, Tensor):
                 continue
             expected = _shape_in_torch(key, param.shape) if is_known else _shape_in(present, key)
@@ -229,7 +230,7 @@ def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in items_of(group) if key not in ("params", "param_names")}
 
 
 def _new_group(

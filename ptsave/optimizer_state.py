@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ptsave.containers import items_of
 from ptsave.copying import Copier, CopyNothing, CopyNow
 from ptsave.optimizer_cast import PresentState, StateCaster
 from ptsave.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
@@ -227,7 +228,7 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 def _cast_state(saved: Any, assignment: Assignment, caster: StateCaster) -> dict[Any, Any]:
     state: dict[Any, Any] = defaultdict(dict)
-    for param_id, value in saved.items():
+    for param_id, value in items_of(saved):
         if param_id in assignment.params:
             param = assignment.params[param_id]
             state[param] = caster.cast(param, param_id, value)

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ptsave.containers import items_of
+
 __all__ = ["add_prefix", "strip_prefix"]
 
 
@@ -99,7 +101,7 @@ def _check(prefix: str) -> None:
 def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}
-    for key, entry in state_dict.items():
+    for key, entry in items_of(state_dict):
         new_key = rename(key)
         if new_key in origins:
             raise ValueError(
@@ -123,7 +125,7 @@ def _renamed_metadata(
     """
     result: OrderedDict[str, Any] = OrderedDict()
     renamed: set[str] = set()
-    for key, entry in metadata.items():
+    for key, entry in items_of(metadata):
         old_prefix = key + "." if key else ""
         new_prefix = rename(old_prefix)
         new_key = new_prefix[:-1]

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["leaves_of", "read_entry", "tensor_over"]
+from ptsave.containers import attributes_of, items_of, set_attributes, values_of
+
+__all__ = ["leaves_of", "read_entry", "require_picklable", "tensor_over"]
 
 
 def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
@@ -40,12 +42,30 @@ def leaves_of(entry: Any) -> Iterator[Any]:
             yield value
         elif id(value) not in seen and _is_container(value):
             seen.add(id(value))
-            inner = list(value.values()) if isinstance(value, dict) else list(value)
-            pending += reversed(inner + list(getattr(value, "__dict__", {}).values()))
+            pending += reversed([*values_of(value), *attributes_of(value).values()])
 
 
 def _is_container(value: Any) -> bool:
     return type(value) in (dict, OrderedDict, list, tuple)
+
+
+def require_picklable(entry: Any, path: str) -> None:
+    """Refuse containers whose attributes take the place of methods that pickling calls.
+
+    Raises
+    ------
+    ValueError
+        Pickling an ``OrderedDict`` asks for its ``items``: an attribute of that name would be asked
+        instead, and the entries be lost.
+    """
+    for container in _containers_in(entry):
+        for name in attributes_of(container):
+            if hasattr(type(container), name):
+                raise ValueError(
+                    f"{path}: a {type(container).__name__} has an attribute {name!r} in place of a "
+                    "method, and would lose its entries when it is written: load the file, "
+                    "and save a dict of what is in it"
+                )
 
 
 def tensor_over(leaf: Any) -> Tensor:
@@ -79,10 +99,10 @@ def _copy(entry: Any, made: dict[int, Any]) -> Any:
         if type(container) is list:
             copy += (_made(part, made) for part in container)
         elif type(container) is not tuple:
-            for key, part in container.items():
+            for key, part in items_of(container):
                 copy[key] = _made(part, made)
-            for name, part in getattr(container, "__dict__", {}).items():
-                setattr(copy, name, _made(part, made))  # `_metadata` of state dicts
+            attributes = attributes_of(container).items()  # `_metadata` of state dicts
+            set_attributes(copy, {name: _made(part, made) for name, part in attributes})
     return _made(entry, made)
 
 
@@ -112,5 +132,5 @@ def _containers_in(entry: Any) -> Iterator[Any]:
         if _is_container(value) and id(value) not in seen:
             seen.add(id(value))
             yield value
-            pending += value.values() if isinstance(value, dict) else value
-            pending += getattr(value, "__dict__", {}).values()
+            pending += values_of(value)
+            pending += attributes_of(value).values()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C, config
+from ptsave.containers import items_of
 from ptsave.copying import Copier
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError
 from ptsave.expansion import stored_nbytes_of
@@ -152,7 +153,7 @@ class PickledShard:
     def _checked(self, obj: Any) -> dict[str, Tensor]:
         if not isinstance(obj, Mapping):
             raise TypeError(f"{self.path} holds {type(obj).__name__}, not a dict of tensors")
-        for name, tensor in obj.items():
+        for name, tensor in items_of(obj):
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise TypeError(
                     f"{self.path}: entry {name!r} is {type(tensor).__name__}, not a tensor: a "
@@ -160,7 +161,7 @@ class PickledShard:
                 )
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise TypeError(f"{self.path}: entry {name!r} is not a dense tensor")
-        return {name: tensor.detach() for name, tensor in obj.items()}
+        return {name: tensor.detach() for name, tensor in items_of(obj)}
 
     def can_fill(self, entry: Entry, target: Tensor) -> bool:
         """Whether `target` may be that of a `Read`: any that ``copy_`` would fill."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ptsave.archive_contents import LoadedContents, UnreadContents
 from ptsave.archive_kinds import open_contents
+from ptsave.containers import items_of
 from ptsave.not_checkpoints import HEAD_NBYTES, is_safetensors, regular_only
 from ptsave.payload_sources import (
     PayloadSources,
@@ -149,7 +150,7 @@ def _entries(paths: list[str], objects: list[Any]) -> Iterator[tuple[str, str, A
     for path, obj in zip(paths, objects, strict=True):
         if not isinstance(obj, Mapping):
             raise TypeError(f"{path} holds {type(obj).__name__}, not a dict of tensors")
-        for name, value in obj.items():
+        for name, value in items_of(obj):
             yield name, path, value
 
 
