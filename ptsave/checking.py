@@ -22,6 +22,8 @@ _DEFLATED = 8
 # DEFLATE cannot do better than this, so a member that claims more lies.
 _MAX_INFLATION = 1032
 _PIECE_NBYTES = 1 << 20
+_MAX_DIGITS = 1000
+_MAX_QUOTED = 200
 
 
 def check_version(reader: RecordReader) -> None:
@@ -46,8 +48,10 @@ def check_version(reader: RecordReader) -> None:
         )
     text = reader.get_record(name).decode("latin-1")
     number = re.match(r"\s*[+-]?\d+", text)
-    if number is None or int(number[0]) >= 1 << 64:
-        reader.fail(f"Couldn't parse the version {text} as Long Long.", name)
+    # A number of thousands of digits is one that int() refuses, too.
+    if number is None or len(number[0]) > _MAX_DIGITS or int(number[0]) >= 1 << 64:
+        shown = text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
+        reader.fail(f"Couldn't parse the version {shown} as Long Long.", name)
     version = int(number[0])
     attempt = f"Attempted to read a PyTorch file with version {version}, but the"
     if version < _MIN_VERSION:
@@ -95,6 +99,7 @@ def check_compressed_members(reader: RecordReader) -> None:
 def check_compressed_member(reader: RecordReader, index: int) -> None:
     """Verify one member, as `check_compressed_members` does all."""
     record = reader.engine.record(index)
+    reader.require_small(index)
     offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
     if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
         reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)

@@ -29,6 +29,14 @@ __all__ = [
     "real_file",
 ]
 
+# What torch writes into these has at most 40 bytes.
+_SMALL_RECORDS = frozenset(
+    {
+        *("byteorder", "version", ".data/version", ".format_version", ".storage_alignment"),
+        ".data/serialization_id",
+    }
+)
+_MAX_SMALL_NBYTES = 64 << 10
 _ZIP_MAGIC = b"PK\x03\x04"
 _ID_RECORD = ".data/serialization_id"
 _ID_N_DIGITS = 20  # of names, and then of checksums
@@ -189,15 +197,17 @@ class RecordReader:
     # ------------------------------------------------------------------- torch's reader interface
 
     def has_record(self, name: str) -> bool:
-        return self.engine.find(name) is not None
+        return self.find(name) is not None
 
     def get_all_records(self) -> list[str]:
         return [record.name for record in self.engine.records()]
 
     def get_record(self, name: str) -> bytes:
         if name not in self._small:
+            record = self._find(name)
+            self.require_small(record)
             try:
-                self._small[name] = self.engine.read(self._find(name), verify=self.verify)
+                self._small[name] = self.engine.read(record, verify=self.verify)
             except _C.FormatError as error:
                 raise_corrupt(error, self.path)
         return self._small[name]
@@ -216,6 +226,8 @@ class RecordReader:
 
     def get_record_offset_no_read(self, cursor: int, name: str, nbytes: int, alignment: int) -> int:
         full_name = f"{self.engine.root}/{name}"
+        if not name.isascii():
+            self._find(name)
         return _C.payload_offset_after(cursor, full_name, nbytes, alignment)
 
     def serialization_id(self) -> str:
@@ -239,9 +251,27 @@ class RecordReader:
             self.engine.wait(record, progress=self.progress)
         return self.engine.storage(record)
 
+    def find(self, name: str) -> int | None:
+        """Return the number of a record; None if there is none of that name."""
+        try:
+            return self.engine.find(name)
+        except UnicodeEncodeError:  # a lone surrogate, which no archive has in a name
+            return None
+
+    def require_small(self, record: int) -> None:
+        """Refuse a record of torch's own, such as the version, that is larger than any can be."""
+        found = self.engine.record(record)
+        if found.name in _SMALL_RECORDS and found.nbytes > _MAX_SMALL_NBYTES:
+            self.fail(
+                f"it has {found.nbytes} bytes, and such a record at most {_MAX_SMALL_NBYTES}: the "
+                "file was not written by torch.save, restore it from a copy",
+                found.name,
+            )
+
     def _find(self, name: str) -> int:
-        record = self.engine.find(name)
+        record = self.find(name)
         if record is None:
+            name = name.encode("utf-8", "backslashreplace").decode()
             message = f"PytorchStreamReader failed locating file {name}: file not found"
             self.fail(f"{message}{MINIZ_ADVICE}", name)
         return record

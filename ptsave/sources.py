@@ -363,13 +363,13 @@ class RemoteReader(RecordReader):
 
     def get_record(self, name: str) -> bytes:
         if name not in self._small:
-            record = self.engine.find(name)
+            record = self.find(name)
             if record is not None:
                 self._fetch_records([record])
         return super().get_record(name)
 
     def get_record_offset(self, name: str) -> int:
-        record = self.engine.find(name)
+        record = self.find(name)
         if record is not None and record not in self._fetched:
             found = self.engine.record(record)
             (header,) = self.source.read([(found.header_offset, found.payload_offset)])
@@ -386,6 +386,8 @@ class RemoteReader(RecordReader):
         self._fetched.add(record)
 
     def _fetch_records(self, records: list[int]) -> None:
+        for record in records:
+            self.require_small(record)
         found = [self.engine.record(record) for record in records if record not in self._fetched]
         ranges = [(record.header_offset, record.limit) for record in found]
         ranges = [where for where in ranges if where[0] < self._tail_begin]

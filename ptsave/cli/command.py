@@ -39,6 +39,7 @@ _INTERRUPTED = 130
 _PIPE_CLOSED = 141  # as of programs that SIGPIPE ends
 
 _MAX_LENGTH = 700
+_MAX_SCANNED = 100 * _MAX_LENGTH  # before blanks are taken out, and torch's C++ frames
 _WEIGHTS_ONLY = "Weights only load failed"
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
@@ -160,7 +161,8 @@ def one_line(error: BaseException) -> str:
         text = str(error).replace(MINIZ_ADVICE, "") or type(error).__name__
         if type(error) is CorruptCheckpointError and not is_url(error.path):
             text += " (`ptsave verify FILE` says what is whole)"
-    line = printable(" ".join(text.partition(_CPP_FRAMES)[0].split()))
+    shown = text[:_MAX_SCANNED].partition(_CPP_FRAMES)[0]
+    line = printable(" ".join(shown.split()))
     return (
         line if len(line) <= _MAX_LENGTH else f"{line[:_MAX_LENGTH]}... (--debug shows all of it)"
     )
@@ -185,7 +187,7 @@ def report_error(ctx: click.Context, error: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    click.echo(f"ptsave: {text}", err=True)
+    click.echo(f"ptsave: {printable(text)}", err=True)
 
 
 def note(ctx: click.Context, text: str) -> None:
@@ -211,7 +213,7 @@ def _remark_of(ctx: click.Context) -> Callable[..., None]:
 def result(ctx: click.Context, text: str) -> None:
     """Say what was done; ``--quiet`` leaves it out."""
     if not ctx.ensure_object(Settings).quiet:
-        click.echo(text)
+        click.echo(printable(text))
 
 
 def shows_progress(ctx: click.Context) -> bool:
