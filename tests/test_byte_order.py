@@ -103,7 +103,7 @@ def test_load(
 ) -> None:
     path = _written(make(), tmp_path / "a.pt", order, method)
     for location in (None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda s, _: s):
-        options = {"map_location": location, "weights_only": weights_only}
+        options: dict[str, Any] = {"map_location": location, "weights_only": weights_only}
         expected = stock_load(path, **options)
         assert_same_object(ptsave.load(path, **options), expected)
         data = path.read_bytes()
@@ -123,7 +123,7 @@ def test_load_onto_meta(
     state = _state()
     path = _written(state, tmp_path / "a.pt", order, method)
     native = _written(state, tmp_path / "b.pt", sys.byteorder.encode(), method)
-    options = {"map_location": location, "weights_only": weights_only}
+    options: dict[str, Any] = {"map_location": location, "weights_only": weights_only}
     expected = stock_load(native, **options)
     assert_same_object(ptsave.load(path, **options), expected)
     assert_same_object(ptsave.load(io.BytesIO(path.read_bytes()), **options), expected)
@@ -162,7 +162,8 @@ def test_shared_mapping_is_refused(tmp_path: Path, order: bytes | None) -> None:
 
 def test_unknown_byte_order(tmp_path: Path) -> None:
     path = _written(_state(), tmp_path / "a.pt", b"middle")
-    for options in ({}, {"map_location": "meta"}):
+    choices: list[dict[str, Any]] = [{}, {"map_location": "meta"}]
+    for options in choices:
         with pytest.raises(ValueError, match="Unknown endianness type: middle"):
             ptsave.load(path, **options)
 

@@ -41,7 +41,7 @@ def _saved(path: Path, value: float, attributes: dict[str, Any], kind: type = Or
     return path
 
 
-_ATTRIBUTES = {
+_ATTRIBUTES: dict[str, dict[str, Any]] = {
     "callable": dict.fromkeys(_METHODS[:-1], OrderedDict),
     "number": dict.fromkeys(_METHODS[:-2], 3),
     "an entry's name": {"weight": 1, "inner": 2},

@@ -225,7 +225,7 @@ def test_opaque_dtypes(name: str, tmp_path: Path) -> None:
         assert (found.dtype, found.shape, _bytes(found)) == (state["t"].dtype, (4, 6), expected)
     assert ptsave.load(path, map_location="meta")["t"].dtype == state["t"].dtype
     target = {"t": _opaque(name), "plain": torch.zeros(2)}
-    target["t"].untyped_storage().fill_(0)
+    torch.empty(0, dtype=torch.uint8).set_(target["t"].untyped_storage()).zero_()
     ptsave.load_into(path, target)
     assert _bytes(target["t"]) == expected
     with ptsave.open(path) as archive:
