@@ -14,6 +14,7 @@ from ptsave.copying import Copier, tensors_in
 from ptsave.mapping_state import check_mapping, load_mapping
 from ptsave.module_state import check_module, load_module
 from ptsave.named_options import check_restoring, check_saving
+from ptsave.nested_state import advice
 from ptsave.optimizer_state import check_optimizer, load_optimizer
 from ptsave.restoring import check_locations, restoring
 from ptsave.serialization import load, save
@@ -107,8 +108,20 @@ def load_into(
                 assign=assign,
                 ignore_mismatched_sizes=ignore_mismatched_sizes,
             )
+        except RuntimeError as error:
+            if is_module and type(error) is RuntimeError and not hasattr(error, "overwritten"):
+                _add_advice(error, obj, target)
+            raise
         finally:
             del obj  # what nobody else keeps is not read
+
+
+def _add_advice(error: RuntimeError, obj: Any, module: nn.Module) -> None:
+    """Say in an error about keys which part of the file was probably meant."""
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    message = str(error)
+    if "key(s) in state_dict" in message and (sentence := advice(obj, names)):
+        error.args = (f"{message}\n\t{sentence}",)
 
 
 def _load_state(

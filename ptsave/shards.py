@@ -18,6 +18,7 @@ from ptsave.containers import items_of
 from ptsave.copying import Copier
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError
 from ptsave.expansion import stored_nbytes_of
+from ptsave.nested_state import parts_with_tensors
 from ptsave.progress import ProgressCallback
 from ptsave.reading import raise_corrupt
 from ptsave.restoring import FileCopier, restoring
@@ -157,7 +158,7 @@ class PickledShard:
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise TypeError(
                     f"{self.path}: entry {name!r} is {type(tensor).__name__}, not a tensor: a "
-                    "checkpoint with more in it than weights is for ptsave.load_checkpoint()"
+                    f"checkpoint with more in it than weights is for {_loader_of(obj)}"
                 )
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise TypeError(f"{self.path}: entry {name!r} is not a dense tensor")
@@ -185,6 +186,13 @@ class PickledShard:
         self._copier = None
         self._open_file.__exit__(*exception)
         self._open_file = ExitStack()
+
+
+def _loader_of(obj: Mapping[Any, Any]) -> str:
+    parts = [part for part in parts_with_tensors(obj) if part.isidentifier()]
+    if not parts:
+        return "ptsave.load_checkpoint()"
+    return f"ptsave.load_checkpoint(path, {parts[0]}=model)"
 
 
 Shard = SafetensorsShard | PickledShard

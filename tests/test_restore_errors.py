@@ -187,3 +187,44 @@ def test_a_method_that_only_calling_it_knows(tmp_path: Path) -> None:
     stock_save({"0.weight": torch.ones(3, 3)}, tmp_path / "state.pt")
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         ptsave.load_into(tmp_path / "state.pt", model)
+
+
+# ---------------------------------------------------------------- which part was probably meant
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda s: {"model": s, "epoch": 3}, "'model' fits: ptsave.load_checkpoint(path, model="),
+        (lambda s: {"state_dict": s, "lr": 0.1}, "ptsave.load_checkpoint(path, state_dict=model)"),
+        (lambda s: {"model_state_dict": s, "optimizer": {"state": {}}}, "model_state_dict=model)"),
+        (lambda s: {"a b": s}, "ptsave.load_checkpoint(path, **{'a b': model})"),
+        (lambda s: {"ema": {"shadow": s}}, "ptsave.load(path)['ema']['shadow']"),
+        (lambda s: ptsave.add_prefix(s, "module."), "ptsave.strip_prefix(ptsave.load(path), 'mod"),
+        (
+            lambda s: {"model": ptsave.add_prefix(s, "module.")},
+            "ptsave.strip_prefix(ptsave.load(path)['model'], 'module.')",
+        ),
+        (lambda s: {"other": torch.ones(1)}, ""),
+        (lambda s: {"model": {"other": torch.ones(1)}}, ""),
+    ],
+)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_part_that_was_meant(make: Any, advice: str, hooked: bool, tmp_path: Path) -> None:
+    saved, model = nested(nn.Linear(2, 2)), nested(nn.Linear(2, 2))
+    if hooked:
+        model[1].register_load_state_dict_pre_hook(lambda *_: None)
+    stock_save(make(saved.state_dict()), tmp_path / "checkpoint.pt")
+    failure = assert_same_failure(
+        lambda: ptsave.load_into(tmp_path / "checkpoint.pt", model),
+        lambda: model.load_state_dict(stock_load(tmp_path / "checkpoint.pt")),
+    )
+    assert advice in str(failure)
+    assert ("ptsave." in str(failure)) == bool(advice)
+
+
+def test_the_part_that_was_meant_for_load_model(tmp_path: Path) -> None:
+    saved = {"epoch": 3, "optimizer": {"state": {}}, "model": nn.Linear(2, 2).state_dict()}
+    stock_save(saved, tmp_path / "checkpoint.pt")
+    with pytest.raises(TypeError, match=r"ptsave\.load_checkpoint\(path, model=model\)"):
+        ptsave.load_model(nn.Linear(2, 2), tmp_path / "checkpoint.pt")
