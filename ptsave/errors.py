@@ -74,6 +74,24 @@ class NotCheckpointError(CorruptCheckpointError):
     """
 
 
+class _NotCheckpointPickleError(NotCheckpointError, pickle.UnpicklingError):
+    """Also what torch raises for most such files."""
+
+
+class _NotCheckpointEOFError(NotCheckpointError, EOFError):
+    """Also what torch raises for an empty file."""
+
+
+def not_checkpoint(message: str, path: str, error: Exception | None = None) -> NotCheckpointError:
+    """Return the error for a file that is no checkpoint, of the type of torch's `error` as well."""
+    kind = NotCheckpointError
+    if isinstance(error, pickle.UnpicklingError):
+        kind = _NotCheckpointPickleError
+    elif isinstance(error, EOFError):
+        kind = _NotCheckpointEOFError
+    return kind(message, path=path)
+
+
 class EntryNotFoundError(KeyError):
     """A saved object has no entry of that name, or several."""
 

@@ -22,6 +22,7 @@ __all__ = [
     "regular_only",
     "what_came_instead",
     "what_it_is",
+    "what_it_surely_is",
 ]
 
 HEAD_NBYTES = 512
@@ -47,6 +48,8 @@ _SIGNATURES = {
 _PAGE = re.compile(
     rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body|(?P<xml>\?xml))\b", re.I
 )
+_ONNX = re.compile(rb"\x08[\x01-\x1f]\x12.(?:pytorch|onnx|tf2onnx|keras2onnx|skl2onnx)", re.DOTALL)
+_UNKNOWN = "it begins with b"
 _NAME_OFFSET = 30  # of the first member's name in a zip archive
 
 
@@ -140,6 +143,8 @@ def what_it_is(head: bytes, nbytes: int) -> str | None:
     for signature, what in _SIGNATURES.items():
         if head.startswith(signature):
             return what
+    if _ONNX.match(head):
+        return "it is an ONNX model: load it with the onnx package"
     if head[257:262] == b"ustar":
         return "it is a tar archive: unpack it first (ptsave.load reads those of torch 0.1)"
     return _what_text_it_is(head)
@@ -160,6 +165,27 @@ def is_known(head: bytes) -> bool:
 
 def _is_pickle(head: bytes) -> bool:
     return head.startswith(b"\x80") and head[1:2] <= b"\x05"
+
+
+def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
+    """Say what a file is that torch has failed to load, where its own words say less.
+
+    Parameters
+    ----------
+    head : bytes
+        The first `HEAD_NBYTES` bytes, or all there are.
+    nbytes : int
+        The file's size.
+
+    Returns
+    -------
+    str or None
+        None for a checkpoint, a zip archive, a pickle, and what begins like nothing that is known.
+    """
+    if is_zip(head) or is_legacy(head) or is_safetensors(head, nbytes) or _is_pickle(head):
+        return None
+    what = what_it_is(head, nbytes)
+    return None if what is None or what.startswith(_UNKNOWN) else what
 
 
 def what_came_instead(head: bytes, nbytes: int) -> str | None:

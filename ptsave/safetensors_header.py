@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 
-from ptsave.errors import CorruptCheckpointError
-from ptsave.not_checkpoints import MAX_SAFETENSORS_HEADER_NBYTES
+from ptsave.errors import CorruptCheckpointError, not_checkpoint
+from ptsave.not_checkpoints import (
+    HEAD_NBYTES,
+    MAX_SAFETENSORS_HEADER_NBYTES,
+    what_it_surely_is,
+)
 from ptsave.sources import RangeSource, SparseFile
 
 __all__ = [
@@ -185,6 +189,7 @@ def _judge(source: RangeSource, head: bytes) -> None:
     try:
         let_library_read(head, source.nbytes, source.name)
     except SafetensorError as error:
+        _refuse_another_kind(source)
         name = _tensor_cut_off(head, source.nbytes)
         where = f"; the file ends before tensor {name} does" if name else ""
         raise CorruptCheckpointError(
@@ -192,6 +197,14 @@ def _judge(source: RangeSource, head: bytes) -> None:
             path=source.name,
             entries=[name] if name else None,
         ) from None
+
+
+def _refuse_another_kind(source: RangeSource) -> None:
+    """Raise NotCheckpointError for a file of another kind under a safetensors file's name."""
+    (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
+    what = what_it_surely_is(head, source.nbytes)
+    if what is not None:
+        raise not_checkpoint(f"{source.name} is no checkpoint: {what}", source.name)
 
 
 def let_library_read(head: bytes, nbytes: int, name: str) -> None:

@@ -27,6 +27,8 @@ from torch.serialization import (
 from ptsave import stock
 from ptsave.byte_order import is_native_byte_order
 from ptsave.checking import check_compressed_members, check_small_records, check_version
+from ptsave.errors import CorruptCheckpointError, not_checkpoint
+from ptsave.not_checkpoints import HEAD_NBYTES, what_it_surely_is
 from ptsave.pickling import pickle_object
 from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
@@ -216,9 +218,15 @@ def load(
             with unpickling_errors(module):
                 return unpickle_without_bytes(archive, map_location, module, pickle_load_args)
     if reader is None:
-        return stock.load(
-            f, map_location, pickle_module, weights_only=restricted, mmap=mmap, **pickle_load_args
-        )
+        with _naming_what_it_is(f):
+            return stock.load(
+                f,
+                map_location,
+                pickle_module,
+                weights_only=restricted,
+                mmap=mmap,
+                **pickle_load_args,
+            )
     torch._C._log_api_usage_once("torch.load")
     if pickle_load_args and restricted:
         warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
@@ -257,6 +265,49 @@ def unpickling_errors(pickle_module: Any) -> Iterator[None]:
         if pickle_module is not _weights_only_unpickler or isinstance(error, RuntimeError):
             raise
         raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+
+
+@contextmanager
+def _naming_what_it_is(f: Any) -> Iterator[None]:
+    """Name a file that torch has failed to load and that is known to be something else.
+
+    torch's own words are about pickles then, and may advise to load the file with
+    ``weights_only=False``.
+    """
+    begin = None if _is_path(f) else _position(f)
+    try:
+        yield
+    except (OSError, MemoryError, CorruptCheckpointError):
+        raise
+    except Exception as error:
+        what = what_it_surely_is(*_head_of(f, begin))
+        if what is None:
+            raise
+        path = describe(f)
+        # Of text, or of nothing, torch's words may be what somebody searches for.
+        words = f"\n{error}" if what.startswith(("it is text", "it is empty")) else ""
+        raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
+
+
+def _position(f: Any) -> Any:
+    try:
+        return f.tell()
+    except Exception:  # of anybody's file-like object
+        return None
+
+
+def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
+    """Return the first bytes of what was to be loaded, and its size; as of a pickle if unknown."""
+    try:
+        if _is_path(f):
+            with open(f, "rb") as stream:
+                return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
+        nbytes = f.seek(0, os.SEEK_END) - begin
+        f.seek(begin)
+        head = bytes(f.read(HEAD_NBYTES))
+    except Exception:  # the error that is being raised is the one that counts
+        return b"\x80\x02", 2
+    return head, nbytes
 
 
 def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:

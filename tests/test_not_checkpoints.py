@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparison import failure_of, stock_load
 
 import ptsave
 
@@ -149,3 +150,53 @@ def test_failures_leave_nothing_open(tmp_path: Path) -> None:
         path.write_bytes(make())
         with pytest.raises(ptsave.NotCheckpointError):
             ptsave.open(path)
+
+
+# ------------------------------------------------------------------------------------- every door
+
+
+FOREIGN_EVERYWHERE = {
+    **{
+        name: FOREIGN[name]
+        for name in (
+            *("empty", "lfs", "html", "html without doctype", "json", "gzip", "bzip2", "xz"),
+            *("numpy", "zeros"),
+        )
+    },
+    "gguf": (lambda: b"GGUF\3\0\0\0" + bytes(100), r"GGUF model.*gguf package"),
+    "hdf5": (lambda: b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5.*h5py"),
+    "onnx": (lambda: b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:" + bytes(100), "ONNX model"),
+}
+
+
+DOORS: dict[str, Callable[[Path], object]] = {
+    "load": ptsave.load,
+    "load, weights_only=False": lambda path: ptsave.load(path, weights_only=False),
+    "load_into": lambda path: ptsave.load_into(path, torch.nn.Linear(1, 1)),
+    "load_checkpoint": lambda path: ptsave.load_checkpoint(path, model=torch.nn.Linear(1, 1)),
+    "load_model": lambda path: ptsave.load_model(torch.nn.Linear(1, 1), path),
+    "open": ptsave.open,
+    "load, a file": lambda path: ptsave.load(io.BytesIO(path.read_bytes())),
+}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".gguf", ".safetensors", ".bin"])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", FOREIGN_EVERYWHERE)
+def test_every_door_says_what_it_is(name: str, door: str, suffix: str, tmp_path: Path) -> None:
+    make, words = FOREIGN_EVERYWHERE[name]
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(make())
+    with pytest.raises(ptsave.NotCheckpointError, match=words) as caught:
+        DOORS[door](path)
+    # Whoever is told that it is a GGUF model need not be told how to trust a pickle.
+    assert "weights_only" not in str(caught.value) or name == "json"
+    assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)
+
+
+def test_programs_that_expect_torchs_types(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    for contents in (b"", b"GGUF" + bytes(100), b"<html><head></head></html>"):
+        path.write_bytes(contents)
+        expected = failure_of(lambda: stock_load(path))
+        assert isinstance(failure_of(lambda: ptsave.load(path)), type(expected))
