@@ -16,6 +16,16 @@ class SourceStager::Pieces final : public StagedPieces {
   BufferPool::Lease buffer_;
 };
 
+// A piece that is in memory already, where it stays.
+class SourceStager::PieceInMemory final : public StagedPieces {
+ public:
+  explicit PieceInMemory(const std::byte* data) : data_(data) {}
+  const std::byte* data() const override { return data_; }
+
+ private:
+  const std::byte* data_;
+};
+
 SourceStager::SourceStager(std::span<const ArchiveSource> sources,
                            std::span<const SourcePayload> payloads, Buffers buffers)
     : sources_(sources),
@@ -25,6 +35,11 @@ SourceStager::SourceStager(std::span<const ArchiveSource> sources,
 
 std::unique_ptr<StagedPieces> SourceStager::stage(std::size_t /*chunk*/,
                                                   std::span<const PayloadPiece> pieces) {
+  if (pieces.size() == 1) {
+    if (const std::byte* data = in_memory(pieces.front())) {
+      return std::make_unique<PieceInMemory>(data);
+    }
+  }
   auto staged = std::make_unique<Pieces>(staged_);
   std::vector<FileRange> ranges;
   ranges.reserve(pieces.size());
@@ -37,6 +52,16 @@ std::unique_ptr<StagedPieces> SourceStager::stage(std::size_t /*chunk*/,
   const RangeList list(sources_, std::move(ranges));
   for (std::size_t i = 0; i < list.n_stretches(); ++i) list.read(i, windows_);
   return staged;
+}
+
+const std::byte* SourceStager::in_memory(const PayloadPiece& piece) const {
+  const SourcePayload& payload = payloads_[piece.record];
+  if (payload.source >= sources_.size()) return nullptr;
+  const ArchiveSource& source = sources_[payload.source];
+  const std::uint64_t begin = payload.offset + piece.offset;
+  const bool is_inside = begin <= source.nbytes() && piece.nbytes <= source.nbytes() - begin;
+  if (source.memory() == nullptr || !is_inside) return nullptr;  // reading it says what is missing
+  return source.memory() + begin;
 }
 
 std::vector<DamagedPayload> damaged_payloads(std::span<const SourcePayload> payloads,

@@ -23,7 +23,8 @@ struct SourcePayload {
   std::optional<std::uint32_t> crc;  // what it must be
 };
 
-// Reads pieces from the page cache, or past it, into a bounded number of buffers.
+// Reads pieces from the page cache, or past it, into a bounded number of buffers; a chunk that is a
+// single piece of memory is written from there.
 class SourceStager final : public Stager {
  public:
   // Up to `max_count` chunks are in memory at a time, which more workers than that must not need,
@@ -46,6 +47,10 @@ class SourceStager final : public Stager {
 
  private:
   class Pieces;
+  class PieceInMemory;
+
+  // Where a piece is in memory; null if it has to be read.
+  const std::byte* in_memory(const PayloadPiece& piece) const;
 
   std::span<const ArchiveSource> sources_;
   std::span<const SourcePayload> payloads_;

@@ -231,6 +231,21 @@ TEST(SourceStager, RefusesWhatIsNotThere) {
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, fits)->data()), 3), "789");
 }
 
+TEST(SourceStager, ASinglePieceOfMemoryStaysWhereItIs) {
+  const std::string memory = "0123456789";
+  const auto* const begin = reinterpret_cast<const std::byte*>(memory.data());
+  std::vector<ArchiveSource> sources;
+  sources.emplace_back(begin, memory.size(), "memory");
+  const std::vector<SourcePayload> payloads{{0, 5, {}}, {0, 0, {}}};
+  SourceStager stager(sources, payloads, {100, 1});
+  const std::vector<PayloadPiece> one{{0, 2, 3}};
+  EXPECT_EQ(stager.stage(0, one)->data(), begin + 7);
+  const std::vector<PayloadPiece> two{{0, 2, 3}, {1, 0, 2}};
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, two)->data()), 5), "78901");
+  const std::vector<PayloadPiece> too_long{{0, 2, 4}};
+  EXPECT_THROW(static_cast<void>(stager.stage(0, too_long)), IoError);
+}
+
 TEST(SourceStager, ASourceThatBecameShorterIsAnError) {
   const scratch::Folder folder;
   scratch::write_file(folder / "source", scratch::noise(100'000, 1));
