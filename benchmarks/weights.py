@@ -1,4 +1,4 @@
-"""Filling a model from shards: the loop of inference engines, ptsave, the hardware.
+"""Filling a model from shards, and saving it in shards: the usual loop, ptsave, the hardware.
 
     python -m benchmarks.weights                        all workloads, 5 rounds
     python -m benchmarks.weights warm --rounds 9
@@ -11,7 +11,10 @@ each shard, get_tensor for each name, and the parameter's weight_loader or copy_
 reading the same bytes: from the page cache, once, in a fresh process like any other and into the
 same tensors, with the number of threads (1, 2 or 4, a process for each) that has the best median;
 from a cold disk, past the page cache, from one file of the same size, with whichever of them is
-fastest.  Values are compared outside the clock, in the first round.
+fastest.  Where the model is saved, the loop is the safetensors library's save_file for each shard,
+and the limit is writing the same bytes to as many files through the page cache; files are written
+to a new directory, after all that was dirty has been written to the disk.  Values are compared
+outside the clock, in the first round.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +73,7 @@ class Workload:
     ratio_goal: float | None
     cold: bool = False
     loaders: bool = False
+    saves: bool = False
     limit_goal: float | None = None
     peak_goal_mib: float = 256
 
@@ -77,6 +83,7 @@ WORKLOADS = {
     "cold": Workload("8 shards, 1 GiB, cold", 2, cold=True, limit_goal=0.8),
     "loaders-warm": Workload("the same with weight_loaders, warm", None, loaders=True),
     "loaders-cold": Workload("the same with weight_loaders, cold", None, cold=True, loaders=True),
+    "save": Workload("8 shards, 1 GiB, saved", 1, saves=True),
 }
 
 
@@ -88,25 +95,60 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def save_shards(folder: Path) -> None:
-    """Write the files, of about the same size."""
+    """Write the files, and all of their bytes as one."""
     folder.mkdir()
+    save_with_library(folder, make_decoder(0).state_dict())
+    with (folder / ONE_FILE).open("wb") as one_file:
+        for path in shard_paths(folder):
+            one_file.write(path.read_bytes())
+
+
+def shards_of(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return what goes into which file; they are of about the same size."""
     shards: list[dict[str, Tensor]] = [{} for _ in range(N_SHARDS)]
     nbytes = [0] * N_SHARDS
-    tensors = make_decoder(0).state_dict()
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
         number = nbytes.index(min(nbytes))
         shards[number][name] = tensor
         nbytes[number] += tensor.nbytes
+    return {
+        f"model-{number:05}-of-{N_SHARDS:05}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
+
+
+def save_with_library(folder: Path, tensors: dict[str, Tensor]) -> None:
     weight_map = {}
-    for number, shard in enumerate(shards):
-        path = folder / f"model-{number + 1:05}-of-{N_SHARDS:05}.safetensors"
-        save_file(shard, path, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, path.name))
-    index = {"metadata": {"total_size": sum(nbytes)}, "weight_map": weight_map}
+    for file_name, shard in shards_of(tensors).items():
+        save_file(shard, folder / file_name, {"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file_name))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with (folder / ONE_FILE).open("wb") as one_file:
-        for path in shard_paths(folder):
-            one_file.write(path.read_bytes())
+
+
+def save_with_ptsave(folder: Path, tensors: dict[str, Tensor]) -> None:
+    import ptsave
+
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    ptsave.save_model(tensors, folder, max_shard_size=max(total // N_SHARDS, 1))
+
+
+def write_only(folder: Path, tensors: dict[str, Tensor], n_threads: int) -> None:
+    """Write the bytes of the shards with nothing but write calls."""
+    shards = [(folder / name, list(shard.values())) for name, shard in shards_of(tensors).items()]
+    with ThreadPoolExecutor(n_threads) as threads:
+        list(threads.map(write_shard, shards))
+
+
+def write_shard(shard: tuple[Path, list[Tensor]]) -> None:
+    path, tensors = shard
+    with path.open("wb", buffering=0) as stream:
+        os.posix_fallocate(stream.fileno(), 0, sum(tensor.nbytes for tensor in tensors) or 1)
+        for tensor in tensors:
+            rest = tensor.view(-1).view(torch.uint8).numpy().data
+            while rest.nbytes:
+                rest = rest[stream.write(rest) :]
 
 
 def load(parameter: Tensor, tensor: Tensor) -> None:
@@ -126,6 +168,7 @@ class Task:
     save: bool = False
     cold: bool = False
     loaders: bool = False
+    saves: bool = False
     compare: bool = False
 
 
@@ -177,11 +220,38 @@ def check_values(folder: Path, model: nn.Module) -> None:
         raise RuntimeError(f"not in any file: {list(tensors)}")
 
 
+def measure_save(task: Task) -> Figure:
+    tensors = {name: tensor.detach() for name, tensor in make_decoder(1).state_dict().items()}
+
+    def write(target: str, what: dict[str, Tensor]) -> None:
+        if task.contender in LIMIT_THREADS:
+            write_only(Path(target), what, LIMIT_THREADS[task.contender])
+        elif task.contender == PTSAVE:
+            save_with_ptsave(Path(target), what)
+        else:
+            save_with_library(Path(target), what)
+
+    with tempfile.TemporaryDirectory(dir=task.folder) as scratch:
+        write(scratch, {"small": torch.ones(3)})
+    with tempfile.TemporaryDirectory(dir=task.folder) as scratch:
+        os.sync()
+        gc.collect()
+        memory = PeakMemory()
+        start = time.perf_counter()
+        write(scratch, tensors)
+        figure = Figure(time.perf_counter() - start, memory.above_baseline())
+        if task.compare:
+            check_values(Path(scratch), make_decoder(1))
+    return figure
+
+
 def measure(task: Task) -> Figure:
     folder = Path(task.folder)
     if task.save:
         save_shards(folder)
         return Figure(0.0)
+    if task.saves:
+        return measure_save(task)
     warm_up(task.contender, folder)
     model = make_decoder(1)
     if task.loaders:
@@ -226,6 +296,7 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
                         str(folder),
                         cold=workload.cold,
                         loaders=workload.loaders,
+                        saves=workload.saves,
                         compare=number == 0 and contender in (LOOP, PTSAVE),
                     )
                 )
