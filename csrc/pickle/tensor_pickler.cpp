@@ -333,7 +333,8 @@ TensorPickler::Location& TensorPickler::location_of(const c10::Storage& storage)
   const Object wrapper = wrapped(storage);
   Object text = environment_.location_of(wrapper.get());
   const bool is_constant = environment_.location_of(wrapper.get()).get() == text.get();
-  return locations_.emplace_back(device, Recurring{std::move(text)}, is_constant);
+  locations_.push_back({.device = device, .text = {std::move(text)}, .is_constant = is_constant});
+  return locations_.back();
 }
 
 }  // namespace ptsave
