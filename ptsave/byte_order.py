@@ -60,3 +60,9 @@ class NativeOrderReader:
             return sys.byteorder.encode()
         assert found is not None
         return found
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
+        """Make a storage as torch does for the meta device, where an older torch would read it."""
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        tensor.untyped_storage()._checkpoint_offset = self.get_record_offset(name)
+        return tensor

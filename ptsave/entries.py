@@ -11,11 +11,15 @@ from torch.serialization import _serialization_tls
 
 from ptsave.byte_order import NativeOrderReader
 from ptsave.entry_tree import EntryTree
+from ptsave.torch_features import META_LOADS_KEEP_OFFSETS
 
 if TYPE_CHECKING:
     from ptsave.reading import RecordReader
 
 __all__ = ["entries_in", "entries_using", "entries_with_records", "storage_id"]
+
+# Where an older torch keeps the storages of `_PlainReader`: it would make others for "meta".
+_NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
 
 
 def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
@@ -47,7 +51,7 @@ def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[
             reader.get_record_header_offset(name): name for name in records
         }
         plain = _PlainReader(reader)
-        obj = torch.serialization._load(plain, "meta", torch._weights_only_unpickler)
+        obj = torch.serialization._load(plain, _NOWHERE, torch._weights_only_unpickler)
         found = _collect(obj, names.keys(), _offset)
     except Exception:  # the message is better without entries than not raised
         return []

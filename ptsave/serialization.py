@@ -33,6 +33,7 @@ from ptsave.pickling import pickle_object
 from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader, describe, open_archive
+from ptsave.torch_features import IGNORES_CASE_OF_VARIABLES, WARNS_OF_UNUSED_ARGUMENTS
 from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.urls import refuse_url, refuse_url_target
 from ptsave.writing import ArchiveWriter, resolve_target
@@ -40,7 +41,6 @@ from ptsave.writing import ArchiveWriter, resolve_target
 __all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors", "wants_mmap"]
 
 _TRUE_VALUES = ("1", "y", "yes", "true")
-_TORCH_IGNORES_CASE = "lower" in stock.load.__code__.co_names  # not before 2.12
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
     "'torch.jit.load' (call 'torch.jit.load' directly to silence this warning)"
@@ -228,7 +228,7 @@ def load(
                 **pickle_load_args,
             )
     torch._C._log_api_usage_once("torch.load")
-    if pickle_load_args and restricted:
+    if pickle_load_args and restricted and WARNS_OF_UNUSED_ARGUMENTS:
         warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
     module = _weights_only_unpickler if restricted else pickle_module or pickle
     pickle_load_args.setdefault("encoding", "utf-8")
@@ -363,7 +363,7 @@ def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
 
 def _is_set(variable: str) -> bool:
     value = os.environ.get(variable, "0")
-    return (value.lower() if _TORCH_IGNORES_CASE else value) in _TRUE_VALUES
+    return (value.lower() if IGNORES_CASE_OF_VARIABLES else value) in _TRUE_VALUES
 
 
 def wants_mmap(mmap: bool | None) -> bool:

@@ -29,6 +29,7 @@ from ptsave.errors import MalformedPickleError
 from ptsave.placing import Placement, may_reach_accelerator
 from ptsave.plain_tensors import modes_are_active
 from ptsave.reading import RecordReader
+from ptsave.torch_features import is_meta_location
 
 __all__ = [
     "can_defer_reading",
@@ -204,7 +205,7 @@ def _load(
 def fills_storages(map_location: Any) -> bool:
     """Whether loading puts bytes into storages at all, as it does not on the meta device."""
     return not (
-        torch.serialization._is_meta_location(map_location)
+        is_meta_location(map_location)
         or torch.serialization._serialization_tls.skip_data
         or torch._guards.detect_fake_mode(None) is not None
     )

@@ -22,6 +22,7 @@ from torch.serialization import save as stock_save
 import ptsave
 
 __all__ = [
+    "TORCH_CHECKS_RECORD_SIZES",
     "assert_interchangeable",
     "assert_same_bytes",
     "assert_same_failure",
@@ -35,6 +36,22 @@ __all__ = [
     "typed_storage",
     "zip_records",
 ]
+
+
+def _torch_checks_record_sizes() -> bool:
+    """Whether torch refuses a record that is larger or smaller than its storage; 2.9 does not."""
+    stream = io.BytesIO()
+    stock_save(torch.ones(3), stream)
+    stream.seek(0)
+    reader = torch._C.PyTorchFileReader(stream)
+    try:
+        reader.get_storage_from_record("data/0", 11, torch.UntypedStorage)
+    except RuntimeError:
+        return True
+    return False
+
+
+TORCH_CHECKS_RECORD_SIZES = _torch_checks_record_sizes()
 
 _ATOMS = (type(None), bool, int, str, bytes, type, FunctionType, ModuleType)
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme)

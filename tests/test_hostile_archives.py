@@ -28,6 +28,7 @@ from _corruption import (
     outcomes_of,
 )
 from comparison import (
+    TORCH_CHECKS_RECORD_SIZES,
     assert_same_failure,
     assert_same_object,
     saved_bytes,
@@ -448,9 +449,15 @@ _EDITS = {
 def test_tensors_that_are_not_what_the_records_hold(name: str, weights_only: bool) -> None:
     old, new, words = _EDITS[name]
     stock, ours = outcomes_of(_edited(old, new), weights_only=weights_only)
-    assert stock.error is not None
-    assert isinstance(ours.error, type(stock.error)) or words == _SIZE_MISMATCH
-    assert isinstance(ours.error, (RuntimeError, TypeError, ValueError))
+    if words == _SIZE_MISMATCH:  # ptsave's own check, whatever torch says, or does not
+        assert stock.error is not None or not TORCH_CHECKS_RECORD_SIZES
+    else:
+        assert stock.error is not None
+        assert isinstance(ours.error, type(stock.error))
+    # A location that is no text: torch 2.9 asks it for its prefix.
+    assert isinstance(ours.error, (RuntimeError, TypeError, ValueError)) or (
+        name == "no location" and isinstance(ours.error, type(stock.error))
+    )
     assert words in str(ours.error)
 
 
