@@ -24,7 +24,7 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-python test-accelerator test-all accelerator lint format asan tsan fuzz \
+.PHONY: help setup build demo test test-cpp test-python test-accelerator test-torch test-all accelerator lint format asan tsan fuzz \
         fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill stress benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp
 
@@ -103,6 +103,11 @@ accelerator:  ## the same tests, and the benchmark, on this machine's accelerato
 	  PTSAVE_ACCELERATOR=real compute-sanitizer --error-exitcode 1 --target-processes all \
 	    $(PYTHON) -m pytest tests/accelerator/test_save.py tests/accelerator/test_load.py $(PYTEST_ARGS); \
 	else echo "compute-sanitizer is not installed: nothing was run under it"; fi
+
+# In a copy of the tree and an environment of its own, with PYTHON and CXX: README.md says what passes.
+test-torch:  ## the Python tests with another torch: make test-torch TORCH=2.9.1
+	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.9.1" >&2; exit 2; }
+	tools/test_torch.sh $(TORCH) $(PYTEST_ARGS)
 
 test-all: test-cpp build  ## every test: also slow ones and ones that need several GiB
 	$(RUN) -m pytest -m "" $(PYTEST_ARGS)
