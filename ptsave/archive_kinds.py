@@ -25,6 +25,7 @@ from ptsave.not_checkpoints import (
     what_it_is,
 )
 from ptsave.reading import RecordReader, open_archive, real_file
+from ptsave.remote_errors import named_errors
 from ptsave.safetensors_contents import SafetensorsContents
 from ptsave.serialization import load
 from ptsave.shard_files import directory_error
@@ -86,7 +87,8 @@ def _open_local(f: Any, path: str, verify: bool) -> Contents:
 def reporting_damage(path: str) -> Iterator[None]:
     """Turn what torch raises for damage that it does not expect into what says so."""
     try:
-        yield
+        with named_errors(path):
+            yield
     except (CorruptCheckpointError, OSError, ImportError, MemoryError):
         raise
     except UnpicklingError as error:

@@ -24,6 +24,7 @@ from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, is_zip, regular_only
 from ptsave.progress import ProgressCallback, progress_from
 from ptsave.reading import RecordReader, bare_message, describe, open_archive
+from ptsave.remote_errors import named_errors
 from ptsave.required_globals import globals_in_pickle, unsafe_globals
 from ptsave.shard_files import ShardFiles
 from ptsave.sources import FsspecFile, RemoteReader
@@ -218,7 +219,7 @@ def _opened(f: Any) -> Iterator[Any]:
         yield f
         return
     refuse_url(f)
-    with open(f, "rb", buffering=0, opener=regular_only) as stream:
+    with named_errors(describe(f)), open(f, "rb", buffering=0, opener=regular_only) as stream:
         yield stream
 
 

@@ -17,6 +17,7 @@ from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
 from ptsave.not_checkpoints import refuse_special_file, refuse_special_stream, regular_only
 from ptsave.progress import ProgressCallback
+from ptsave.remote_errors import named_errors
 
 __all__ = [
     "MINIZ_ADVICE",
@@ -67,19 +68,24 @@ def open_archive(f: Any) -> _C.Reader | None:
         If it begins as an archive and is none.
     """
     try:
-        if isinstance(f, (str, os.PathLike)):
-            return _open_path(os.fspath(f))
-        if type(f) is io.BytesIO:
-            begin = f.tell()
-            with f.getbuffer() as view:
-                if view[begin : begin + 4] != _ZIP_MAGIC:
-                    return None
-                return _C.Reader.open_memory(view[begin:], name="BytesIO")
-        raw = real_file(f)
-        if raw is not None:
-            return _open_file_object(raw)
+        with named_errors(describe(f)):
+            return _open(f)
     except _C.FormatError as error:
         raise_corrupt(error, describe(f))
+
+
+def _open(f: Any) -> _C.Reader | None:
+    if isinstance(f, (str, os.PathLike)):
+        return _open_path(os.fspath(f))
+    if type(f) is io.BytesIO:
+        begin = f.tell()
+        with f.getbuffer() as view:
+            if view[begin : begin + 4] != _ZIP_MAGIC:
+                return None
+            return _C.Reader.open_memory(view[begin:], name="BytesIO")
+    raw = real_file(f)
+    if raw is not None:
+        return _open_file_object(raw)
     return None
 
 

@@ -1,12 +1,13 @@
-"""What goes wrong with files that are far away, as OSError."""
+"""Maps the errors of files, near and far away, to an OSError that names the file."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["os_errors"]
+__all__ = ["named_errors", "os_errors"]
 
 _BY_STATUS: dict[int, type[OSError]] = {
     401: PermissionError,
@@ -14,6 +15,17 @@ _BY_STATUS: dict[int, type[OSError]] = {
     404: FileNotFoundError,
     410: FileNotFoundError,
 }
+
+
+@contextmanager
+def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in an OSError that the system raises in the block, as reads do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(name)
+        raise
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from ptsave.not_checkpoints import (
     what_it_is,
 )
 from ptsave.reading import RecordReader, describe, open_archive
+from ptsave.remote_errors import named_errors
 from ptsave.sources import FsspecFile, RemoteReader
 from ptsave.urls import is_url, refuse_url
 
@@ -83,7 +84,7 @@ def required_globals(f: Any) -> dict[str, str]:
         with FsspecFile(f, {}).open() as stream:
             return _globals_in(stream, f, path)
     refuse_url(f)
-    with open(f, "rb", opener=regular_only) as stream:
+    with named_errors(path), open(f, "rb", opener=regular_only) as stream:
         return _globals_in(stream, f, path)
 
 

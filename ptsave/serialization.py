@@ -33,6 +33,7 @@ from ptsave.pickling import pickle_object
 from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader, describe, open_archive
+from ptsave.remote_errors import named_errors
 from ptsave.torch_features import IGNORES_CASE_OF_VARIABLES, WARNS_OF_UNUSED_ARGUMENTS
 from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.urls import refuse_url, refuse_url_target
@@ -218,7 +219,7 @@ def load(
             with unpickling_errors(module):
                 return unpickle_without_bytes(archive, map_location, module, pickle_load_args)
     if reader is None:
-        with _naming_what_it_is(f):
+        with named_errors(describe(f)), _naming_what_it_is(f):
             return stock.load(
                 f,
                 map_location,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.not_checkpoints import HEAD_NBYTES, regular_only, what_came_instead
+from ptsave.remote_errors import named_errors
 from ptsave.sources import expect_no_more_reads
 
 __all__ = [
@@ -317,7 +318,7 @@ def refuse_what_is_no_checkpoint(path: str) -> None:
     OSError
         If it cannot be opened, or is a directory.
     """
-    with open(path, "rb", opener=regular_only) as stream:
+    with named_errors(path), open(path, "rb", opener=regular_only) as stream:
         expect_no_more_reads(stream.fileno())
         head = stream.read(HEAD_NBYTES)
         instead = what_came_instead(head, os.fstat(stream.fileno()).st_size or len(head))

@@ -19,6 +19,7 @@ from ptsave.payload_sources import (
     TemporaryFile,
     unfilled_tensors,
 )
+from ptsave.remote_errors import named_errors
 from ptsave.safetensors_header import read_header
 from ptsave.shard_files import find_shards, merged
 from ptsave.sources import FsspecFile, LocalFile, expect_no_more_reads
@@ -111,7 +112,8 @@ def _open_file(
 ) -> Any:
     stream = io.FileIO(opened, opener=regular_only)
     stack.callback(stream.close)
-    head = stream.read(HEAD_NBYTES)
+    with named_errors(opened):
+        head = stream.read(HEAD_NBYTES)
     if is_safetensors(head, os.fstat(stream.fileno()).st_size):
         stream.seek(0)
         expect_no_more_reads(stream.fileno())

@@ -21,7 +21,7 @@ from ptsave import _C
 from ptsave.errors import UnsupportedUrlError
 from ptsave.not_checkpoints import regular_only
 from ptsave.reading import RecordReader, raise_corrupt
-from ptsave.remote_errors import os_errors
+from ptsave.remote_errors import named_errors, os_errors
 
 __all__ = [
     "Buffer",
@@ -282,7 +282,8 @@ class LocalFile(_OpenFile):
         return self.descriptor, os.fsencode(self.name)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        pieces = [self._read(*where) for where in ranges]
+        with named_errors(self.name):
+            pieces = [self._read(*where) for where in ranges]
         for piece, where in zip(pieces, ranges, strict=True):
             _check_complete(piece, *where, self)
         return pieces

@@ -1,0 +1,146 @@
+"""Errors of the system while files are read: each has its number, and names the file.
+
+A library between Python and the C library fails the n-th call that reads a file, for every n.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+_SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int countdown = 0;
+static char const* target = "";
+
+void fail_read(int n, char const* name) { target = name; countdown = n; }
+int reads_left(void) { return countdown; }
+
+static int fails(int fd) {
+  if (__atomic_load_n(&countdown, __ATOMIC_SEQ_CST) <= 0) return 0;
+  char link[64], name[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t n = readlink(link, name, sizeof name - 1);
+  if (n < 0) return 0;
+  name[n] = 0;
+  if (strcmp(name, target) != 0) return 0;
+  if (__atomic_sub_fetch(&countdown, 1, __ATOMIC_SEQ_CST) != 0) return 0;
+  errno = EIO;
+  return 1;
+}
+
+#define WRAP(name, parameters, arguments)                         \
+  ssize_t name parameters {                                       \
+    static ssize_t(*next) parameters;                             \
+    if (!next) next = (ssize_t(*) parameters)dlsym(RTLD_NEXT, #name); \
+    return fails(fd) ? -1 : next arguments;                       \
+  }
+WRAP(read, (int fd, void* p, size_t n), (fd, p, n))
+WRAP(pread, (int fd, void* p, size_t n, off_t at), (fd, p, n, at))
+WRAP(pread64, (int fd, void* p, size_t n, off_t at), (fd, p, n, at))
+WRAP(preadv, (int fd, struct iovec const* p, int n, off_t at), (fd, p, n, at))
+WRAP(preadv64, (int fd, struct iovec const* p, int n, off_t at), (fd, p, n, at))
+"""
+
+_CHILD = """
+import ctypes, errno, json, sys, warnings
+import torch, ptsave
+from ptsave.comparison import compare
+from ptsave.conversion import convert
+from ptsave.extracting import read_entries
+from ptsave.file_listing import list_file
+from ptsave.file_verification import verify_file
+from ptsave.required_globals import required_globals
+
+warnings.simplefilter("ignore")
+shim = ctypes.CDLL(None)
+model = torch.nn.Linear(40, 40)
+readers = {
+    "load": lambda f: ptsave.load(f, weights_only=True),
+    "load_into": lambda f: ptsave.load_into(f, model),
+    "load_model": lambda f: ptsave.load_model(model, f),
+    "open": lambda f: ptsave.open(f),
+    "get_tensor": lambda f: ptsave.open(f).get_tensor("weight"),
+    "ls": list_file,
+    "verify": verify_file,
+    "globals": required_globals,
+    "extract": lambda f: read_entries(f, ["weight"]),
+    "convert": lambda f: convert(f, sys.argv[-1], force=True),
+    "compare": lambda f: compare(f, f),
+}
+name = sys.argv[1]
+wrong, n_failures = [], 0
+for what, read in readers.items():
+    if name.endswith(".safetensors") and what in ("load", "load_into"):
+        continue  # torch's own loader
+    for n in range(1, 60):
+        shim.fail_read(n, name.encode())
+        try:
+            read(name)
+            error = None
+        except OSError as caught:
+            error = caught
+        except Exception as caught:
+            wrong.append(f"{what} {n}: {type(caught).__name__}: {caught}")
+            continue
+        finally:
+            left = shim.reads_left()
+            shim.fail_read(0, b"")
+        if left > 0:
+            break
+        n_failures += 1
+        if error is not None and (error.errno, error.filename) != (errno.EIO, name):
+            wrong.append(f"{what} {n}: {error!r} of {error.filename}")
+print(json.dumps([wrong, n_failures]))
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(_SHIM)
+    library = folder / "shim.so"
+    options = ["-shared", "-fPIC", "-O1", "-o", str(library)]
+    subprocess.run([compiler, *options, str(folder / "shim.c"), "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("kind", ["archive", "legacy", "safetensors"])
+def test_read_errors_name_the_file(shim: Path, tmp_path: Path, kind: str) -> None:
+    state = {k: v.detach() for k, v in torch.nn.Linear(40, 40).state_dict().items()}
+    path = tmp_path / ("model.safetensors" if kind == "safetensors" else "model.pt")
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "archive")
+    ended = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(path), str(tmp_path / "out.pt")],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    wrong, n_failures = json.loads(ended.stdout)
+    assert not wrong, "\n".join(wrong)
+    assert n_failures > 8
