@@ -122,10 +122,13 @@ class WritePlan:
     ) -> None: ...
 
 # Where payloads come from: files, each a descriptor, which stays the caller's, and a name; or the
-# address and size of memory, which has to live as long, and a name.
+# address and size of memory, which has to live as long, and a name.  `direct`: files may be read
+# past the page cache.
 @final
 class PayloadSources:
-    def __init__(self, items: Sequence[tuple[int, bytes] | tuple[int, int, bytes]]) -> None: ...
+    def __init__(
+        self, items: Sequence[tuple[int, bytes] | tuple[int, int, bytes]], *, direct: bool
+    ) -> None: ...
 
 # A file that is a header and payloads: (size, source, offset, CRC if it is known).
 @final
@@ -218,9 +221,7 @@ class StorageSource: ...
 @final
 class Reader(StorageSource):
     @staticmethod
-    def open_path(path: bytes) -> Reader: ...
-    @staticmethod
-    def open_descriptor(fd: int, offset: int, name: bytes) -> Reader: ...
+    def open_descriptor(fd: int, offset: int, name: bytes, *, direct: bool) -> Reader: ...
     @staticmethod
     def open_memory(buffer: Buffer, name: str) -> Reader: ...
     # Of the open file, which stays the reader's; -1 for memory.
@@ -335,6 +336,7 @@ def read_ranges(
     ranges: Sequence[tuple[int, int, torch.Tensor]],
     *,
     n_threads: int,
+    direct: bool,
     progress: Progress,
 ) -> None: ...
 

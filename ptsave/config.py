@@ -35,6 +35,8 @@ class Config:
         Unit of writing, in bytes; times `n_direct_writers` it is the memory a direct save needs.
     direct_io : bool
         Whether reads and writes may go past the page cache.
+    n_local_ranks : int
+        Processes of one job on this machine.
     verify : bool
         Whether loads compare checksums at all.
     max_staged_nbytes : int or None
@@ -50,6 +52,12 @@ class Config:
     write_chunk_nbytes: int = 4 * MIB
     direct_io: bool = True
     verify: bool = True
+    n_local_ranks: int = 1
+
+    @property
+    def direct_reads(self) -> bool:
+        """Whether reads may go past the page cache: ranks of one machine load the same files."""
+        return self.direct_io and self.n_local_ranks == 1
 
 
 def current() -> Config:
@@ -60,8 +68,9 @@ def current() -> Config:
     what is on accelerators takes (default: 64 MiB, or an eighth of the memory that this process may
     use; one buffer of 4 MiB is taken in any case).  ``PTSAVE_MAX_STAGED_BYTES`` bounds what saves
     in the background hold (default: half of that memory).  ``PTSAVE_DIRECT_IO=0`` turns direct I/O
-    off.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in place by code
-    that calls ``torch.load``.  A variable that is set to nothing counts as not set.
+    off; so does, for reads, a ``LOCAL_WORLD_SIZE`` above 1, because ranks of one machine load the
+    same files.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in place
+    by code that calls ``torch.load``.  A variable that is set to nothing counts as not set.
 
     Raises
     ------
@@ -84,6 +93,7 @@ def current() -> Config:
         max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=_switch("PTSAVE_DIRECT_IO", default=True),
         verify=_switch("PTSAVE_VERIFY", default=True),
+        n_local_ranks=memory_limits.local_world_size(),
     )
 
 

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-__all__ = ["available_nbytes", "limit_nbytes", "share_nbytes", "share_of_available_nbytes"]
+__all__ = [
+    "available_nbytes",
+    "limit_nbytes",
+    "local_world_size",
+    "share_nbytes",
+    "share_of_available_nbytes",
+]
 
 _ROOT = Path("/")
 _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts
@@ -109,12 +115,12 @@ def share_nbytes(root: Path = _ROOT) -> int:
     ``LOCAL_WORLD_SIZE``, which torchrun sets, says how many ranks there are.
     """
     limit = _limit_of_machine() if root == _ROOT else limit_nbytes(root)
-    return max(1, min(limit // _local_world_size(), _own_limit_nbytes()))
+    return max(1, min(limit // local_world_size(), _own_limit_nbytes()))
 
 
 def share_of_available_nbytes(root: Path = _ROOT) -> int:
     """Return the part of `available_nbytes` that is one rank's."""
-    return available_nbytes(root) // _local_world_size()
+    return available_nbytes(root) // local_world_size()
 
 
 @cache
@@ -136,7 +142,8 @@ def _own_limit_nbytes() -> int:
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
 
 
-def _local_world_size() -> int:
+def local_world_size() -> int:
+    """Return how many ranks of a job are on this machine, as ``LOCAL_WORLD_SIZE`` says; else 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 

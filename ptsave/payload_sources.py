@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptsave import _C
+from ptsave import _C, config
 from ptsave.archive_contents import LoadedContents, UnreadContents
 from ptsave.errors import SaveError
 from ptsave.reading_entries import leaves_of, tensor_over
@@ -113,7 +113,7 @@ class PayloadSources:
     def open(self) -> _C.PayloadSources:
         """Return what the engine reads from."""
         if self._opened is None:
-            self._opened = _C.PayloadSources(self._items)
+            self._opened = _C.PayloadSources(self._items, direct=config.current().direct_reads)
         return self._opened
 
     def add_file(self, fd: int, name: str) -> int:

@@ -270,6 +270,7 @@ def _read_ranges(reads: Sequence[Read], progress: ProgressCallback | None) -> No
             [shard.for_engine for shard in numbers],
             ranges,
             n_threads=config.current().n_readers,
+            direct=config.current().direct_reads,
             progress=progress,
         )
     except _C.FormatError as error:  # a file has become shorter; the message has its name

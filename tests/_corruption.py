@@ -184,7 +184,7 @@ def flipped(data: bytes, offset: int, bit: int) -> bytes:
 def flip_middle(path: Path, record: str) -> None:
     """Damage one bit in the middle of a record of a file."""
     with path.open("rb") as file:
-        engine = _C.Reader.open_descriptor(file.fileno(), 0, b"flip")
+        engine = _C.Reader.open_descriptor(file.fileno(), 0, b"flip", direct=True)
         found = engine.find(record)
         assert found is not None
         where = engine.payload_offset(found) + engine.record(found).nbytes // 2

@@ -797,7 +797,8 @@ def work():
             with open("/dev/null", "wb") as stream:
                 ptsave.save(contents, stream)
         else:  # the engine's part: torch's own, like torch.load, aborts the process now and then
-            reader = _C.Reader.open_path(path)
+            with open(path, "rb") as file:
+                reader = _C.Reader.open_descriptor(file.fileno(), 0, b"", direct=True)
             records = range(len(reader.records()))
             reader.start(list(records), n_threads=2, verify=True, exact_offsets=False)
             reader.wait(3, progress=None)

@@ -109,7 +109,8 @@ class PackedPlan {
 
 void bind_packing(py::module_& module) {
   py::class_<PayloadSources, std::shared_ptr<PayloadSources>>(module, "PayloadSources")
-      .def(py::init<const std::vector<PayloadSources::Item>&>(), py::arg("items"));
+      .def(py::init<const std::vector<PayloadSources::Item>&, bool>(), py::arg("items"),
+           py::kw_only(), py::arg("direct"));
   py::class_<PackedPlan>(module, "PackedPlan")
       .def(py::init<std::string, std::shared_ptr<PayloadSources>,
                     const std::vector<PackedPlan::Payload>&>(),

@@ -36,7 +36,7 @@ namespace {
 
 void read_ranges(const std::vector<std::pair<int, std::string>>& files,
                  const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
-                 std::size_t n_threads, const py::object& callback) {
+                 std::size_t n_threads, bool direct, const py::object& callback) {
   std::vector<FileRange> file_ranges;
   file_ranges.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
@@ -46,7 +46,10 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   // What outlives the GIL's absence is C++'s alone: `ranges` holds the tensors.
   std::vector<ArchiveSource> sources;
   sources.reserve(files.size());
-  for (const auto& [fd, name] : files) sources.emplace_back(File::reopen_for_reading(fd, name), 0);
+  for (const auto& [fd, name] : files) {
+    sources.emplace_back(File::reopen_for_reading(fd, name), 0,
+                         direct ? DirectReads::kAlone : DirectReads::kNever);
+  }
   RangeRead read(std::move(sources), std::move(file_ranges));
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
   without_gil([&] { read.run(n_threads, poll); });
@@ -84,7 +87,7 @@ std::size_t storage_use_count(const py::object& storage) {
 
 void bind_ranges(py::module_& module) {
   module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
-             py::arg("n_threads"), py::arg("progress"));
+             py::arg("n_threads"), py::arg("direct"), py::arg("progress"));
   module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
              py::arg("offset"), py::arg("nbytes"));
   module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),

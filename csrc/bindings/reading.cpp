@@ -70,13 +70,12 @@ class Reader final : public StorageSource {
     }
   }
 
-  static std::unique_ptr<Reader> open_path(const std::string& path) {
-    return std::make_unique<Reader>(ArchiveSource(File::open_for_reading(path), 0), py::none());
-  }
   static std::unique_ptr<Reader> open_descriptor(int fd, std::uint64_t offset,
-                                                 const std::string& name) {
-    return std::make_unique<Reader>(ArchiveSource(File::reopen_for_reading(fd, name), offset),
-                                    py::none());
+                                                 const std::string& name, bool direct) {
+    return std::make_unique<Reader>(
+        ArchiveSource(File::reopen_for_reading(fd, name), offset,
+                      direct ? DirectReads::kAlone : DirectReads::kNever),
+        py::none());
   }
   static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {
     const py::buffer_info info = buffer.request();
@@ -404,9 +403,8 @@ void bind_reading(py::module_& module) {
       .def_readonly("actual_crc", &DamagedRecord::actual_crc);
   const py::class_<StorageSource> storage_source(module, "StorageSource");
   py::class_<Reader, StorageSource>(module, "Reader")
-      .def_static("open_path", &Reader::open_path, py::arg("path"))
       .def_static("open_descriptor", &Reader::open_descriptor, py::arg("fd"), py::arg("offset"),
-                  py::arg("name"))
+                  py::arg("name"), py::kw_only(), py::arg("direct"))
       .def_static("open_memory", &Reader::open_memory, py::arg("buffer"), py::arg("name"))
       .def_property_readonly("root", &Reader::root)
       .def_property_readonly("has_crcs", &Reader::has_crcs)

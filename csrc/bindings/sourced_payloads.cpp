@@ -11,9 +11,11 @@ namespace ptsave {
 namespace {
 
 struct Open {
+  DirectReads direct;
+
   ArchiveSource operator()(const std::tuple<int, std::string>& file) const {
     const auto& [fd, name] = file;
-    return {File::reopen_for_reading(fd, name), 0};
+    return {File::reopen_for_reading(fd, name), 0, direct};
   }
   ArchiveSource operator()(
       const std::tuple<std::uintptr_t, std::uint64_t, std::string>& memory) const {
@@ -24,9 +26,10 @@ struct Open {
 
 }  // namespace
 
-PayloadSources::PayloadSources(const std::vector<Item>& items) {
+PayloadSources::PayloadSources(const std::vector<Item>& items, bool direct) {
+  const Open open{direct ? DirectReads::kAlone : DirectReads::kNever};
   sources_.reserve(items.size());
-  for (const Item& item : items) sources_.push_back(std::visit(Open(), item));
+  for (const Item& item : items) sources_.push_back(std::visit(open, item));
 }
 
 std::unique_ptr<Stager> SourcedPayloads::make_stager(WriteOptions& write) {

@@ -27,7 +27,8 @@ class PayloadSources {
   using Item = std::variant<std::tuple<int, std::string>,
                             std::tuple<std::uintptr_t, std::uint64_t, std::string>>;
 
-  explicit PayloadSources(const std::vector<Item>& items);
+  // `direct`: whether files may be read past the page cache.
+  PayloadSources(const std::vector<Item>& items, bool direct);
 
   std::span<const ArchiveSource> get() const { return sources_; }
 

@@ -64,7 +64,20 @@ struct stat status_or_fail(int fd, const std::string& display) {
   return status;
 }
 
-std::string descriptor_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
+// A second description of the file behind `fd`.  Empty without /proc, or where permission was there
+// only for the one who opened it.
+Descriptor reopen_descriptor(int fd, int flags = 0) {
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  return Descriptor(retry_interrupted(
+      [&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_CLOEXEC | flags); }));
+}
+
+// Has the kernel fetch what is read and what read_ahead() asks for, and nothing beyond: its guesses
+// would bring into the page cache what is about to be read past it.
+File without_guesses(Descriptor fd, std::string path) {
+  ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_RANDOM);
+  return {std::move(fd), std::move(path)};
+}
 
 }  // namespace
 
@@ -84,16 +97,14 @@ void Descriptor::reset() {
 }
 
 File File::open_for_reading(const std::string& path) {
-  return {Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_RDONLY, path)), path};
+  return without_guesses(Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_RDONLY, path)), path);
 }
 
 File File::reopen_for_reading(int fd, std::string path) {
-  const std::string link = descriptor_path(fd);
-  Descriptor again(
-      retry_interrupted([&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_CLOEXEC); }));
-  // Without /proc, or where permission was there only for the one who opened it, the description is
-  // shared: read_at() does not move its position.
-  return again ? File(std::move(again), std::move(path)) : duplicate(fd, std::move(path));
+  Descriptor again = reopen_descriptor(fd);
+  // Else the description is shared: read_at() does not move its position.
+  return again ? without_guesses(std::move(again), std::move(path))
+               : duplicate(fd, std::move(path));
 }
 
 File File::open_for_writing(const std::string& path, bool* created) {
@@ -133,11 +144,10 @@ bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
 }
 
 Descriptor File::open_direct_reader() const {
-  if (!direct_io_alignment().supported()) return {};
-  const std::string link = descriptor_path(fd());
-  return Descriptor(retry_interrupted(
-      [&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC); }));
+  return direct_io_alignment().supported() ? reopen_descriptor(fd(), O_DIRECT) : Descriptor();
 }
+
+Descriptor File::reopen() const { return reopen_descriptor(fd()); }
 
 DirectIoAlignment File::direct_io_alignment() const {
   struct statx status{};

@@ -67,6 +67,8 @@ class File {
   // Whether the page cache holds all of a part; false where the kernel does not tell.
   bool is_cached(std::uint64_t offset, std::uint64_t nbytes) const;
 
+  // A second, independent description of the same file; empty where that is not permitted.
+  Descriptor reopen() const;
   // The same file opened once more for direct reads; empty where that is not supported.
   Descriptor open_direct_reader() const;
   DirectIoAlignment direct_io_alignment() const;

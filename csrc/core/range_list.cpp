@@ -53,14 +53,15 @@ void RangeList::cut() {
   }
 }
 
-// What the page cache holds comes from there, straight into place; at the first gap the rest is
-// read past it.
+// What the page cache holds comes from there, straight into place; at the first gap the rest comes
+// from the disk.
 void RangeList::read(std::size_t i, BufferPool& buffers) const {
   const Stretch& stretch = stretches_[i];
   const ArchiveSource& file = files_[stretch.file];
   std::uint64_t at = stretch.begin;
   if (file.may_be_cached(at, stretch.end - at)) at = read_cached(stretch);
   if (at < stretch.end && !read_direct(stretch, at, buffers)) {
+    file.read_ahead(at, stretch.end - at);
     for_each_piece(stretch, at, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
       file.read_at(offset, place, nbytes);
       return true;

@@ -11,12 +11,22 @@
 
 namespace ptsave {
 
-ArchiveSource::ArchiveSource(File file, std::uint64_t base_offset)
+namespace {
+
+// Devices take no more than this from one request to read ahead (their max_sectors_kb and
+// read_ahead_kb decide), and drop the rest without a word.
+constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
+
+}  // namespace
+
+ArchiveSource::ArchiveSource(File file, std::uint64_t base_offset, DirectReads direct)
     : file_(std::move(file)), base_offset_(base_offset), name_(file_->path()) {
   const std::uint64_t file_nbytes = file_->nbytes();
   nbytes_ = file_nbytes > base_offset ? file_nbytes - base_offset : 0;
-  if (base_offset % kPageNbytes == 0 && file_->direct_io_alignment().offset <= kPageNbytes) {
+  if (direct != DirectReads::kNever && base_offset % kPageNbytes == 0 &&
+      file_->direct_io_alignment().offset <= kPageNbytes) {
     direct_ = file_->open_direct_reader();
+    if (direct == DirectReads::kAlone) co_readers_ = std::make_unique<CoReaders>();
   }
 }
 
@@ -36,11 +46,11 @@ void ArchiveSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes
 }
 
 bool ArchiveSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
-  return !direct_ || sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
+  return sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
 }
 
 std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const {
-  if (memory_ != nullptr || !direct_) {
+  if (memory_ != nullptr) {
     read_at(offset, data, nbytes);
     return nbytes;
   }
@@ -49,8 +59,19 @@ std::size_t ArchiveSource::read_cached(std::uint64_t offset, void* data, std::si
   return n < 0 ? 0 : static_cast<std::size_t>(n);
 }
 
+void ArchiveSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
+  if (memory_ != nullptr) return;
+  while (nbytes > 0) {
+    const std::size_t piece = std::min(nbytes, kReadAheadNbytes);
+    // A hint: whatever it cannot do, the reads that follow do.
+    if (sys::read_ahead(file_->fd(), static_cast<off_t>(base_offset_ + offset), piece) != 0) return;
+    offset += piece;
+    nbytes -= piece;
+  }
+}
+
 bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const {
-  if (!direct_) return false;
+  if (!direct_ || (co_readers_ && !co_readers_->absent(*file_, nbytes))) return false;
   const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, kPageNbytes));
   auto* bytes = static_cast<std::byte*>(data);
   while (offset < end && offset < nbytes_) {

@@ -3,18 +3,27 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
+#include "core/co_readers.h"
 #include "core/file.h"
 
 namespace ptsave {
+
+// Whether a file is read past the page cache, where its file system allows that.
+enum class DirectReads : std::uint8_t {
+  kNever,
+  kAlone,  // while it has no other readers: CoReaders
+  kAlways,
+};
 
 // A part of a file, or memory.  Safe for concurrent use.
 class ArchiveSource {
  public:
   // The archive is all of `file` from base_offset on.
-  ArchiveSource(File file, std::uint64_t base_offset);
+  ArchiveSource(File file, std::uint64_t base_offset, DirectReads direct = DirectReads::kAlone);
   // The bytes must outlive the source and stay unchanged.
   ArchiveSource(const std::byte* data, std::uint64_t nbytes, std::string name);
 
@@ -29,14 +38,17 @@ class ArchiveSource {
   bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
   // Reads what the page cache holds without waiting; how many bytes that was (possibly 0).
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Has the file system fetch these bytes into the page cache; does not wait for them.
+  void read_ahead(std::uint64_t offset, std::size_t nbytes) const;
   // Reads whole pages past the page cache: offset, data and capacity are multiples of the page
   // size. Reads up to the end of the file if that comes first.  False where direct reads do not
-  // work.
+  // work or are not wanted.
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:
   std::optional<File> file_;
   Descriptor direct_;
+  std::unique_ptr<CoReaders> co_readers_;  // DirectReads::kAlone
   const std::byte* memory_ = nullptr;
   std::uint64_t base_offset_ = 0;
   std::uint64_t nbytes_ = 0;

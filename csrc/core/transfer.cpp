@@ -127,13 +127,13 @@ void Transfer::read_chunk(std::size_t number) {
   if (const std::byte* memory = source_.memory()) {
     intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
   } else {
-    // What the page cache holds comes from there; at the first gap the rest is read past it. Asking
-    // first keeps the kernel from reading ahead what is about to be read directly.
+    // What the page cache holds comes from there; at the first gap the rest comes from the disk.
+    // Asking first keeps the kernel from reading ahead what is about to be read directly.
     if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
       read_cached(chunk, intake);
     }
     if (!intake.complete()) read_direct(chunk, intake);
-    read_buffered(chunk, intake);
+    if (!intake.complete()) read_buffered(chunk, intake);
   }
   intake.finish();
   placement_->finish(chunk);
@@ -151,6 +151,7 @@ void Transfer::read_cached(const Chunk& chunk, ChunkIntake& intake) {
 }
 
 void Transfer::read_buffered(const Chunk& chunk, ChunkIntake& intake) {
+  source_.read_ahead(chunk.archive_position(intake.at()), intake.nbytes_left());
   read_pieces(intake, [&](std::byte* to, std::size_t nbytes) {
     source_.read_at(chunk.archive_position(intake.at()), to, nbytes);
     return nbytes;

@@ -41,7 +41,10 @@ class ArchiveFile {
   }
 
   std::string path() const { return folder_ / "archive.pt"; }
-  ArchiveSource source() const { return {File::open_for_reading(path()), offset_}; }
+  // Cold files are read directly from the first byte on, unless something else is asked for.
+  ArchiveSource source(DirectReads direct = DirectReads::kAlways) const {
+    return {File::open_for_reading(path()), offset_, direct};
+  }
   void drop_from_page_cache() const { scratch::drop_from_page_cache(path()); }
 
  private:

@@ -33,6 +33,7 @@ const std::vector<std::pair<std::uint64_t, std::uint64_t>> kRanges{
 struct Source {
   std::string parent;
   bool cold;
+  DirectReads direct = DirectReads::kAlways;
 };
 
 class RangeReadFrom : public testing::TestWithParam<Source> {
@@ -48,7 +49,9 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
 
   std::vector<ArchiveSource> open() const {
     std::vector<ArchiveSource> files;
-    for (const std::string& path : paths_) files.emplace_back(File::open_for_reading(path), 0);
+    for (const std::string& path : paths_) {
+      files.emplace_back(File::open_for_reading(path), 0, GetParam().direct);
+    }
     return files;
   }
 
@@ -59,6 +62,7 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
 
 INSTANTIATE_TEST_SUITE_P(Places, RangeReadFrom,
                          testing::Values(Source{"/tmp", false}, Source{"/tmp", true},
+                                         Source{"/tmp", true, DirectReads::kNever},
                                          Source{"/dev/shm", false}));
 
 TEST_P(RangeReadFrom, PutsEveryByteInItsPlaceAndTouchesNoOther) {

@@ -130,8 +130,10 @@ TEST_P(RoundTrip, FromAFile) {
     const ArchiveFile file(bytes, offset);
     for (const std::size_t n_threads : {0u, 1u, 4u}) {
       expect_loads(file.source(), records, {}, n_threads);
-      file.drop_from_page_cache();
-      expect_loads(file.source(), records, {}, n_threads);
+      for (const DirectReads direct : {DirectReads::kNever, DirectReads::kAlways}) {
+        file.drop_from_page_cache();
+        expect_loads(file.source(direct), records, {}, n_threads);
+      }
     }
   }
 }

@@ -99,8 +99,10 @@ TEST(Scatter, WholeRecords) {
     for (const std::size_t n_threads : {0u, 4u}) {
       expect_fills(memory_source(bytes), records, targets, n_threads);
       expect_fills(file.source(), records, targets, n_threads);
-      file.drop_from_page_cache();
-      expect_fills(file.source(), records, targets, n_threads);
+      for (const DirectReads direct : {DirectReads::kNever, DirectReads::kAlways}) {
+        file.drop_from_page_cache();
+        expect_fills(file.source(direct), records, targets, n_threads);
+      }
     }
   }
 }

@@ -72,7 +72,9 @@ class Sources {
   }
   std::vector<ArchiveSource> open() const {
     std::vector<ArchiveSource> sources;
-    for (std::size_t i = 0; i < 2; ++i) sources.emplace_back(File::open_for_reading(path(i)), 0);
+    for (std::size_t i = 0; i < 2; ++i) {
+      sources.emplace_back(File::open_for_reading(path(i)), 0, DirectReads::kAlways);
+    }
     sources.emplace_back(reinterpret_cast<const std::byte*>(memory_.data()), memory_.size(),
                          "memory");
     return sources;

@@ -1,0 +1,175 @@
+"""Processes that load one file at the same time fetch it from the disk once, all together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ptsave
+from ptsave.bench.system import cached_fraction, make_cold
+
+N_RANKS = 3
+STATE = {f"layer{i}.weight": (1 << 20,) for i in range(24)}  # 96 MiB, thrice the shared start
+
+# Ranks are forks of a process that has imported everything; they begin when the pipe is closed.
+RANKS = """
+import json, os, sys
+import torch, ptsave
+
+what, path, n_ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+
+def load():
+    if what == "load":
+        return ptsave.load(path)
+    state = {f"layer{i}.weight": torch.zeros(1 << 20) for i in range(24)}
+    if what == "load_into":
+        ptsave.load_into(path, state)
+        return state
+    model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Module() for i in range(24)})
+    for i in range(24):
+        model[f"layer{i}"].weight = torch.nn.Parameter(state[f"layer{i}.weight"])
+    ptsave.load_model(model, path)
+    return model.state_dict()
+
+def read_nbytes():
+    with open("/proc/self/io") as counters:
+        return next(int(line.split()[1]) for line in counters if line.startswith("read_bytes"))
+
+begin, begun = os.pipe()
+results, reported = os.pipe()
+children = []
+for rank in range(n_ranks):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.close(begun)
+        os.read(begin, 1)
+        before = read_nbytes()
+        values = {float(tensor.detach().view(-1)[-1]) for tensor in load().values()}
+        assert values == {float(i) for i in range(24)}, values
+        os.write(reported, f"{read_nbytes() - before}\\n".encode())
+        os._exit(0)
+os.close(begun)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+os.close(reported)
+with open(results) as stream:
+    print(json.dumps([codes, [int(line) for line in stream]]))
+"""
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """Return a file on a disk whose reads past the page cache are counted."""
+    path = tmp_path / "model.pt"
+    torch.save(_state(), path)
+    try:
+        make_cold(path)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    if not Path("/proc/self/io").exists():
+        pytest.skip("the kernel does not count what is read")
+    _load_in_process(path)
+    if cached_fraction(path) > 0.9:
+        pytest.skip("the file system has no direct reads")
+    make_cold(path)
+    return path
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(STATE.items())}
+
+
+def _load_in_process(path: Path) -> None:
+    for i, tensor in enumerate(ptsave.load(path).values()):
+        assert tensor[-1] == i
+
+
+def _nbytes_read(what: str, path: Path, **environment: str) -> list[int]:
+    """Return what each rank has had read from the disk."""
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS, what, str(path), str(N_RANKS)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    codes, counts = json.loads(done.stdout)
+    assert codes == [0] * N_RANKS, done.stderr
+    return list(counts)
+
+
+@pytest.mark.parametrize("what", ["load", "load_into", "load_model"])
+def test_ranks_of_one_machine_read_a_file_once(archive: Path, what: str) -> None:
+    if what == "load_model":
+        archive = archive.with_suffix(".safetensors")
+        save_file(_state(), archive)
+        make_cold(archive)
+    counts = _nbytes_read(what, archive, LOCAL_WORLD_SIZE=str(N_RANKS))
+    assert 0.95 < sum(counts) / archive.stat().st_size < 1.05, counts
+
+
+def test_the_only_reader_goes_past_the_page_cache(archive: Path) -> None:
+    _load_in_process(archive)
+    assert cached_fraction(archive) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_cached"),
+    [
+        ("PTSAVE_DIRECT_IO", "0", True),
+        ("LOCAL_WORLD_SIZE", "2", True),
+        ("LOCAL_WORLD_SIZE", "1", False),
+        ("LOCAL_WORLD_SIZE", "", False),
+        ("LOCAL_WORLD_SIZE", "many", False),
+        ("LOCAL_WORLD_SIZE", "-2", False),
+    ],
+)
+def test_the_environment_decides(
+    archive: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_cached: bool
+) -> None:
+    monkeypatch.setenv(variable, value)
+    _load_in_process(archive)
+    assert (cached_fraction(archive) > 0.9) is is_cached
+
+
+def _load_into(path: Path) -> None:
+    ptsave.load_into(path, {name: torch.zeros(shape) for name, shape in STATE.items()})
+
+
+def _verify(path: Path) -> None:
+    with ptsave.open(path) as opened:
+        opened.verify()
+
+
+@pytest.mark.parametrize("operation", [_load_in_process, _load_into, _verify])
+def test_whoever_else_reads_the_file_is_noticed(
+    archive: Path, operation: Callable[[Path], None]
+) -> None:
+    # Readers without a LOCAL_WORLD_SIZE: two jobs, or workers that somebody has started by hand.
+    with ptsave.open(archive) as other:
+        other.get_tensor("layer0.weight")
+        operation(archive)
+        assert cached_fraction(archive) > 0.9
+    make_cold(archive)
+    operation(archive)
+    assert cached_fraction(archive) < 0.5
+
+
+def test_damage_is_seen_by_every_rank(archive: Path) -> None:
+    with archive.open("r+b") as stream:
+        stream.seek(50 << 20)
+        byte = stream.read(1)
+        stream.seek(50 << 20)
+        stream.write(bytes([byte[0] ^ 1]))
+    make_cold(archive)
+    with pytest.raises(AssertionError, match="CorruptCheckpointError"):
+        _nbytes_read("load", archive, LOCAL_WORLD_SIZE="3")
