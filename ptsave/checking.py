@@ -115,9 +115,7 @@ def _inflate(reader: RecordReader, index: int, offset: int) -> tuple[int, int]:
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     nbytes = crc = 0
     for begin in range(0, record.stored_nbytes, _PIECE_NBYTES):
-        stored = reader.engine.read_at(
-            offset + begin, min(_PIECE_NBYTES, record.stored_nbytes - begin)
-        )
+        stored = reader.read_at(offset + begin, min(_PIECE_NBYTES, record.stored_nbytes - begin))
         while stored and nbytes <= record.nbytes:
             if record.method == _DEFLATED:
                 try:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import io
 import os
 import stat
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ptsave import _C, config
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, CorruptPickleError
-from ptsave.not_checkpoints import refuse_special_file, refuse_special_stream, regular_only
+from ptsave.not_checkpoints import (
+    is_zip,
+    refuse_special_file,
+    refuse_special_stream,
+    regular_only,
+)
 from ptsave.progress import ProgressCallback
 from ptsave.remote_errors import named_errors
 
 __all__ = [
     "MINIZ_ADVICE",
+    "RecordDamage",
     "RecordReader",
     "bare_message",
     "corrupt",
@@ -38,7 +45,6 @@ _SMALL_RECORDS = frozenset(
     }
 )
 _MAX_SMALL_NBYTES = 64 << 10
-_ZIP_MAGIC = b"PK\x03\x04"
 _ID_RECORD = ".data/serialization_id"
 _ID_N_DIGITS = 20  # of names, and then of checksums
 # What torch says when miniz fails; people search for it.
@@ -77,10 +83,12 @@ def open_archive(f: Any) -> _C.Reader | None:
 def _open(f: Any) -> _C.Reader | None:
     if isinstance(f, (str, os.PathLike)):
         return _open_path(os.fspath(f))
+    if type(f) is tempfile.SpooledTemporaryFile:
+        f = f._file  # a BytesIO, or the file it has become
     if type(f) is io.BytesIO:
         begin = f.tell()
         with f.getbuffer() as view:
-            if view[begin : begin + 4] != _ZIP_MAGIC:
+            if not is_zip(bytes(view[begin : begin + 4])):
                 return None
             return _C.Reader.open_memory(view[begin:], name="BytesIO")
     raw = real_file(f)
@@ -102,10 +110,19 @@ def real_file(f: Any) -> Any:
 
     Subclasses may do anything with the bytes, and a buffered object may sit on one.
     """
-    f = f.file if type(f) is tempfile._TemporaryFileWrapper else f
+    if type(f) is tempfile._TemporaryFileWrapper:
+        f = f.file
+    elif _is_fsspec_local(f):
+        f = f.f
     if type(f) in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
         return f if not f.closed and type(f.raw) is io.FileIO else None
     return f if type(f) is io.FileIO and not f.closed else None
+
+
+def _is_fsspec_local(f: object) -> bool:
+    """Whether `f` is fsspec's wrapper of a local file, as Lightning opens checkpoints."""
+    local = sys.modules.get("fsspec.implementations.local")
+    return local is not None and type(f) is local.LocalFileOpener
 
 
 def _open_path(path: str | bytes) -> _C.Reader | None:
@@ -126,9 +143,10 @@ def _open_file_object(stream: Any) -> _C.Reader | None:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return None
     begin = stream.tell()
-    if os.pread(fd, 4, begin) != _ZIP_MAGIC:
+    if not is_zip(os.pread(fd, 4, begin)):
         return None
-    return _C.Reader.open_descriptor(fd, begin, os.fsencode(str(stream.name)))
+    name = os.fsencode(str(stream.name))
+    return _C.Reader.open_descriptor(fd, begin, name, direct=config.current().direct_reads)
 
 
 def _folded(crcs: Iterable[int]) -> int:
@@ -163,6 +181,15 @@ def bare_message(error: BaseException, path: str) -> str:
     text = str(error).replace(MINIZ_ADVICE, "").removeprefix(f"{path}: ")
     record = getattr(error, "record", None)
     return text if record is None else text.removeprefix(f"record {record}: ")
+
+
+class RecordDamage(NamedTuple):
+    """A record that does not match its checksum, as the engine says it by ``_C.DamagedRecord``."""
+
+    name: str
+    payload_offset: int
+    expected_crc: int
+    actual_crc: int
 
 
 class RecordReader:
@@ -243,6 +270,13 @@ class RecordReader:
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
         """Return a tensor over the storage of a record, which may still be being filled."""
+        record = self.find_storage(name, nbytes)
+        if self.wait_for_bytes:
+            self.engine.wait(record, progress=self.progress)
+        return self.engine.storage(record)
+
+    def find_storage(self, name: str, nbytes: int) -> int:
+        """Return the number of a record, which must be as large as the pickle says."""
         record = self._find(name)
         found = self.engine.record(record).nbytes
         if found != nbytes:
@@ -253,9 +287,11 @@ class RecordReader:
                 record=name,
                 offset=self.engine.record(record).header_offset,
             )
-        if self.wait_for_bytes:
-            self.engine.wait(record, progress=self.progress)
-        return self.engine.storage(record)
+        return record
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes of the archive, wherever they are in it."""
+        return self.engine.read_at(offset, nbytes)
 
     def find(self, name: str) -> int | None:
         """Return the number of a record; None if there is none of that name."""
@@ -371,7 +407,7 @@ class RecordReader:
         """Make the storages that were handed out ordinary ones: until now none could be resized."""
         self.engine.release_storages()
 
-    def damage(self, damaged: list[_C.DamagedRecord]) -> CorruptCheckpointError:
+    def damage(self, damaged: Sequence[_C.DamagedRecord | RecordDamage]) -> CorruptCheckpointError:
         """Return what to raise when these records do not match their checksums."""
         from ptsave.entries import entries_using
 

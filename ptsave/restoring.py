@@ -25,6 +25,7 @@ from ptsave.errors import add_note
 from ptsave.progress import ProgressCallback, progress_bar
 from ptsave.reading import RecordReader, describe
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
+from ptsave.stream_reader import StreamReader
 from ptsave.unpickling import can_defer_reading, unpickle_unread
 
 __all__ = ["check_locations", "restoring"]
@@ -120,6 +121,7 @@ def _reader_to_defer(
     with ExitStack() as stack:
         stack.callback(reader.close)
         known = not reader.has_record("constants.pkl") and reader.engine.all_stored
+        known = known and not isinstance(reader, StreamReader)
         if not (known and can_defer_reading(reader, pickle_module)):
             return None
         stack.pop_all()

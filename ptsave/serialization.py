@@ -34,6 +34,7 @@ from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
 from ptsave.reading import RecordReader, describe, open_archive
 from ptsave.remote_errors import named_errors
+from ptsave.stream_reader import open_stream
 from ptsave.torch_features import IGNORES_CASE_OF_VARIABLES, WARNS_OF_UNUSED_ARGUMENTS
 from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.urls import refuse_url, refuse_url_target
@@ -191,8 +192,9 @@ def load(
 
     Notes
     -----
-    Formats before torch 1.6, TorchScript archives, compressed archives, ``.safetensors`` paths and
-    file-like objects that are neither real files nor :class:`io.BytesIO` are loaded by torch.
+    Formats before torch 1.6, TorchScript archives, compressed archives and ``.safetensors`` paths
+    are loaded by torch.  File-like objects that are neither real files, nor :class:`io.BytesIO`,
+    nor what fsspec makes of a local file, are read in order, one storage at a time.
 
     Examples
     --------
@@ -314,17 +316,18 @@ def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
 def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     """Decide who loads: an open archive for ptsave, or None for torch's own loader.
 
-    torch's loader gets whatever the engine does not read: files that are no zip archive (the
-    formats before torch 1.6, or not a checkpoint at all), ``.safetensors`` paths, and file-like
-    objects that are neither real files nor ``io.BytesIO``; and it raises the error for arguments
-    that do not go together.
+    torch's loader gets whatever is no zip archive (the formats before torch 1.6, or not a
+    checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
+    position; and it raises the error for arguments that do not go together.
     """
     if _is_path(f):
         refuse_url(f)
     elif wants_mmap(mmap):
         return None
     engine = open_archive(f)
-    return None if engine is None else RecordReader(engine, describe(f), verify=verify)
+    if engine is not None:
+        return RecordReader(engine, describe(f), verify=verify)
+    return open_stream(f, verify=verify)
 
 
 def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:

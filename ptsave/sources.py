@@ -165,7 +165,8 @@ class FileObject:
         self._stream = stream
         self._lock = threading.Lock()
         self._begin = stream.tell()
-        self.nbytes = max(stream.seek(0, os.SEEK_END) - self._begin, 0)
+        stream.seek(0, os.SEEK_END)  # which mmap's answers with None
+        self.nbytes = max(stream.tell() - self._begin, 0)
         self.rewind()
 
     def rewind(self) -> AbstractContextManager[Any]:
@@ -178,6 +179,24 @@ class FileObject:
         for piece, where in zip(pieces, ranges, strict=True):
             _check_complete(piece, *where, self)
         return pieces
+
+    def read_into(self, begin: int, target: memoryview) -> None:
+        """Read as many bytes as `target` has, without a copy of them where the stream can."""
+        rest = target
+        with self._lock:
+            self._stream.seek(self._begin + begin)
+            while rest and (n := self._read_some(rest[:_STREAM_NBYTES])):
+                rest = rest[n:]
+        if rest:
+            end = begin + len(target)
+            raise _incomplete(self, len(target) - len(rest), begin, end)
+
+    def _read_some(self, target: memoryview) -> int:
+        if hasattr(self._stream, "readinto"):
+            return self._stream.readinto(target) or 0
+        piece = self._stream.read(len(target))
+        target[: len(piece)] = piece
+        return len(piece)
 
     def _read(self, begin: int, end: int) -> bytes:
         pieces = []
@@ -206,10 +225,14 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _check_complete(piece: bytes, begin: int, end: int, source: RangeSource) -> None:
     if len(piece) != end - begin:
-        raise OSError(
-            f"{source.name}: got {len(piece)} bytes of {begin} to {end}: the file has changed, or "
-            "its server does not serve ranges"
-        )
+        raise _incomplete(source, len(piece), begin, end)
+
+
+def _incomplete(source: RangeSource, nbytes: int, begin: int, end: int) -> OSError:
+    return OSError(
+        f"{source.name}: got {nbytes} bytes of {begin} to {end}: the file has changed, or its "
+        "server does not serve ranges"
+    )
 
 
 class Buffer:
@@ -360,7 +383,8 @@ class RemoteReader(RecordReader):
             end = min(begin + directory_nbytes, self._tail_begin)
             (directory,) = self.source.read([(begin, end)])
             self._file.write(begin, directory)
-        return _C.Reader.open_descriptor(self._file.descriptor, 0, os.fsencode(self.source.name))
+        name = os.fsencode(self.source.name)
+        return _C.Reader.open_descriptor(self._file.descriptor, 0, name, direct=False)
 
     def get_record(self, name: str) -> bytes:
         if name not in self._small:
@@ -376,6 +400,10 @@ class RemoteReader(RecordReader):
             (header,) = self.source.read([(found.header_offset, found.payload_offset)])
             self.add_header(record, header)
         return super().get_record_offset(name)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        (piece,) = self.source.read([(offset, offset + nbytes)])
+        return piece
 
     def has_header(self, record: int) -> bool:
         """Whether a record's local header has been fetched."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptsave import _C, config
 from ptsave.errors import CorruptCheckpointError
-from ptsave.reading import RecordReader, bare_message, corrupt, raise_corrupt
+from ptsave.reading import RecordDamage, RecordReader, bare_message, corrupt, raise_corrupt
 from ptsave.sources import RemoteReader
 
 __all__ = [
@@ -273,7 +273,8 @@ class FetchedSpans:
     def _compare(self, record: int, crc: int) -> None:
         found = self._engine.record(record)
         if crc != found.crc:
-            raise self._damaged(found, crc)
+            offset = self._engine.payload_offset(record)
+            raise self._reader.damage([RecordDamage(found.name, offset, found.crc, crc)])
 
     def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
         return self._reader.failure(

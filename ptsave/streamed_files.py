@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ptsave.payload_sources import Payload, PayloadSources, StoragePlace
 from ptsave.pickling import pickle_object
 from ptsave.planning import plan_archive
 from ptsave.progress import ProgressCallback
-from ptsave.reading import raise_corrupt
+from ptsave.reading import RecordDamage, raise_corrupt
 from ptsave.safetensors_header import DTYPES, let_library_read, stored_shape
 from ptsave.slicing import span_of
 from ptsave.writing import FileWriter
@@ -88,25 +88,16 @@ class StreamedPlan:
             self._raise_damage(error)
 
     def _raise_damage(self, error: _C.FormatError) -> NoReturn:
-        damaged: dict[UnreadContents, list[_Damaged]] = {}
+        damaged: dict[UnreadContents, list[RecordDamage]] = {}
         for key, crc in self._plan.damaged:
             place = self._places[key]
             assert place.contents is not None
             record = place.contents.reader.engine.record(place.record)
-            each = _Damaged(record.name, place.offset, record.crc, crc)
+            each = RecordDamage(record.name, place.offset, record.crc, crc)
             damaged.setdefault(place.contents, []).append(each)
         for contents, records in damaged.items():
-            raise contents.reader.damage(records)  # type: ignore[arg-type]
+            raise contents.reader.damage(records)
         raise_corrupt(error, "a source")
-
-
-class _Damaged(NamedTuple):
-    """As `_C.DamagedRecord`."""
-
-    name: str
-    payload_offset: int
-    expected_crc: int
-    actual_crc: int
 
 
 class PicklePlan(StreamedPlan):

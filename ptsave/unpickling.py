@@ -29,6 +29,7 @@ from ptsave.errors import MalformedPickleError
 from ptsave.placing import Placement, may_reach_accelerator
 from ptsave.plain_tensors import modes_are_active
 from ptsave.reading import RecordReader
+from ptsave.stream_reader import StreamReader
 from ptsave.torch_features import is_meta_location
 
 __all__ = [
@@ -80,6 +81,9 @@ def unpickle(
         return _load(reader, map_location, module, overall_storage, pickle_load_args)
 
     if overall_storage is not None or not fills_storages(map_location):
+        return load(_faster(pickle_module, reader, storages_are_plain=False))
+    if isinstance(reader, StreamReader):
+        reader.verifies = reader.verifies_storages(stacklevel=5)
         return load(_faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)

@@ -746,8 +746,8 @@ def test_error_raised_by_flush_comes_through(obj: Obj) -> None:
         ptsave.save(obj, Failing())
 
 
-@pytest.mark.parametrize("methods", ["read readinto", "seek", "tell"])
-def test_error_raised_while_loading_comes_through(methods: str, data: bytes) -> None:
+@pytest.mark.parametrize(("methods", "n_good"), [("read readinto", 3), ("seek", 3), ("tell", 1)])
+def test_error_raised_while_loading_comes_through(methods: str, n_good: int, data: bytes) -> None:
     def load(engine: Callable[..., object]) -> object:
         class Failing(io.BytesIO):
             n_calls = 0
@@ -755,7 +755,7 @@ def test_error_raised_while_loading_comes_through(methods: str, data: bytes) -> 
         def failing(name: str) -> Callable[..., Any]:
             def call(self: Failing, *args: Any) -> Any:
                 self.n_calls += 1
-                if self.n_calls > 3:
+                if self.n_calls > n_good:
                     raise OSError(errno.EIO, "the disk is gone")
                 return getattr(io.BytesIO, name)(self, *args)
 
