@@ -116,6 +116,7 @@ def test_same_bytes(name: str, staging: Any, tmp_path: Path) -> None:
     assert path.read_bytes() == stock_path.read_bytes()
     assert future.nbytes == future.nbytes_written == path.stat().st_size
     assert staged_copy(obj, staging) == saved_bytes(stock_save, obj)
+    gc.collect()  # torch 2.9's own save leaves storages, and so their files, to the collector
 
 
 @pytest.mark.parametrize("number", range(12))

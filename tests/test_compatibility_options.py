@@ -951,6 +951,7 @@ def _tar_file(path: Path) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.filterwarnings("ignore:Python 3.14 will:DeprecationWarning")  # about torch's own code
 def test_tar_format(tmp_path: Path) -> None:
     path = tmp_path / "file.tar"
     tensor = _tar_file(path)
