@@ -33,10 +33,16 @@ help:  ## list the targets
 
 # ------------------------------------------------------------------------------------------ set-up
 
+# What the goal needs of the system, all of it looked for before anything is downloaded.
+NEEDS := python
+test test-cpp test-all lint lint-cpp asan tsan: NEEDS := python tests
+fuzz fuzz-parser: NEEDS := python fuzz
+benchmark: NEEDS := python benchmark
+
 setup: $(SETUP_STAMP)  ## create .venv with everything pinned
 
 $(SETUP_STAMP): requirements-dev.txt
-	tools/system_packages.sh python
+	tools/system_packages.sh $(NEEDS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet -r $<
 	@touch $@

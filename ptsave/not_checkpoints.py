@@ -89,8 +89,8 @@ def _require_contents(mode: int, path: str | bytes | os.PathLike[str]) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode)):
         raise OSError(
             errno.ESPIPE,
-            f"it is {_kind_of(mode)}, which cannot be read at any position: copy what comes out of "
-            "it to a file",
+            f"{os.strerror(errno.ESPIPE)}: it is {_kind_of(mode)}, which cannot be read at any "
+            "position: copy what comes out of it to a file",
             os.fspath(path),
         )
 

@@ -16,7 +16,8 @@ missing=()
 need() { # need PACKAGE COMMAND...: PACKAGE is missing unless COMMAND succeeds
   local package=$1
   shift
-  if ! "$@" >/dev/null 2>&1; then missing+=("$package"); fi
+  if [[ " ${missing[*]} " == *" $package "* ]] || "$@" >/dev/null 2>&1; then return; fi
+  missing+=("$package")
 }
 
 has_header() { printf '#include <%s>\n' "$1" | "$CXX" -E -x c++ -o /dev/null -; }
