@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import ptsave
 from ptsave.cli.commands import commands
+from ptsave.entry_names import MAX_DEPTH
 from ptsave.entry_tree import EntryTree
 
 BIG = torch.arange(10_000.0).view(100, 100)
@@ -235,7 +236,7 @@ def test_tree_of_what_contains_itself() -> None:
     loop: dict[str, Any] = {"t": torch.ones(1)}
     loop["self"] = loop
     deep: Any = []
-    for _ in range(300):
+    for _ in range(MAX_DEPTH + 100):
         deep = [deep, None, torch.ones(1)]
     assert [node.again for node in EntryTree(loop).nodes] == [None, "the whole object"]
-    assert max(node.depth for node in EntryTree({"deep": deep}).nodes) == 200
+    assert max(node.depth for node in EntryTree({"deep": deep}).nodes) == MAX_DEPTH

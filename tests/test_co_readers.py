@@ -164,6 +164,13 @@ def test_whoever_else_reads_the_file_is_noticed(
     assert cached_fraction(archive) < 0.5
 
 
+def test_nobody_who_saves_waits_for_readers(archive: Path) -> None:
+    with ptsave.open(archive) as reader:
+        reader.get_tensor("layer0.weight")
+        ptsave.save(_state(), archive, atomic=False)
+    _load_in_process(archive)
+
+
 def test_damage_is_seen_by_every_rank(archive: Path) -> None:
     with archive.open("r+b") as stream:
         stream.seek(50 << 20)

@@ -14,7 +14,6 @@
 #include <chrono>
 #include <climits>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <random>
 #include <thread>
@@ -416,11 +415,9 @@ void AtomicFile::sync_directory() {
 
 namespace {
 
-// Behind all that a file can hold, so that the lock is nobody else's.
-constexpr off_t kLockedByte = std::numeric_limits<off_t>::max() - 1;
-
 bool try_lock_byte(int fd) {
-  if (retry_interrupted([&] { return sys::lock_byte(fd, F_WRLCK, kLockedByte); }) == 0) return true;
+  if (retry_interrupted([&] { return sys::lock_byte(fd, F_WRLCK, kInPlaceSaveByte); }) == 0)
+    return true;
   return errno != EAGAIN && errno != EACCES;  // a file system without locks
 }
 
@@ -473,7 +470,7 @@ void InPlaceFile::release() {
     retry_interrupted([&] { return sys::unlinkat(AT_FDCWD, path_.c_str()); });
   }
   // By hand: a process forked meanwhile has the descriptor, too.
-  sys::lock_byte(file_.fd(), F_UNLCK, kLockedByte);
+  sys::lock_byte(file_.fd(), F_UNLCK, kInPlaceSaveByte);
 }
 
 void InPlaceFile::clear(std::uint64_t nbytes) {

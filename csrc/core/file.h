@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -35,6 +36,12 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+// Bytes of a file that no file has, as off_t ends there, and that stand for ptsave's own locks on
+// it: not those of people who lock the file themselves, and not each other, or a save would wait
+// for readers.
+inline constexpr std::int64_t kInPlaceSaveByte = std::numeric_limits<std::int64_t>::max() - 1;
+inline constexpr std::int64_t kReadersByte = kInPlaceSaveByte - 1;
 
 // What direct I/O on a file demands; all zero where the file system has none.
 struct DirectIoAlignment {

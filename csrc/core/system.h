@@ -83,11 +83,12 @@ inline int fchmod(int fd, mode_t mode) { return fault("fchmod") ? -1 : ::fchmod(
 inline int fchown(int fd, uid_t uid, gid_t gid) {
   return fault("fchown") ? -1 : ::fchown(fd, uid, gid);
 }
-// Locks (F_RDLCK) one byte of the file for this open file description, without waiting.
-inline int lock_byte(int fd, off_t offset) {
+// Locks a byte of the file for this open file description (F_RDLCK, F_WRLCK, F_UNLCK) without
+// waiting.
+inline int lock_byte(int fd, short type, off_t offset) {
   if (fault("lock_byte")) return -1;
-  struct ::flock lock{};
-  lock.l_type = F_RDLCK;
+  struct flock lock{};
+  lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = offset;
   lock.l_len = 1;
@@ -96,7 +97,7 @@ inline int lock_byte(int fd, off_t offset) {
 // Whether another open file description holds a lock on the byte; -1 where the kernel does not
 // tell.
 inline int byte_is_locked(int fd, off_t offset) {
-  struct ::flock lock{};
+  struct flock lock{};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
   lock.l_start = offset;
@@ -109,16 +110,6 @@ inline ssize_t read_ahead(int fd, off_t offset, std::size_t nbytes) {
   return ::readahead(fd, offset, nbytes);
 }
 inline int flock(int fd, int operation) { return fault("flock") ? -1 : ::flock(fd, operation); }
-// Locks a byte of the file that is open as `fd` (F_WRLCK, F_UNLCK) without waiting.
-inline int lock_byte(int fd, short type, off_t offset) {
-  if (fault("lock_byte")) return -1;
-  struct flock lock{};
-  lock.l_type = type;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = offset;
-  lock.l_len = 1;
-  return ::fcntl(fd, F_OFD_SETLK, &lock);
-}
 inline int renameat(int dir_fd, const char* from, const char* to) {
   return fault("renameat") ? -1 : ::renameat(dir_fd, from, dir_fd, to);
 }

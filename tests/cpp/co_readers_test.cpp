@@ -119,6 +119,14 @@ TEST_F(CoReadersOfAFile, MayBeOthersWithLocksOfTheirOwn) {
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
+TEST_F(CoReadersOfAFile, AreNotWhatAnInPlaceSaveWaitsFor) {
+  Reader reader(open());
+  InPlaceFile target(path_, path_, [] { FAIL() << "it waits"; });
+  EXPECT_TRUE(reader.alone());
+  target.clear(0);
+  target.commit(/*durable=*/false);
+}
+
 class ColdSource : public CoReadersOfAFile {
  protected:
   static constexpr std::size_t kNbytes = kStart + kHugePageNbytes;
