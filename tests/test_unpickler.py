@@ -466,6 +466,28 @@ def test_no_references_are_left(subjects: dict[str, Subject]) -> None:
     assert all(a < b + 20 for a, b in zip(found, allowed, strict=True)), (found, allowed)
 
 
+def test_empty_storages_are_made_without_torch() -> None:
+    """As torch makes them: one for each tensor, which can be resized."""
+    data = saved_bytes(stock_save, [torch.zeros(0, 3, dtype=torch.int16) for _ in range(50)])
+    n_calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal n_calls
+        n_calls += event == "call" and frame.f_code.co_name == "load_tensor"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        loaded = ptsave.load(io.BytesIO(data))
+    finally:
+        sys.setprofile(before)
+    assert n_calls <= 1  # the first one names the location that all have
+    assert_same_object(loaded, torch.load(io.BytesIO(data)))
+    assert len({tensor.untyped_storage()._cdata for tensor in loaded}) == len(loaded)
+    for tensor in loaded:
+        assert tensor.resize_(2, 3).untyped_storage().nbytes() == 12
+
+
 def test_other_threads_run_and_signals_are_handled() -> None:
     data = b"\x80\x02](" + b"K\x01" * 12_000_000 + b"e."
     ticks = []

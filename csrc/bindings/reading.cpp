@@ -274,6 +274,8 @@ class Reader final : public StorageSource {
     if (place == places_.end()) return nullptr;
     const std::size_t i = find_data_record(key);
     if (i == ArchiveIndex::kNotFound || index().records()[i].nbytes != nbytes) return nullptr;
+    // Nothing is to be copied to its place, and nobody asks where it was.
+    if (nbytes == 0) return place->device.is_cpu() ? &shared_storage(i) : nullptr;
     locations_.resize(index().records().size(), kNoPlace);
     if (locations_[i] == kNoPlace) {
       locations_[i] = static_cast<std::uint32_t>(place - places_.begin());

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "pickle/restricted_machine.h"
-#include "pickle/tensor_steps.h"
 
 namespace ptsave {
 
@@ -29,13 +28,23 @@ bool RestrictedMachine::rebuild_at_once() {
   }
   const std::optional<std::size_t> index =
       storages_.find(steps->word, steps->storage_type, steps->key, steps->location, steps->numel);
-  if (!index) return false;
-  const PlainStorage& storage = storages_[*index];
+  if (index) {
+    const PlainStorage& storage = storages_[*index];
+    return rebuild_over(*storage.storage, storage.type->dtype, *steps, ahead);
+  }
+  if (steps->numel != 0) return false;
+  const std::optional<EmptyStorage> empty =
+      storages_.make_empty(steps->word, steps->storage_type, steps->key, steps->location);
+  return empty && rebuild_over(empty->storage, empty->type->dtype, *steps, ahead);
+}
+
+bool RestrictedMachine::rebuild_over(const c10::Storage& storage, c10::ScalarType dtype,
+                                     const TensorSteps& steps, const PickleCursor& ahead) {
   const Object hooks = Object::checked(PyODict_New());
-  Object tensor = rebuilder_.rebuild({.storage = *storage.storage,
-                                      .dtype = storage.type->dtype,
-                                      .geometry = steps->geometry,
-                                      .requires_grad = steps->requires_grad,
+  Object tensor = rebuilder_.rebuild({.storage = storage,
+                                      .dtype = dtype,
+                                      .geometry = steps.geometry,
+                                      .requires_grad = steps.requires_grad,
                                       .hooks = hooks.get()});
   if (!tensor) return false;
   stack_.top() = Value(std::move(tensor));

@@ -14,6 +14,7 @@
 #include "pickle/opcodes.h"
 #include "pickle/storage_references.h"
 #include "pickle/tensor_rebuild.h"
+#include "pickle/tensor_steps.h"
 #include "pickle/torch_machine.h"
 #include "pickle/tuple_nesting.h"
 #include "pickle/unpickler.h"
@@ -105,6 +106,9 @@ class RestrictedMachine {
   // ---- everything that runs code
 
   bool rebuild_at_once();
+  // Puts the tensor of the steps, which end where `ahead` is, on the stack; false if torch must.
+  bool rebuild_over(const c10::Storage& storage, c10::ScalarType dtype, const TensorSteps& steps,
+                    const PickleCursor& ahead);
   bool consume_tuple(std::size_t n);
   bool refer_to_storage(std::span<const Value> id);
   void global();

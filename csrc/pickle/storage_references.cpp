@@ -71,11 +71,23 @@ std::optional<std::size_t> StorageReferences::find(PyObject* word, PyObject* sto
   return add(state, *type, key, location, *numel);
 }
 
+std::optional<EmptyStorage> StorageReferences::make_empty(PyObject* word, PyObject* storage_type,
+                                                          std::string_view key,
+                                                          std::string_view location) {
+  if (source_ == nullptr || !says_storage(word)) return std::nullopt;
+  const StorageType* const type = known_type(storage_type);
+  if (type == nullptr || state_of(key) != kUnseen) return std::nullopt;
+  const c10::Storage* const storage = source_->storage_of(key, 0, location);
+  if (storage == nullptr) return std::nullopt;
+  return EmptyStorage{.storage = *storage, .type = type};
+}
+
 // A storage that is referred to for the first time.
 std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const StorageType& type,
                                                   std::string_view key, std::string_view location,
                                                   std::int64_t numel) {
-  // An empty storage is another one at each reference: torch does not count it as loaded.
+  // An empty storage is another one at each reference, which no number tells from others: torch
+  // does not count it as loaded.
   if (numel <= 0) return std::nullopt;
   std::uint64_t nbytes = 0;
   if (__builtin_mul_overflow(static_cast<std::uint64_t>(numel), c10::elementSize(type.dtype),

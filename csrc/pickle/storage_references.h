@@ -34,6 +34,12 @@ struct PlainStorage {
   Object typed;                 // what torch's persistent_load has returned, if it was necessary
 };
 
+// A storage of no bytes, which has no other reference.
+struct EmptyStorage {
+  c10::Storage storage;
+  const StorageType* type;
+};
+
 // torch keeps one storage for each key: the first reference decides about its type.  So for each
 // key either all references are resolved here, or all by torch's persistent_load.
 class StorageReferences {
@@ -48,6 +54,11 @@ class StorageReferences {
   // The same for the parts of an id that is no object.  Only the first reference's `numel` matters.
   std::optional<std::size_t> find(PyObject* word, PyObject* storage_type, std::string_view key,
                                   std::string_view location, std::optional<std::int64_t> numel);
+
+  // A new storage for the parts of an id whose numel is 0, and which nothing else refers to: torch
+  // makes another empty storage at each reference.  Nothing if torch's persistent_load must decide.
+  std::optional<EmptyStorage> make_empty(PyObject* word, PyObject* storage_type,
+                                         std::string_view key, std::string_view location);
 
   const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
 

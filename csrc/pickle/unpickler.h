@@ -18,10 +18,11 @@ class StorageSource {
   StorageSource& operator=(const StorageSource&) = delete;
   virtual ~StorageSource() = default;
 
-  // The storage of the record data/<key>, if there is one of exactly `nbytes` bytes (more than 0)
-  // and what was saved at `location` has a known place: the same for the same key, and possibly
-  // still being filled.  It is the source's, until the pickle has been run.  Otherwise null:
-  // torch's own rule says then where it goes, or what is wrong.
+  // The storage of the record data/<key>, if there is one of exactly `nbytes` bytes and what was
+  // saved at `location` has a known place: the same for the same key, and possibly still being
+  // filled.  It is the source's, until the pickle has been run.  Of 0 bytes it is a new one each
+  // time, to be copied before the next call.  Otherwise null: torch's own rule says then where it
+  // goes, or what is wrong.
   virtual const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes,
                                          std::string_view location) = 0;
 };
