@@ -125,6 +125,33 @@ class UnreadContents:
             )
         return result
 
+    def can_read_packed(self, tensors: list[Tensor]) -> bool:
+        """Whether each of these tensors has a record of its own."""
+        numbers = set(self.reader.engine.records_of(tensors))
+        return None not in numbers and len(numbers) == len(tensors)
+
+    def read_packed(self, tensors: list[Tensor], begins: list[int], nbytes: int) -> Tensor:
+        """Return one row of bytes with tensors in it, and zeros between them.
+
+        Parameters
+        ----------
+        tensors : list of torch.Tensor
+            `can_read_packed` has to hold; each is contiguous and the whole of its storage.
+        begins : list of int
+            Where each begins in the row, in bytes.
+        nbytes : int
+            The length of the row.
+        """
+        row = bytes_of(new_storage(nbytes)).zero_()
+        spans = []
+        for number, tensor, begin in zip(
+            self.reader.engine.records_of(tensors), tensors, begins, strict=True
+        ):
+            assert number is not None
+            spans.append(Span(number, 0, row[begin : begin + tensor.nbytes]))
+        self._spans.read(spans, verify=None)
+        return row
+
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
         number = self.reader.engine.record_of(tensor)
         return read_view(self._spans, number, tensor.detach()[index], verify)

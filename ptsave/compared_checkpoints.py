@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ptsave.archive_contents import Contents
+from ptsave.archive_contents import Contents, UnreadContents
 from ptsave.archive_kinds import open_contents
 from ptsave.entry_names import EntryNames, dotted
 from ptsave.safetensors_contents import SafetensorsContents
@@ -77,6 +77,14 @@ class ComparedCheckpoint:
             values = contents.read(group, None)
             found.update((id(t), v) for t, v in zip(group, values, strict=True))
         return [found[id(tensor)] for tensor in tensors]
+
+    def packs(self, tensors: list[Tensor]) -> UnreadContents | None:
+        """Return what can read all of these tensors in one row; None if nothing can."""
+        found = {id(each): each for each in map(self.contents_of, tensors)}
+        contents = next(iter(found.values())) if len(found) == 1 else None
+        if not isinstance(contents, UnreadContents) or not contents.can_read_packed(tensors):
+            return None
+        return contents
 
     def read_slice(self, tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""

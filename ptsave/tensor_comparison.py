@@ -6,17 +6,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ptsave import config
+from ptsave.archive_contents import as_saved
 from ptsave.compared_checkpoints import ComparedCheckpoint
 from ptsave.entry_comparison import TensorPair, quantizer_of
 from ptsave.expansion import ADVICE, default_limit, stored_nbytes_of
 from ptsave.number_differences import NumberDifference, Tolerance, number_difference
 from ptsave.thread_pool import ThreadPool
+from ptsave.view_reading import view_as
 
 __all__ = ["compare_tensors"]
 
@@ -24,6 +28,7 @@ __all__ = ["compare_tensors"]
 _PIECE_NBYTES = 32 << 20
 _N_PIECES = 2
 _SMALL_NUMEL = 1 << 12
+_WORD_NBYTES = 8  # no dtype of _PLAIN_BITS is larger
 _PLAIN_BITS = {
     torch.float32: torch.int32,
     torch.float16: torch.int16,
@@ -89,8 +94,11 @@ def compare_tensors(
     n_threads = config.current().n_threads
     with ThreadPool(2) as readers, ThreadPool(n_threads) as workers:
         for piece, values in _read_ahead(_pieces(pairs), a, b, readers):
-            for pair, x, y in zip(piece.pairs, *values, strict=True):
-                numbers = _difference(pair.name, x, y, tolerance, workers)
+            for pair, read in zip(piece.pairs, values, strict=True):
+                if read is None:
+                    yield pair, NumberDifference(pair.a.numel())
+                    continue
+                numbers = _difference(pair.name, *read, tolerance, workers)
                 total += numbers.times(piece.times)
                 if piece.is_last:
                     yield pair, total
@@ -98,7 +106,55 @@ def compare_tensors(
             done(piece.nbytes)
 
 
-_Values = tuple[list[Tensor], list[Tensor]]
+class _Packing:
+    """The small tensors of a piece that each side reads in one row of bytes, at equal places.
+
+    Attributes
+    ----------
+    numbers : list of int
+        Which pairs of the piece they are; none if a side cannot read them so.
+    begins : list of int
+        Where each begins, in bytes.
+    nbytes : int
+        The length of the row.
+    """
+
+    def __init__(self, piece: _Piece, a: ComparedCheckpoint, b: ComparedCheckpoint) -> None:
+        pairs = piece.pairs
+        numbers = [i for i, pair in enumerate(pairs) if _is_small_and_whole(pair)]
+        sides = [(a, [pairs[i].a for i in numbers]), (b, [pairs[i].b for i in numbers])]
+        self._sides = {id(source): (source.packs(few), few) for source, few in sides}
+        can_pack = piece.index is None and all(found for found, _ in self._sides.values())
+        self.numbers = numbers if can_pack else []
+        sizes = (-(-pairs[i].a.nbytes // _WORD_NBYTES) * _WORD_NBYTES for i in self.numbers)
+        *self.begins, self.nbytes = accumulate(sizes, initial=0)
+
+    def read(self, source: ComparedCheckpoint) -> Tensor | None:
+        """Return the row of one side; None if nothing is packed."""
+        contents, tensors = self._sides[id(source)]
+        if not self.numbers or contents is None:
+            return None
+        return contents.read_packed(tensors, self.begins, self.nbytes)
+
+    def differing(self, x: Tensor, y: Tensor) -> set[int]:
+        """Return which pairs of the piece have other bytes in the rows of the two sides."""
+        x, y = x.view(torch.int64), y.view(torch.int64)
+        if torch.equal(x, y):
+            return set()
+        places = (x != y).nonzero().flatten() * _WORD_NBYTES
+        found = torch.searchsorted(torch.tensor(self.begins), places, right=True) - 1
+        return {self.numbers[i] for i in found.unique().tolist()}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What was read of one side of a piece: the row of its packed tensors, and the others."""
+
+    row: Tensor | None
+    others: list[Tensor]
+
+
+_Values = Iterator[tuple[Tensor, Tensor] | None]
 
 
 def _read_ahead(
@@ -108,34 +164,62 @@ def _read_ahead(
     readers: ThreadPool,
 ) -> Iterator[tuple[_Piece, _Values]]:
     """Yield pieces with their values, while the next ones are being read."""
-    queue: deque[tuple[_Piece, Future[list[Tensor]], Future[list[Tensor]]]] = deque()
+    queue: deque[tuple[_Piece, _Packing, Future[_Side], Future[_Side]]] = deque()
 
     def read_next() -> None:
         for piece in pieces:
-            of_a = readers.submit(_read, a, [pair.a for pair in piece.pairs], piece.index)
-            of_b = readers.submit(_read, b, [pair.b for pair in piece.pairs], piece.index)
-            queue.append((piece, of_a, of_b))
+            packing = _Packing(piece, a, b)
+            of_a = readers.submit(_read, a, [pair.a for pair in piece.pairs], piece.index, packing)
+            of_b = readers.submit(_read, b, [pair.b for pair in piece.pairs], piece.index, packing)
+            queue.append((piece, packing, of_a, of_b))
             return
 
     try:
         for _ in range(_N_PIECES):
             read_next()
         while queue:
-            piece, of_a, of_b = queue.popleft()
-            yield piece, (of_a.result(), of_b.result())
+            piece, packing, of_a, of_b = queue.popleft()
+            yield piece, _values(piece, packing, of_a.result(), of_b.result())
             read_next()
     finally:
-        for _, *futures in queue:
+        for _, _, *futures in queue:
             for future in futures:
                 future.cancel()
 
 
 def _read(
-    source: ComparedCheckpoint, tensors: list[Tensor], index: tuple[slice, ...] | None
-) -> list[Tensor]:
-    if index is None:
-        return source.read(tensors)
-    return [source.read_slice(tensors[0], index)]
+    source: ComparedCheckpoint,
+    tensors: list[Tensor],
+    index: tuple[slice, ...] | None,
+    packing: _Packing,
+) -> _Side:
+    if index is not None:
+        return _Side(None, [source.read_slice(tensors[0], index)])
+    packed = set(packing.numbers)
+    others = [tensor for i, tensor in enumerate(tensors) if i not in packed]
+    return _Side(packing.read(source), source.read(others))
+
+
+def _values(piece: _Piece, packing: _Packing, a: _Side, b: _Side) -> _Values:
+    """Yield the tensors of each pair, or None for packed ones that have the same bytes."""
+    others = zip(a.others, b.others, strict=True)
+    if a.row is None or b.row is None:
+        yield from others
+        return
+    differing = packing.differing(a.row, b.row)
+    begins = dict(zip(packing.numbers, packing.begins, strict=True))
+    for i, pair in enumerate(piece.pairs):
+        if i not in begins:
+            yield next(others)
+        elif i in differing:
+            yield _unpacked(a.row, begins[i], pair.a), _unpacked(b.row, begins[i], pair.b)
+        else:
+            yield None
+
+
+def _unpacked(row: Tensor, begin: int, like: Tensor) -> Tensor:
+    offset = begin // like.itemsize
+    return as_saved(like, view_as(row.untyped_storage(), like, offset, like.stride()))
 
 
 # ------------------------------------------------------------------------------------------ pieces
@@ -159,6 +243,22 @@ def _pieces(pairs: Iterable[TensorPair]) -> Iterator[_Piece]:
             yield from _parts(pair)
     if batch:
         yield _Piece(batch)
+
+
+def _is_small_and_whole(pair: TensorPair) -> bool:
+    """Whether both are a few plain numbers, which are all that is in their storages."""
+    a, b = pair.a, pair.b
+    if a.dtype != b.dtype or a.dtype not in _PLAIN_BITS or not 0 < a.numel() <= _SMALL_NUMEL:
+        return False
+    return _is_whole(a) and _is_whole(b)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    if tensor.is_meta or type(tensor) not in (Tensor, Parameter) or not _is_strided(tensor):
+        return False
+    if tensor.is_neg() or not tensor.is_contiguous():
+        return False
+    return bool(tensor.untyped_storage().nbytes() == tensor.nbytes)
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -328,9 +331,10 @@ def test_memory_is_bounded(diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     read = tensor_comparison._read
 
-    def spy(*arguments: Any) -> list[Tensor]:
+    def spy(*arguments: Any) -> Any:
         result = read(*arguments)
-        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in result))
+        tensors = [*result.others, *([] if result.row is None else [result.row])]
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         return result
 
     monkeypatch.setattr(tensor_comparison, "_PIECE_NBYTES", 100_000)
@@ -372,3 +376,107 @@ def test_deep_containers_come_in_order(diff: Diff) -> None:
         ("only in b", f"deep{'.0' * 300}.first"),
         ("only in b", f"deep{'.0' * 300}.last"),
     ]
+
+
+# ----------------------------------------------------------------------------- many small tensors
+
+
+def _small_pairs(source: random.Random) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of all kinds that are read in a row, or are not, and others that differ a little."""
+    numbers = [0.0, -0.0, 1.0, math.nan, math.inf, -math.inf, 2.5]
+    a: dict[str, Tensor] = {}
+    b: dict[str, Tensor] = {}
+    base = torch.arange(12.0)
+    for i in range(60):
+        dtype = source.choice(
+            [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+        )
+        shape = source.choice([(), (0,), (1,), (3,), (2, 3), (5, 0, 2)])
+        numel = math.prod(shape)
+        values = [source.choice(numbers) for _ in range(numel)]
+        tensor = torch.tensor(values).nan_to_num() if not dtype.is_floating_point else values
+        x = torch.as_tensor(tensor, dtype=torch.float64).to(dtype).reshape(shape)
+        y = x.clone()
+        if numel and source.random() < 0.5:
+            y.view(-1)[source.randrange(numel)] = source.choice([0.0, -0.0, 1.0, 4.0])
+        kind = source.randrange(8)
+        if kind == 0:
+            x = torch.nn.Parameter(x, requires_grad=False)
+            y = torch.nn.Parameter(y, requires_grad=False)
+        elif kind == 1:
+            x, y = base[i % 6 :], base[i % 6 :].clone()
+        elif kind == 2 and len(shape) == 2:
+            x, y = x.T, y.T
+        elif kind == 3:
+            y = y.to(torch.float64)
+        elif kind == 4 and numel:
+            y.view(-1).view(torch.uint8)[-1] ^= 1 if dtype != torch.bool else 0
+        a[f"t{i}"], b[f"t{i}"] = x, y
+    return a, b
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("options", [{}, {"atol": 1.0}, {"ignore_dtype": True}])
+@pytest.mark.parametrize("shares", [False, True])
+def test_many_small_tensors_as_one_by_one(
+    diff: Diff,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    options: dict[str, Any],
+    shares: bool,
+) -> None:
+    a, b = _small_pairs(random.Random(seed))
+    if shares:
+        a["first"] = a["second"] = torch.ones(3)
+        b["first"], b["second"] = torch.ones(3), torch.zeros(3)
+    found = diff(a, b, **options)
+    monkeypatch.setattr(tensor_comparison, "_SMALL_NUMEL", -1)  # none is small: none is packed
+    expected = diff(a, b, **options)
+
+    def facts(result: Comparison) -> Any:
+        listed = [
+            [(each.kind, each.name, each.numbers) for each in some]
+            for some in (result.differences, result.within_tolerance)
+        ]
+        return listed, result.remarks, result.n_tensors, result.nbytes
+
+    assert facts(found) == facts(expected)
+    assert any(each.numbers for each in found.differences)
+
+
+def test_small_tensors_are_read_in_a_row(diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that differ are looked at one by one."""
+    looked_at: list[str] = []
+    difference = tensor_comparison._difference
+
+    def note(name: str, *args: Any) -> Any:
+        looked_at.append(name)
+        return difference(name, *args)
+
+    monkeypatch.setattr(tensor_comparison, "_difference", note)
+    a = {f"t{i}": torch.full((1 + i % 5,), float(i)) for i in range(300)}
+    b = {**a, "t7": a["t7"] + 1, "t299": -a["t299"]}
+    assert kinds(diff(a, b)) == [("numbers", "t7"), ("numbers", "t299")]
+    assert looked_at == ["t7", "t299"]
+
+
+@pytest.mark.parametrize("numel", [0, 3])
+def test_time_grows_with_the_number_of_tensors(
+    tmp_path: Path, request: pytest.FixtureRequest, numel: int
+) -> None:
+    def seconds(n: int) -> float:
+        path = str(tmp_path / f"{n}.pt")
+        ptsave.save({f"t{i}": torch.zeros(numel) for i in range(n)}, path)
+        times = []
+        for _ in range(3):
+            gc.collect()
+            begin = time.process_time()
+            assert compare(path, path).n_tensors == n
+            times.append(time.process_time() - begin)
+        return min(times)
+
+    seconds(10)
+    gc.disable()  # whose full collections come at some sizes and not at others
+    request.addfinalizer(gc.enable)
+    assert seconds(16_000) < 6 * seconds(4_000)
