@@ -82,6 +82,13 @@ class _NotCheckpointEOFError(NotCheckpointError, EOFError):
     """Also what torch raises for an empty file."""
 
 
+class _NotCheckpointKeyError(NotCheckpointError, KeyError):
+    """Also what torch raises for what it takes for a tar archive, such as zeros."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would quote it
+
+
 def not_checkpoint(message: str, path: str, error: Exception | None = None) -> NotCheckpointError:
     """Return the error for a file that is no checkpoint, of the type of torch's `error` as well."""
     kind = NotCheckpointError
@@ -89,6 +96,8 @@ def not_checkpoint(message: str, path: str, error: Exception | None = None) -> N
         kind = _NotCheckpointPickleError
     elif isinstance(error, EOFError):
         kind = _NotCheckpointEOFError
+    elif isinstance(error, KeyError):
+        kind = _NotCheckpointKeyError
     return kind(message, path=path)
 
 

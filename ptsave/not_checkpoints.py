@@ -15,6 +15,7 @@ __all__ = [
     "MAX_SAFETENSORS_HEADER_NBYTES",
     "is_known",
     "is_legacy",
+    "is_of_another_program",
     "is_safetensors",
     "is_zip",
     "refuse_special_file",
@@ -32,6 +33,7 @@ MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # that its library accepts; of text
 # The pickled magic number that files written before torch 1.6 begin with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LFS_POINTER = b"version https://git-lfs"
+_EMPTY_ZIP = b"PK\x05\x06"
 _SIGNATURES = {
     b"\x1f\x8b": "it is compressed with gzip: decompress it first (gunzip)",
     b"BZh": "it is compressed with bzip2: decompress it first (bunzip2)",
@@ -43,7 +45,7 @@ _SIGNATURES = {
     b"\x93NUMPY": "it is a NumPy array: load it with numpy.load",
     b"GGUF": "it is a GGUF model: open it with the gguf package",
     b"%PDF": "it is a PDF document",
-    b"PK\x05\x06": "it is an empty zip archive",
+    _EMPTY_ZIP: "it is an empty zip archive",
 }
 _PAGE = re.compile(
     rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body|(?P<xml>\?xml))\b", re.I
@@ -161,6 +163,13 @@ def is_known(head: bytes) -> bool:
     if is_zip(head) or head[257:262] == b"ustar" or _is_pickle(head):
         return True
     return any(head.startswith(signature) for signature in _SIGNATURES)
+
+
+def is_of_another_program(head: bytes) -> bool:
+    """Whether a file begins as a format does that torch has nothing to do with, such as GGUF."""
+    if head.startswith(_EMPTY_ZIP):
+        return False
+    return head.startswith(tuple(_SIGNATURES)) or _ONNX.match(head) is not None
 
 
 def _is_pickle(head: bytes) -> bool:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -127,9 +127,10 @@ def _is_fsspec_local(f: object) -> bool:
 
 def _open_path(path: str | bytes) -> _C.Reader | None:
     if not isinstance(path, str) or path.endswith(".safetensors"):
-        refuse_special_file(path)  # or torch's loader would wait for somebody to write to it
+        with suppress(FileNotFoundError):  # which torch says in words of its own
+            refuse_special_file(path)  # or torch's loader would wait for somebody to write to it
         return None
-    if "\0" in path:
+    if "\0" in path or stat.S_ISCHR(os.stat(path).st_mode):  # /dev/null: as torch has it
         return None
     with open(path, "rb", buffering=0, opener=regular_only) as stream:
         return _open_file_object(stream)

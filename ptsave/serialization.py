@@ -28,7 +28,7 @@ from ptsave import stock
 from ptsave.byte_order import is_native_byte_order
 from ptsave.checking import check_compressed_members, check_small_records, check_version
 from ptsave.errors import CorruptCheckpointError, not_checkpoint
-from ptsave.not_checkpoints import HEAD_NBYTES, what_it_surely_is
+from ptsave.not_checkpoints import HEAD_NBYTES, is_of_another_program, what_it_surely_is
 from ptsave.pickling import pickle_object
 from ptsave.planning import engine_can_save, plan_archive
 from ptsave.progress import progress_bar
@@ -274,8 +274,8 @@ def unpickling_errors(pickle_module: Any) -> Iterator[None]:
 def _naming_what_it_is(f: Any) -> Iterator[None]:
     """Name a file that torch has failed to load and that is known to be something else.
 
-    torch's own words are about pickles then, and may advise to load the file with
-    ``weights_only=False``.
+    torch's own words, about pickles and ``weights_only=False``, come after that, because programs
+    may look for them; not where the file is another program's.
     """
     begin = None if _is_path(f) else _position(f)
     try:
@@ -283,12 +283,12 @@ def _naming_what_it_is(f: Any) -> Iterator[None]:
     except (OSError, MemoryError, CorruptCheckpointError):
         raise
     except Exception as error:
-        what = what_it_surely_is(*_head_of(f, begin))
+        head, nbytes = _head_of(f, begin)
+        what = what_it_surely_is(head, nbytes)
         if what is None:
             raise
         path = describe(f)
-        # Of text, or of nothing, torch's words may be what somebody searches for.
-        words = f"\n{error}" if what.startswith(("it is text", "it is empty")) else ""
+        words = "" if is_of_another_program(head) else f"\n{error}"
         raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
 
 

@@ -45,7 +45,8 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
         f.seek(begin)
     except (OSError, io.UnsupportedOperation):
         return None  # torch says what is missing
-    return StreamReader(f, verify=verify) if is_zip(head) else None
+    is_archive = isinstance(head, bytes) and is_zip(head)  # text is torch's to refuse
+    return StreamReader(f, verify=verify) if is_archive else None
 
 
 class StreamReader(RemoteReader):

@@ -87,10 +87,11 @@ def _gzipped(data: bytes, folder: Path) -> Any:
     return gzip.open(folder / "model.gz", "rb")
 
 
-def _zipped(data: bytes, folder: Path) -> Any:
-    with zipfile.ZipFile(folder / "model.zip", "w") as archive:
+def _zipped(data: bytes, _: Path) -> Any:
+    outer = io.BytesIO()
+    with zipfile.ZipFile(outer, "w") as archive:
         archive.writestr("model.pt", data)
-    return zipfile.ZipFile(folder / "model.zip").open("model.pt")
+    return zipfile.ZipFile(outer).open("model.pt")
 
 
 OPENED: dict[str, Callable[[bytes, Path], Any]] = {
