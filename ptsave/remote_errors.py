@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,10 @@ def os_errors(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is None and isinstance(error, OSError) and error.errno is None:
+            # Most file systems say nothing but the path, without the URL's beginning.
+            reason = os.strerror(errno.ENOENT)
+            raise FileNotFoundError(errno.ENOENT, reason, url) from error
         if cause is None or (cause is error and isinstance(error, OSError) and error.args):
             raise
         raise _os_error(url, cause) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import zipfile
@@ -225,3 +226,10 @@ def test_leaves_nothing_open(saved: bytes) -> None:
     for _ in range(3):
         with ptsave.open(Stream(saved)) as archive:
             archive["model"]
+
+
+def test_a_file_that_is_not_there_is_named_by_its_url() -> None:
+    url = "memory://nowhere/nothing.pt"
+    with pytest.raises(FileNotFoundError, match="No such file or directory") as caught:
+        ptsave.open(url)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, url)

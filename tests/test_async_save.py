@@ -110,13 +110,14 @@ def test_same_bytes(name: str, staging: Any, tmp_path: Path) -> None:
     path, stock_path = tmp_path / "a" / "file.pt", tmp_path / "b" / "file.pt"
     for each in (path, stock_path):
         each.parent.mkdir()
-    future = ptsave.async_save(obj, path, staging=staging)
     stock_save(obj, stock_path)
+    expected = saved_bytes(stock_save, obj)
+    gc.collect()  # torch 2.9's own save leaves storages, and so their files, to the collector
+    future = ptsave.async_save(obj, path, staging=staging)
     future.result(30)
     assert path.read_bytes() == stock_path.read_bytes()
     assert future.nbytes == future.nbytes_written == path.stat().st_size
-    assert staged_copy(obj, staging) == saved_bytes(stock_save, obj)
-    gc.collect()  # torch 2.9's own save leaves storages, and so their files, to the collector
+    assert staged_copy(obj, staging) == expected
 
 
 @pytest.mark.parametrize("number", range(12))
