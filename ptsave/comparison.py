@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ptsave.archive_listing import pausing_garbage_collection
 from ptsave.compared_checkpoints import ComparedCheckpoint, flat
 from ptsave.containers import is_container, values_of
 from ptsave.entry_comparison import Detail, EntryComparer, EntryDifference, TensorPair
@@ -16,7 +17,7 @@ from ptsave.entry_names import entry_not_found
 from ptsave.moved_names import moved_names
 from ptsave.number_differences import Tolerance
 from ptsave.progress import progress_bar
-from ptsave.tensor_comparison import compare_tensors
+from ptsave.tensor_comparison import are_empty, compare_tensors
 
 __all__ = ["Comparison", "compare"]
 
@@ -130,11 +131,13 @@ def compare(
         ignore_types=sources[0].is_flat or sources[1].is_flat,
         tolerance=tolerance,
     )
-    comparer.compare(*objects)
+    with pausing_garbage_collection():
+        comparer.compare(*objects)
     wanted.require_any(a, b)
     result.differences = _with_moved(comparer.differences)
     _compare_values(sources, comparer.pairs, tolerance, result, progress)
-    result.remarks += _remarks_on_sharing(sources, comparer.pairs)
+    with pausing_garbage_collection():
+        result.remarks += _remarks_on_sharing(sources, comparer.pairs)
     return result
 
 
@@ -222,7 +225,8 @@ def _compare_values(
             if callback is not None:
                 callback(n_done)
 
-        for pair, numbers in compare_tensors(*sources, pairs, tolerance, done):
+        compared = [pair for pair in pairs if not are_empty(pair)]
+        for pair, numbers in compare_tensors(*sources, compared, tolerance, done):
             if numbers.n_different:
                 differs = result.differences if numbers.n_outside else result.within_tolerance
                 found = EntryDifference("numbers", pair.name, pair.a, pair.b, numbers=numbers)

@@ -22,7 +22,7 @@ from ptsave.number_differences import NumberDifference, Tolerance, number_differ
 from ptsave.thread_pool import ThreadPool
 from ptsave.view_reading import view_as
 
-__all__ = ["compare_tensors"]
+__all__ = ["are_empty", "compare_tensors"]
 
 # Of one side.  There are two sides, and while one piece is compared the next one is read.
 _PIECE_NBYTES = 32 << 20
@@ -70,6 +70,12 @@ class _Piece:
         return numel * self.times * self.pairs[0].a.itemsize
 
 
+def are_empty(pair: TensorPair) -> bool:
+    """Whether two tensors have no numbers that could differ."""
+    a, b = pair.a, pair.b
+    return a.numel() == 0 and a.dtype == b.dtype and a.layout == b.layout == torch.strided
+
+
 def compare_tensors(
     a: ComparedCheckpoint,
     b: ComparedCheckpoint,
@@ -99,6 +105,9 @@ def compare_tensors(
                     yield pair, NumberDifference(pair.a.numel())
                     continue
                 numbers = _difference(pair.name, *read, tolerance, workers)
+                if piece.index is None:
+                    yield pair, numbers
+                    continue
                 total += numbers.times(piece.times)
                 if piece.is_last:
                     yield pair, total
