@@ -228,7 +228,8 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 def _cast_state(saved: Any, assignment: Assignment, caster: StateCaster) -> dict[Any, Any]:
     state: dict[Any, Any] = defaultdict(dict)
-    for param_id, value in items_of(saved):
+    # What is no mapping has no items, which is for Python to say, as under torch.
+    for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
         if param_id in assignment.params:
             param = assignment.params[param_id]
             state[param] = caster.cast(param, param_id, value)

@@ -76,11 +76,21 @@ def archive(tmp_path: Path) -> Path:
         pytest.skip(str(error))
     if not Path("/proc/self/io").exists():
         pytest.skip("the kernel does not count what is read")
-    _load_in_process(path)
-    if cached_fraction(path) > 0.9:
+    if not _goes_past_the_page_cache(path, _load_in_process):
         pytest.skip("the file system has no direct reads")
-    make_cold(path)
     return path
+
+
+def _goes_past_the_page_cache(path: Path, operation: Callable[[Path], None]) -> bool:
+    """Whether an operation on a cold file leaves most of it cold; it is cold afterwards."""
+    for _ in range(3):  # the kernel may bring more than it is asked for
+        make_cold(path)
+        operation(path)
+        fraction = cached_fraction(path)
+        make_cold(path)
+        if fraction < 0.5:
+            return True
+    return False
 
 
 def _state() -> dict[str, torch.Tensor]:
@@ -118,8 +128,7 @@ def test_ranks_of_one_machine_read_a_file_once(archive: Path, what: str) -> None
 
 
 def test_the_only_reader_goes_past_the_page_cache(archive: Path) -> None:
-    _load_in_process(archive)
-    assert cached_fraction(archive) < 0.5
+    assert _goes_past_the_page_cache(archive, _load_in_process)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +146,7 @@ def test_the_environment_decides(
     archive: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_cached: bool
 ) -> None:
     monkeypatch.setenv(variable, value)
-    _load_in_process(archive)
-    assert (cached_fraction(archive) > 0.9) is is_cached
+    assert _goes_past_the_page_cache(archive, _load_in_process) is not is_cached
 
 
 def _load_into(path: Path) -> None:
@@ -159,9 +167,7 @@ def test_whoever_else_reads_the_file_is_noticed(
         other.get_tensor("layer0.weight")
         operation(archive)
         assert cached_fraction(archive) > 0.9
-    make_cold(archive)
-    operation(archive)
-    assert cached_fraction(archive) < 0.5
+    assert _goes_past_the_page_cache(archive, operation)
 
 
 def test_nobody_who_saves_waits_for_readers(archive: Path) -> None:
