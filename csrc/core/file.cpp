@@ -423,9 +423,8 @@ bool try_lock_byte(int fd) {
 
 }  // namespace
 
-InPlaceFile::InPlaceFile(const std::string& path, std::string display,
-                         const std::function<void()>& poll)
-    : path_(path), file_(Descriptor(), std::move(display)) {
+InPlaceFile::InPlaceFile(std::string path, std::string display, const std::function<void()>& poll)
+    : path_(std::move(path)), file_(Descriptor(), std::move(display)) {
   try {
     // A save that has failed may have removed the file that it had created, and another one may
     // have replaced it.  (Where numbers of files do not last, no two are ever the same.)
@@ -502,12 +501,12 @@ std::optional<std::string> resolve_links(const std::string& path) {
     const ssize_t nbytes = ::readlink(target.c_str(), text.data(), text.size());
     if (nbytes < 0 && (errno == EINVAL || errno == ENOENT)) return target;
     if (nbytes < 0) fail("open", path);
-    const std::string directory = split_path(target).directory;
+    std::string directory = split_path(target).directory;
     struct statfs status{};
     if (::statfs(directory.c_str(), &status) != 0) fail("open", path);
     if (status.f_type == PROC_SUPER_MAGIC) return std::nullopt;
     const std::string next(text.data(), static_cast<std::size_t>(nbytes));
-    target = next.starts_with('/') ? next : directory + "/" + next;
+    target = next.starts_with('/') ? next : directory.append("/").append(next);
   }
   errno = ELOOP;
   fail("open", path);

@@ -5,6 +5,8 @@
 // EINTR is retried here and nowhere else.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -12,8 +14,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-
-struct stat;
 
 namespace ptsave {
 
@@ -145,7 +145,7 @@ class AtomicFile {
 class InPlaceFile {
  public:
   // Opens the file, or creates it; calls `poll`, which may throw, while it waits.
-  InPlaceFile(const std::string& path, std::string display, const std::function<void()>& poll);
+  InPlaceFile(std::string path, std::string display, const std::function<void()>& poll);
   InPlaceFile(const InPlaceFile&) = delete;
   InPlaceFile& operator=(const InPlaceFile&) = delete;
   // Without commit() a file that was created is removed.

@@ -105,7 +105,7 @@ TEST_F(CoReadersOfAFile, MayBeOthersWithLocksOfTheirOwn) {
   ASSERT_GE(child, 0);
   if (child == 0) {
     const int fd = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
-    if (::lockf(fd, F_LOCK, 0) != 0) ::_exit(1);
+    if (fd < 0 || ::lockf(fd, F_LOCK, 0) != 0) ::_exit(1);
     for (;;) ::pause();
   }
   // The child holds its lock when the byte cannot be had.
