@@ -27,7 +27,7 @@ class Config:
         Threads of a direct write; several for each core, so that one waits for the disk while
         another copies and checksums.
     n_readers : int
-        Threads of a read.
+        Threads of a read; the ranks of a machine share its cores.
     max_pinned_nbytes : int
         Page-locked host memory, in bytes, through which one save or load moves what is on
         accelerators.
@@ -85,15 +85,16 @@ def current() -> Config:
     """
     cores = len(os.sched_getaffinity(0))
     n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
+    n_local_ranks = memory_limits.local_world_size()
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
-        n_readers=min(3 * n_threads, 12),
+        n_readers=max(2, min(3 * n_threads // n_local_ranks, 12)),
         max_pinned_nbytes=_positive("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
         max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=_switch("PTSAVE_DIRECT_IO", default=True),
         verify=_switch("PTSAVE_VERIFY", default=True),
-        n_local_ranks=memory_limits.local_world_size(),
+        n_local_ranks=n_local_ranks,
     )
 
 
