@@ -74,6 +74,7 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.weights
 	$(RUN) -m benchmarks.async_save
 	$(RUN) -m benchmarks.convert
+	$(RUN) -m benchmarks.ranks
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
