@@ -294,6 +294,13 @@ class RecordReader:
         """Return bytes of the archive, wherever they are in it."""
         return self.engine.read_at(offset, nbytes)
 
+    def end_of_storages(self) -> int:
+        """Return the offset behind the last storage; behind data.pkl if there are none."""
+        records = self.engine.records()
+        storages = [record for record in records if record.name.startswith("data/")]
+        read = storages or [record for record in records if record.name == "data.pkl"]
+        return max(record.payload_offset + record.nbytes for record in read)
+
     def find(self, name: str) -> int | None:
         """Return the number of a record; None if there is none of that name."""
         try:

@@ -194,7 +194,8 @@ def load(
     -----
     Formats before torch 1.6, TorchScript archives, compressed archives and ``.safetensors`` paths
     are loaded by torch.  File-like objects that are neither real files, nor :class:`io.BytesIO`,
-    nor what fsspec makes of a local file, are read in order, one storage at a time.
+    nor what fsspec makes of a local file, are read in order, one storage at a time.  The position
+    of any file-like object is behind the last storage afterwards, where torch leaves it.
 
     Examples
     --------
@@ -205,6 +206,7 @@ def load(
     >>> ptsave.load(stream)
     [tensor([0, 1, 2]), 'three']
     """
+    begin = None if _is_path(f) else _position(f)
     reader = reader_for(f, mmap, verify)
     restricted = resolve_weights_only(weights_only, pickle_module)
     if reader is not None and reader.has_record("constants.pkl"):
@@ -241,7 +243,11 @@ def load(
     ):
         _check_dill_version(pickle_module)
         overall_storage = _map_file(reader, map_location) if wants_mmap(mmap) else None
-        return _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
+        result = _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
+        end = None if begin is None else begin + reader.end_of_storages()
+    if end is not None:
+        f.seek(end)
+    return result
 
 
 def _load_archive(

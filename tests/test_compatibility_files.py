@@ -502,6 +502,33 @@ def test_pickles_before_the_archive(tmp_path: Path, obj: Obj) -> None:
             assert_same_object(ptsave.load(stream), obj)
 
 
+@pytest.mark.parametrize("buffering", [-1, 0])
+@pytest.mark.parametrize("of", ["storages", "numbers", "nothing"])
+def test_position_after_a_load(of: str, buffering: int, tmp_path: Path, obj: Obj) -> None:
+    """Behind the last storage, as under torch: a program that loads until it fails comes to an end."""
+    path = tmp_path / "file"
+    stock_save({"storages": obj, "numbers": [1, 2], "nothing": {}}[of], path)
+    path.write_bytes(b"header" + path.read_bytes())
+
+    class Stream(io.BytesIO):
+        """Read through its methods, as a subclass may have its own."""
+
+    for opened in (
+        lambda: path.open("rb", buffering=buffering),
+        lambda: io.BytesIO(path.read_bytes()),
+        lambda: Stream(path.read_bytes()),
+    ):
+        positions = []
+        for load in (ptsave.load, stock_load):
+            with opened() as stream:
+                stream.seek(6)
+                load(stream)
+                positions.append(stream.tell())
+                with pytest.raises((EOFError, RuntimeError, pickle.UnpicklingError)):
+                    load(stream)
+        assert positions[0] == positions[1]
+
+
 @pytest.mark.parametrize("trailer", [b"t", b"trailer" * 1000])
 def test_bytes_behind_the_archive(trailer: bytes, data: bytes, tmp_path: Path) -> None:
     """Torch looks for the end of the archive from the end of the file, and so finds it."""
