@@ -20,7 +20,7 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.errors import UnsupportedUrlError
 from ptsave.not_checkpoints import regular_only
-from ptsave.reading import RecordReader, raise_corrupt
+from ptsave.reading import RecordDamage, RecordReader, raise_corrupt
 from ptsave.remote_errors import named_errors, os_errors
 
 __all__ = [
@@ -400,6 +400,13 @@ class RemoteReader(RecordReader):
             (header,) = self.source.read([(found.header_offset, found.payload_offset)])
             self.add_header(record, header)
         return super().get_record_offset(name)
+
+    def require_crc(self, record: int, crc: int) -> None:
+        """Refuse a record whose payload, which was fetched, has another checksum."""
+        found = self.engine.record(record)
+        if crc != found.crc:
+            offset = self.engine.payload_offset(record)
+            raise self.damage([RecordDamage(found.name, offset, found.crc, crc)])
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         (piece,) = self.source.read([(offset, offset + nbytes)])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptsave import _C, config
 from ptsave.errors import CorruptCheckpointError
-from ptsave.reading import RecordDamage, RecordReader, bare_message, corrupt, raise_corrupt
+from ptsave.reading import RecordReader, bare_message, corrupt, raise_corrupt
 from ptsave.sources import RemoteReader
 
 __all__ = [
@@ -215,11 +215,11 @@ class FetchedSpans:
             self._fetch(batch)
         if verify is not False:
             for span in whole:
-                self._compare(span.record, _C.crc32(memory_of(span.target)))
+                self._reader.require_crc(span.record, _C.crc32(memory_of(span.target)))
 
     def check(self, records: Sequence[int]) -> None:
         for record in sorted(set(records)):
-            self._compare(record, self._crc_of(record))
+            self._reader.require_crc(record, self._crc_of(record))
 
     def _crc_of(self, record: int) -> int:
         crc = 0
@@ -269,12 +269,6 @@ class FetchedSpans:
             pieces = self._source.read(found)
         for span, piece in zip(spans, pieces, strict=True):
             memory_of(span.target)[:] = piece
-
-    def _compare(self, record: int, crc: int) -> None:
-        found = self._engine.record(record)
-        if crc != found.crc:
-            offset = self._engine.payload_offset(record)
-            raise self._reader.damage([RecordDamage(found.name, offset, found.crc, crc)])
 
     def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
         return self._reader.failure(

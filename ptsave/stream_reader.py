@@ -9,7 +9,7 @@ import torch
 
 from ptsave import _C
 from ptsave.not_checkpoints import is_zip
-from ptsave.reading import RecordDamage, describe
+from ptsave.reading import describe
 from ptsave.sources import FileObject, RemoteReader
 from ptsave.spans import memory_of
 
@@ -77,9 +77,7 @@ class StreamReader(RemoteReader):
         payload = torch.empty(nbytes, dtype=torch.uint8)
         self._stream.read_into(offset, memory_of(payload))
         if self.verifies:
-            expected, crc = self.engine.record(record).crc, _C.crc32(memory_of(payload))
-            if crc != expected:
-                raise self.damage([RecordDamage(name, offset, expected, crc)])
+            self.require_crc(record, _C.crc32(memory_of(payload)))
         self._nbytes_read += nbytes
         if self.progress is not None:
             self.progress(self._nbytes_read)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
 
-from ptsave.threads import PAUSE, Thread
+from ptsave.threads import Thread, run_all
 
 __all__ = ["ThreadPool"]
 
@@ -56,7 +55,7 @@ class ThreadPool(Executor):
                 return call.future
             self._n_working += 1
         if not self._start_thread():
-            self._work()
+            run_all(self._next)
         return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -82,19 +81,7 @@ class ThreadPool(Executor):
 
     def _run(self, begun: Callable[[], None]) -> None:
         begun()
-        self._work()
-
-    def _work(self) -> None:
-        call: _Call | None = None
-        while True:
-            try:
-                call = call or self._next()
-                if call is None:
-                    return
-                call.run()
-                call = None
-            except MemoryError:  # in between; somebody waits for the rest
-                time.sleep(PAUSE)
+        run_all(self._next)
 
     def _next(self) -> _Call | None:
         with self._lock:
@@ -112,7 +99,7 @@ class _Call:
         self._call = call
         self._has_begun = False
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         """Carry it out; or, if that ran out of memory on its way, say so."""
         future = self.future
         try:

@@ -7,12 +7,38 @@ memory there (``threading.Thread.start``, which ``concurrent.futures`` uses as w
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from typing import TypeAlias
 
-__all__ = ["PAUSE", "Thread"]
+__all__ = ["PAUSE", "Call", "Thread", "run_all"]
+
+Call: TypeAlias = Callable[[], None]
 
 PAUSE = 0.02  # seconds between two looks at what may have changed, or two attempts to get memory
+
+
+def run_all(take: Callable[[], Call | None]) -> None:
+    """Run calls until `take` has no more.
+
+    Calls that run out of memory are repeated until they do not, because somebody waits for them.
+
+    Parameters
+    ----------
+    take : callable
+        Returns the next call, which it takes out of a queue; None if there is none.
+    """
+    call: Call | None = None
+    while True:
+        try:
+            call = call or take()
+            if call is None:
+                return
+            call()
+            call = None  # as it would live until the next one comes, with all that it holds
+        except MemoryError:
+            time.sleep(PAUSE)
 
 
 class Thread(threading.Thread):

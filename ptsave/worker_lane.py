@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
 
-from ptsave.threads import PAUSE, Thread
+from ptsave.threads import Call, Thread, run_all
 
 __all__ = ["WorkerLane"]
-
-_Call: TypeAlias = Callable[[], None]
 
 
 class WorkerLane:
@@ -36,10 +32,10 @@ class WorkerLane:
     def forget(self) -> None:
         """Begin anew, in a forked process: the thread is not there, and the calls are not ours."""
         self.changed = threading.Condition()
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[Call] = deque()
         self._thread: threading.Thread | None = None
 
-    def put(self, call: _Call) -> None:
+    def put(self, call: Call) -> None:
         """Add a call.
 
         It must not raise anything but MemoryError, and is called again if it does.
@@ -66,7 +62,7 @@ class WorkerLane:
             return False
         return True
 
-    def withdraw(self, call: _Call) -> bool:
+    def withdraw(self, call: Call) -> bool:
         """Take a call back; returns whether it had not begun yet."""
         with self.changed:
             if call not in self._calls:
@@ -98,21 +94,13 @@ class WorkerLane:
         self._run()
 
     def _run(self) -> None:
-        call: _Call | None = None
-        while True:
-            try:
-                call = call or self._next()
-                if call is None:
-                    return
-                call()
-                call = None  # as what it holds would live until the next one comes
-            except MemoryError:  # somebody waits for the rest
-                time.sleep(PAUSE)
-            except BaseException:
-                self._leave()
-                raise
+        try:
+            run_all(self._next)
+        except BaseException:
+            self._leave()
+            raise
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> Call | None:
         with self.changed:
             if self._calls:
                 return self._calls.popleft()

@@ -505,7 +505,7 @@ def test_pickles_before_the_archive(tmp_path: Path, obj: Obj) -> None:
 @pytest.mark.parametrize("buffering", [-1, 0])
 @pytest.mark.parametrize("of", ["storages", "numbers", "nothing"])
 def test_position_after_a_load(of: str, buffering: int, tmp_path: Path, obj: Obj) -> None:
-    """Behind the last storage, as under torch: a program that loads until it fails comes to an end."""
+    """Behind the last storage, as under torch: programs that load until it fails come to an end."""
     path = tmp_path / "file"
     stock_save({"storages": obj, "numbers": [1, 2], "nothing": {}}[of], path)
     path.write_bytes(b"header" + path.read_bytes())
@@ -513,11 +513,12 @@ def test_position_after_a_load(of: str, buffering: int, tmp_path: Path, obj: Obj
     class Stream(io.BytesIO):
         """Read through its methods, as a subclass may have its own."""
 
-    for opened in (
+    streams: list[Callable[[], IO[bytes]]] = [
         lambda: path.open("rb", buffering=buffering),
         lambda: io.BytesIO(path.read_bytes()),
         lambda: Stream(path.read_bytes()),
-    ):
+    ]
+    for opened in streams:
         positions = []
         for load in (ptsave.load, stock_load):
             with opened() as stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import mmap
@@ -16,25 +15,22 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _system import IS_ROOT, NOBODY, as_nobody, become_nobody, in_child, mounted, needs_root
 
 import ptsave
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
 MIB = 1 << 20
-NOBODY = 65534
-IS_ROOT = os.geteuid() == 0
-needs_root = pytest.mark.skipif(not IS_ROOT, reason="only root can become someone else")
 OLD = {"name": "old", "weight": torch.arange(1000)}
 NEW = {"name": "new", "weight": torch.arange(5000).flip(0), "bias": torch.ones(3)}
 
@@ -72,38 +68,6 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def in_child(action: Callable[[], None], before: Callable[[], None] | None = None) -> None:
-    """Run `action` in a forked process and fail if it fails there."""
-    source, sink = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the parent may have threads
-        child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
-            if before is not None:
-                before()
-            action()
-            os._exit(0)
-        except BaseException:
-            os.write(sink, traceback.format_exc().encode())
-        os._exit(1)
-    os.close(sink)
-    with os.fdopen(source) as messages:
-        message = messages.read()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, message or f"wait status {status}"
-
-
-def as_nobody(action: Callable[[], None]) -> None:
-    def become_nobody() -> None:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-
-    in_child(action, become_nobody)
-
-
 def assert_refused(path: str | Path, number: int, obj: object = NEW, **options: Any) -> None:
     """Check that saving fails with a SaveError that says why and where."""
     with pytest.raises(ptsave.SaveError) as caught:
@@ -116,24 +80,13 @@ def assert_refused(path: str | Path, number: int, obj: object = NEW, **options: 
 # ------------------------------------------------------------------------------------ no more space
 
 
-@contextmanager
-def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    target = folder / "disk"
-    target.mkdir()
-    result = subprocess.run(["mount", *arguments, str(target)], capture_output=True, check=False)
-    if result.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {result.stderr.decode().strip()}")
-    try:
-        yield target
-    finally:
-        subprocess.run(["umount", "--lazy", str(target)], check=True)
-
-
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small_disk(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
     """A file system with less than 24 MiB of room."""
+    target = folder / "disk"
+    target.mkdir()
     if request.param == "tmpfs":
-        with mounted(folder, "-t", "tmpfs", "-o", "size=24m", "none") as disk:
+        with mounted(target, "-t", "tmpfs", "-o", "size=24m", "none") as disk:
             yield disk
         return
     image = folder / "image"
@@ -143,7 +96,7 @@ def small_disk(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
     if mkfs is None:
         pytest.skip("no mkfs.ext4")
     subprocess.run([mkfs, "-q", "-m", "0", str(image)], check=True)
-    with mounted(folder, "-o", "loop", str(image)) as disk:
+    with mounted(target, "-o", "loop", image) as disk:
         yield disk
 
 
@@ -214,9 +167,7 @@ def test_no_more_threads(folder: Path) -> None:
     torch.save(contents, expected)
 
     def limit() -> None:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        become_nobody()
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
     def save_and_load() -> None:
@@ -377,12 +328,7 @@ def test_group_of_a_shared_folder_keeps_its_files(folder: Path) -> None:
     os.chown(path, 1234, 4242)
     path.chmod(0o660)
 
-    def become_member() -> None:
-        os.setgroups([4242])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-
-    in_child(lambda: ptsave.save(NEW, path), become_member)
+    in_child(lambda: ptsave.save(NEW, path), lambda: become_nobody(groups=(4242,)))
     assert (path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) == (4242, 0o660)
 
 
@@ -856,29 +802,25 @@ def test_immutable_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root may mount")
+@needs_root
 def test_file_that_is_a_mount_point(folder: Path) -> None:
     # As containers have them: it cannot be renamed over, only written to.
     path, behind = folder / "model.pt", folder / "behind.pt"
     ptsave.save(OLD, path)
     ptsave.save(OLD, behind)
-    libc = ctypes.CDLL(None, use_errno=True)
-    bind = 4096
-    if libc.mount(bytes(behind), bytes(path), None, bind, None) != 0:
-        pytest.skip(f"mounting is not permitted: {os.strerror(ctypes.get_errno())}")
-    try:
+    with mounted(path, "--bind", behind):
         ptsave.save(NEW, path)
         assert_holds(path, NEW)
-    finally:
-        libc.umount2(bytes(path), 2)
     assert_holds(behind, NEW)
     assert_holds(path, OLD)
     assert sorted(os.listdir(folder)) == ["behind.pt", "model.pt"]
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root may mount")
+@needs_root
 def test_read_only_file_system(folder: Path) -> None:
-    with mounted(folder, "-t", "tmpfs", "none") as disk:
+    target = folder / "disk"
+    target.mkdir()
+    with mounted(target, "-t", "tmpfs", "none") as disk:
         ptsave.save(OLD, disk / "model.pt")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(ptsave.SaveError) as caught:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _system import as_nobody, mounted, needs_root
 from click.testing import CliRunner
 
 import ptsave
@@ -27,8 +25,6 @@ from ptsave.cli.commands import commands
 from ptsave.compaction import compact
 from ptsave.conversion import convert
 
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount or become another")
 State = dict[str, torch.Tensor]
 
 
@@ -52,11 +48,8 @@ def place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
         return
     behind = folder / "behind.pt"
     behind.touch()
-    result = subprocess.run(["mount", "--bind", behind, path], capture_output=True, check=False)
-    if result.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {result.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
+    with mounted(path, "--bind", behind):
+        yield path
 
 
 def put(path: Path, obj: Any) -> bytes:
@@ -73,30 +66,6 @@ def equal(found: State, expected: State) -> bool:
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], tensor) for name, tensor in expected.items()
     )
-
-
-def as_nobody(action: Callable[[], None]) -> None:
-    """Run something as a user who owns nothing, and fail if it fails."""
-    source, sink = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the parent may have threads
-        child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            action()
-            os._exit(0)
-        except BaseException:
-            os.write(sink, traceback.format_exc().encode())
-        os._exit(1)
-    os.close(sink)
-    with os.fdopen(source) as messages:
-        message = messages.read()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, message or f"wait status {status}"
 
 
 # ------------------------------------------------------------------------------------- compact
@@ -131,14 +100,10 @@ def test_compact_by_the_name_behind_a_mount_point(folder: Path) -> None:
     path, behind = folder / "model.pt", folder / "behind.pt"
     put(behind, wasteful())
     path.touch()
-    if subprocess.run(["mount", "--bind", behind, path], check=False).returncode != 0:
-        pytest.skip("mounting is not permitted")
-    try:
+    with mounted(path, "--bind", behind):
         with pytest.raises(FileExistsError, match="the source itself"):
             compact(behind, path, force=True)
         assert compact(path).is_written
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
     assert equal(torch.load(behind), wasteful())
 
 
@@ -165,9 +130,6 @@ def test_compact_without_room_for_a_temporary_file(folder: Path) -> None:
     path.chmod(0o666)
     small = folder / "small"
     small.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=1777", "none", str(small)]
-    if subprocess.run(command, check=False).returncode != 0:
-        pytest.skip("mounting is not permitted")
 
     def run() -> None:
         tempfile.tempdir = str(small)
@@ -175,10 +137,8 @@ def test_compact_without_room_for_a_temporary_file(folder: Path) -> None:
             compact(path)
         assert caught.value.errno == errno.ENOSPC
 
-    try:
+    with mounted(small, "-t", "tmpfs", "-o", "size=1m,mode=1777", "none"):
         as_nobody(run)
-    finally:
-        subprocess.run(["umount", "--lazy", small], check=True)
     assert path.read_bytes() == before
 
 
@@ -356,8 +316,7 @@ def test_model_file_that_can_only_be_overwritten(place: Path, kind: Any) -> None
     ptsave.save_model(state, folder, format=kind)
     path, behind = folder / name, place.parent / "behind.bin"
     shutil.copy(path, behind)
-    subprocess.run(["mount", "--bind", behind, path], check=True)
-    try:
+    with mounted(path, "--bind", behind):
         with torch.device("meta"):
             model = torch.nn.Linear(200, 200, bias=False)
         ptsave.load_model(model, folder, device="cpu")
@@ -370,5 +329,3 @@ def test_model_file_that_can_only_be_overwritten(place: Path, kind: Any) -> None
         again = torch.nn.Linear(200, 200, bias=False)
         ptsave.load_model(again, folder)
         assert equal(again.state_dict(), state)
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)

@@ -48,7 +48,7 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   sources.reserve(files.size());
   for (const auto& [fd, name] : files) {
     sources.emplace_back(File::reopen_for_reading(fd, name), 0,
-                         direct ? DirectReads::kAlone : DirectReads::kNever);
+                         direct_reads(direct));
   }
   RangeRead read(std::move(sources), std::move(file_ranges));
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);

@@ -74,7 +74,7 @@ class Reader final : public StorageSource {
                                                  const std::string& name, bool direct) {
     return std::make_unique<Reader>(
         ArchiveSource(File::reopen_for_reading(fd, name), offset,
-                      direct ? DirectReads::kAlone : DirectReads::kNever),
+                      direct_reads(direct)),
         py::none());
   }
   static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {

@@ -27,7 +27,7 @@ struct Open {
 }  // namespace
 
 PayloadSources::PayloadSources(const std::vector<Item>& items, bool direct) {
-  const Open open{direct ? DirectReads::kAlone : DirectReads::kNever};
+  const Open open{direct_reads(direct)};
   sources_.reserve(items.size());
   for (const Item& item : items) sources_.push_back(std::visit(open, item));
 }

@@ -19,6 +19,11 @@ enum class DirectReads : std::uint8_t {
   kAlways,
 };
 
+// For loads, which the caller allows them or not.
+constexpr DirectReads direct_reads(bool allowed) {
+  return allowed ? DirectReads::kAlone : DirectReads::kNever;
+}
+
 // A part of a file, or memory.  Safe for concurrent use.
 class ArchiveSource {
  public:

@@ -1,0 +1,66 @@
+"""Children, other users and file systems, for tests that run as root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+IS_ROOT = os.geteuid() == 0
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="only root may mount or become another")
+NOBODY = 65534
+
+
+def in_child(action: Callable[[], None], before: Callable[[], None] | None = None) -> None:
+    """Run `action` in a forked process and fail if it fails there."""
+    source, sink = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the parent may have threads
+        child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
+            if before is not None:
+                before()
+            action()
+            os._exit(0)
+        except BaseException:
+            os.write(sink, traceback.format_exc().encode())
+        os._exit(1)
+    os.close(sink)
+    with os.fdopen(source) as messages:
+        message = messages.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, message or f"wait status {status}"
+
+
+def become_nobody(groups: tuple[int, ...] = ()) -> None:
+    """Give up all rights that root has in this process, but those of some groups."""
+    os.setgroups(list(groups))
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
+def as_nobody(action: Callable[[], None]) -> None:
+    """Run something as a user who owns nothing, and fail if it fails."""
+    in_child(action, become_nobody)
+
+
+@contextmanager
+def mounted(target: Path, *arguments: str | Path) -> Iterator[Path]:
+    """Mount something for a while: ``mounted(target, "-t", "tmpfs", "none")``."""
+    command = ["mount", *map(str, arguments), str(target)]
+    result = subprocess.run(command, capture_output=True, check=False)
+    if result.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {result.stderr.decode().strip()}")
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", "--lazy", str(target)], check=True)
