@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,10 @@ from torch.utils.serialization import config as _config
 config: Any = _config  # a module with methods, which type checkers do not know
 
 pytest.register_assert_rewrite("comparison")
+
+# Background jobs of a shell have interrupts ignored, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Torch warns once in a process if nobody has said whether it should check them.
 torch.sparse.check_sparse_tensor_invariants.disable()
