@@ -1,30 +1,36 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
 
-from ptsave import _torch_version as _torch_version  # first: refuses a torch it was not built for
-from ptsave.archive import Archive, open  # noqa: A004 - named as Python's
-from ptsave.archive_listing import TensorInfo
-from ptsave.asynchronous import async_save, release_staging_memory
-from ptsave.checkpoint import load_checkpoint, load_into, save_checkpoint
-from ptsave.checkpointer import AsyncCheckpointer
+from ptsave.support import torch_version as _torch_version  # first: it may refuse the torch
+
+# isort: split
+from ptsave.background.async_save import async_save, release_staging_memory
+from ptsave.background.save_future import SaveFuture
+from ptsave.comparison.compare import Comparison, compare
+from ptsave.contents.archive import Archive, open  # noqa: A004 - named as Python's
+from ptsave.contents.tensor_info import TensorInfo
+from ptsave.conversion.compact import Compaction, compact
+from ptsave.conversion.convert import Conversion, convert
 from ptsave.errors import (
     CheckpointWarning,
     CorruptCheckpointError,
+    EntryNotFoundError,
     NotCheckpointError,
     SaveError,
     StagingFullError,
     UnsupportedUrlError,
 )
 from ptsave.installation import install, installed, uninstall
-from ptsave.lazy_buffers import register_lazy_buffer
-from ptsave.module_state import IncompatibleKeys, load_state_dict
-from ptsave.optimizer_groups import UnmatchedParameters
-from ptsave.optimizer_state import load_optimizer_state_dict
-from ptsave.prefixes import add_prefix, strip_prefix
-from ptsave.save_future import SaveFuture
+from ptsave.models.load_model import load_model
+from ptsave.models.save_model import save_model
+from ptsave.models.weight_plan import LoadedWeights
 from ptsave.serialization import load, save
-from ptsave.sharded_saving import save_model
-from ptsave.weight_plan import LoadedWeights
-from ptsave.weights import load_model
+from ptsave.state.lazy_buffers import register_lazy_buffer
+from ptsave.state.modules import IncompatibleKeys, load_state_dict
+from ptsave.state.optimizer_groups import UnmatchedParameters
+from ptsave.state.optimizers import load_optimizer_state_dict
+from ptsave.state.prefixes import add_prefix, strip_prefix
+from ptsave.training.checkpoint import load_checkpoint, load_into, save_checkpoint
+from ptsave.training.checkpointer import AsyncCheckpointer
 
 __version__: str = _torch_version.VERSION
 
@@ -32,7 +38,11 @@ __all__ = [
     "Archive",
     "AsyncCheckpointer",
     "CheckpointWarning",
+    "Compaction",
+    "Comparison",
+    "Conversion",
     "CorruptCheckpointError",
+    "EntryNotFoundError",
     "IncompatibleKeys",
     "LoadedWeights",
     "NotCheckpointError",
@@ -45,6 +55,9 @@ __all__ = [
     "__version__",
     "add_prefix",
     "async_save",
+    "compact",
+    "compare",
+    "convert",
     "install",
     "installed",
     "load",

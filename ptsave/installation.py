@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch.jit import _builtins as operators
 
-from ptsave import serialization, stock
+from ptsave import serialization
+from ptsave.support import torch_functions as stock
 
 __all__ = ["install", "installed", "uninstall"]
 

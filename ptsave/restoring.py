@@ -18,15 +18,17 @@ import torch
 from torch import Tensor, _weights_only_unpickler
 
 from ptsave import _C
-from ptsave.checking import check_small_records, check_version
-from ptsave.copying import Copier, CopyLater, Replacement, tensors_in
-from ptsave.entries import entries_in, entries_using, storage_id
+from ptsave.archive.checks import check_small_records, check_version
+from ptsave.archive.damage import entries_in, entries_using, storage_id
+from ptsave.archive.filling import fill, release_storages, verifies_storages
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.stream_reader import StreamReader
+from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
 from ptsave.errors import add_note
-from ptsave.progress import ProgressCallback, progress_bar
-from ptsave.reading import RecordReader, describe
 from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
-from ptsave.stream_reader import StreamReader
-from ptsave.unpickling import can_defer_reading, unpickle_unread
+from ptsave.sources.local import describe
+from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
+from ptsave.support.progress import ProgressCallback, progress_bar
 
 __all__ = ["check_locations", "restoring"]
 
@@ -100,7 +102,7 @@ def restoring(
         except BaseException as error:
             _tell_what_changed(error, reader, copier.changed())
             raise
-        reader.release_storages()
+        release_storages(reader)
 
 
 def check_locations(locations: Set[str]) -> None:
@@ -171,7 +173,7 @@ class FileCopier:
 
     def __init__(self, reader: RecordReader, progress: ProgressCallback | None) -> None:
         self._reader = reader
-        self._verify = reader.verifies_storages()
+        self._verify = verifies_storages(reader)
         self._progress = progress
         self._nbytes_done = 0
         self._shown: set[int] = set()  # records
@@ -245,7 +247,7 @@ class FileCopier:
                 callback(self._nbytes_done)
 
         progress = move_on if callback is not None else None
-        self._reader.fill(records, verify=self._verify, progress=progress)
+        fill(self._reader, records, verify=self._verify, progress=progress)
         while self._replacements:
             self._replacements.popleft()[0].make()
 

@@ -24,21 +24,23 @@ from torch.serialization import (
     get_default_mmap_options,
 )
 
-from ptsave import stock
-from ptsave.byte_order import is_native_byte_order
-from ptsave.checking import check_compressed_members, check_small_records, check_version
+from ptsave.archive.byte_order import is_native_byte_order
+from ptsave.archive.checks import check_compressed_members, check_small_records, check_version
+from ptsave.archive.opening import open_archive
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.stream_reader import open_stream
+from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.errors import CorruptCheckpointError, not_checkpoint
-from ptsave.not_checkpoints import HEAD_NBYTES, is_of_another_program, what_it_surely_is
-from ptsave.pickling import pickle_object
-from ptsave.planning import engine_can_save, plan_archive
-from ptsave.progress import progress_bar
-from ptsave.reading import RecordReader, describe, open_archive
-from ptsave.remote_errors import named_errors
-from ptsave.stream_reader import open_stream
-from ptsave.torch_features import IGNORES_CASE_OF_VARIABLES, WARNS_OF_UNUSED_ARGUMENTS
-from ptsave.unpickling import fills_storages, unpickle, unpickle_without_bytes
-from ptsave.urls import refuse_url, refuse_url_target
-from ptsave.writing import ArchiveWriter, resolve_target
+from ptsave.sources.kinds import HEAD_NBYTES, is_of_another_program, what_it_surely_is
+from ptsave.sources.local import describe
+from ptsave.sources.remote_errors import named_errors
+from ptsave.sources.urls import refuse_url, refuse_url_target
+from ptsave.support import torch_functions as stock
+from ptsave.support.progress import progress_bar
+from ptsave.support.torch_features import IGNORES_CASE_OF_VARIABLES, WARNS_OF_UNUSED_ARGUMENTS
+from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import engine_can_save, plan_archive
+from ptsave.writing.targets import ArchiveWriter, resolve_target
 
 __all__ = ["load", "reader_for", "resolve_weights_only", "save", "unpickling_errors", "wants_mmap"]
 

@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.file_verification import verify_file
-from ptsave.slicing import blocks_of
+from ptsave.comparison.compare import compare
+from ptsave.conversion.convert import convert
+from ptsave.inspection.verification import verify_file
+from ptsave.tree.view_blocks import blocks_of
 
 BIG = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700)
 
@@ -257,10 +259,14 @@ def test_deep_nesting(tmp_path: Path, depth: int) -> None:
 
 def test_nesting_that_is_too_deep(tmp_path: Path) -> None:
     """Every tensor is verified; below the limit none is named by anybody."""
+    path = tmp_path / "checkpoint.pt"
+    obj = {"top": torch.ones(100), "deep": nested(3000, torch.ones(99) * 7)}
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(100_000)
     try:
-        path = write(tmp_path, {"top": torch.ones(100), "deep": nested(3000, torch.ones(99) * 7)})
+        # Python's pickler that is written in Python, as Python 3.12 has a limit for what is in C.
+        python = SimpleNamespace(__name__="pickle", Pickler=pickle._Pickler)
+        stock_save(obj, path, pickle_module=python)
     finally:
         sys.setrecursionlimit(limit)
     with ptsave.open(path) as archive, pytest.raises(ValueError, match="nested deeper than"):
@@ -467,7 +473,7 @@ def test_reads_only_what_it_needs(tmp_path: Path) -> None:
 
 def test_scattered_views_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, {"big": BIG, "column": BIG[:, 5], "imaginary": views()["imaginary"]})
-    monkeypatch.setattr("ptsave.view_reading._MAX_SPARSE_NBYTES", 5000)
+    monkeypatch.setattr("ptsave.archive.views._MAX_SPARSE_NBYTES", 5000)
     with ptsave.open(path) as archive:
         assert torch.equal(archive.get_tensor("column", verify=True), BIG[:, 5])
         assert torch.equal(archive.get_slice("big")[::2, 7:9], BIG[::2, 7:9])

@@ -32,7 +32,9 @@ from comparison import (
 )
 
 import ptsave
-from ptsave import _C, background, save_future
+from ptsave import _C
+from ptsave.background import save_future
+from ptsave.background import saves as background
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("_everything_ends")]
 

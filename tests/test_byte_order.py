@@ -22,12 +22,12 @@ from torch.serialization import LoadEndianness, set_default_load_endianness, ski
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.compaction import compact
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries
-from ptsave.file_verification import verify_file
-from ptsave.required_globals import required_globals
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries
+from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.verification import verify_file
 
 # Of torch's own code, about quantized tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(quantize|TypedStorage is deprecated)")

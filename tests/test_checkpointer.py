@@ -28,8 +28,8 @@ from torch import nn
 from torch.utils.serialization import config as torch_config
 
 import ptsave
-from ptsave.checkpoint import restore_entries
-from ptsave.checkpoint_directory import CheckpointDirectory
+from ptsave.training.checkpoint import restore_entries
+from ptsave.training.directory import CheckpointDirectory
 
 IS_ROOT = os.geteuid() == 0
 TOKEN = "0123456789abcdef"
@@ -768,7 +768,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
         os.unlink(tmp_path / name_of(1))
         return restore_entries(*args, **options)
 
-    monkeypatch.setattr("ptsave.checkpointer.restore_entries", removed)
+    monkeypatch.setattr("ptsave.training.checkpointer.restore_entries", removed)
     target = {"weight": torch.zeros(100_000)}
     rest = checkpointer.restore(value=target)
     assert torch.equal(target["weight"], value)

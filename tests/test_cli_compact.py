@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.compaction import Compaction, compact
+from ptsave.conversion.compact import Compaction, compact
 from ptsave.errors import CorruptCheckpointError
 
 

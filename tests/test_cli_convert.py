@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.utils.serialization import config as _config
 
 import ptsave
-from ptsave import payload_sources
 from ptsave.cli.commands import commands
-from ptsave.compaction import compact
-from ptsave.conversion import convert
+from ptsave.contents.safetensors_header import let_library_read
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
 from ptsave.errors import CorruptCheckpointError
-from ptsave.safetensors_header import let_library_read
+from ptsave.streaming import payload_sources
 
 config: Any = _config  # a module with methods, which type checkers do not know
 
@@ -633,13 +633,13 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
 
 
 _PEAK = """
-import sys, torch, ptsave.conversion, safetensors.torch
+import sys, torch, ptsave, safetensors.torch
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
 before = peak()
 for source, target in zip(sys.argv[1:], sys.argv[2:]):
-    ptsave.conversion.convert(source, target)
+    ptsave.convert(source, target)
     print(peak() - before)
 """
 

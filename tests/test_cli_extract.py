@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.extracting import write_entries
+from ptsave.inspection.extraction import write_entries
 
 # The tests run in a folder of their own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}

@@ -19,7 +19,7 @@ from comparison import stock_load
 from safetensors.torch import save_file
 
 from ptsave.cli.commands import commands
-from ptsave.required_globals import code_to_allow, required_globals, unsafe_globals
+from ptsave.inspection.required_globals import code_to_allow, required_globals, unsafe_globals
 
 stock_globals = torch.serialization.get_unsafe_globals_in_checkpoint
 

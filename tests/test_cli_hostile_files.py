@@ -22,8 +22,8 @@ import ptsave
 from ptsave.cli.command import Command
 from ptsave.cli.commands import commands
 from ptsave.errors import CheckpointWarning
-from ptsave.file_verification import verify_file
-from ptsave.required_globals import required_globals
+from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.verification import verify_file
 
 
 def run(*arguments: object) -> Result:

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.entry_names import MAX_DEPTH
-from ptsave.entry_tree import EntryTree
+from ptsave.tree.paths import MAX_DEPTH
+from ptsave.tree.tree import EntryTree
 
 BIG = torch.arange(10_000.0).view(100, 100)
 WEIGHT = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.file_verification import verify_directory, verify_file
+from ptsave.inspection.verification import verify_directory, verify_file
 
 N_TENSORS = 12
 

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ptsave
-from ptsave import tensor_comparison
-from ptsave.comparison import Comparison, compare
+from ptsave.comparison import tensors as tensor_comparison
+from ptsave.comparison.compare import Comparison, compare
+from ptsave.comparison.moved_names import moved_names
 from ptsave.errors import EntryNotFoundError
-from ptsave.moved_names import moved_names
 
 
 @pytest.fixture

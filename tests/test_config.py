@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ptsave
-from ptsave import config
+from ptsave.support import config
 
 NUMBERS = ["PTSAVE_NUM_THREADS", "PTSAVE_MAX_PINNED_BYTES", "PTSAVE_MAX_STAGED_BYTES"]
 SWITCHES = ["PTSAVE_DIRECT_IO", "PTSAVE_VERIFY"]

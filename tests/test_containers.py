@@ -15,11 +15,11 @@ from torch import nn
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.compaction import compact
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries
-from ptsave.file_verification import verify_file
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries
+from ptsave.inspection.verification import verify_file
 
 _METHODS = ("items", "keys", "values", "get", "__iter__", "__len__", "__class__", "_metadata")
 

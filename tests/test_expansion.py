@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.compaction import compact
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries, write_entries
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries, write_entries
 
 N = 1 << 36
 MIB = 1 << 20
@@ -48,7 +48,7 @@ def run(*arguments: object) -> tuple[int, str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_large_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ptsave import payload_sources
+    from ptsave.streaming import payload_sources
 
     def write_all(file: Any, data: Any) -> None:
         written[0] += len(data)

@@ -608,6 +608,7 @@ _NO_CHECKPOINTS = {
 
 @pytest.mark.parametrize("name", _NO_CHECKPOINTS)
 @pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.filterwarnings("ignore:Python 3.14 will:DeprecationWarning")  # torch's use of tarfile
 def test_what_is_no_checkpoint(name: str, weights_only: bool, tmp_path: Path) -> None:
     data = _NO_CHECKPOINTS[name]
     path = tmp_path / "file.pt"

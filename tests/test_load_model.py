@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ptsave
-from ptsave import weights
-from ptsave.sources import LocalFile
+from ptsave.models import load_model as weights
+from ptsave.sources.ranges import LocalFile
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ptsave import config, memory_limits, writing
+from ptsave.background.staging_budget import StagingBudget
 from ptsave.errors import StagingFullError
-from ptsave.memory_limits import available_nbytes, limit_nbytes, share_nbytes
-from ptsave.staging_budget import StagingBudget
+from ptsave.support import config, memory_limits
+from ptsave.support.memory_limits import available_nbytes, limit_nbytes, share_nbytes
+from ptsave.writing import targets as writing
 
 MIB = 1 << 20
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -311,7 +312,7 @@ def test_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SAVES = """
 import sys, torch, ptsave
-from ptsave import memory_limits
+from ptsave.support import memory_limits
 torch.set_num_threads(1)
 print(memory_limits.limit_nbytes() >> 20)
 tensor = torch.ones(64 << 20)  # 256 MiB

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ptsave
-from ptsave.copying import CopyNow
-from ptsave.module_state import load_module
+from ptsave.state.copying import CopyNow
+from ptsave.state.modules import load_module
 
 # ------------------------------------------------------------------------- sizes that do not match
 

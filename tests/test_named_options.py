@@ -19,7 +19,8 @@ from comparison import assert_same_object, stock_load, stock_save
 from torch import nn
 
 import ptsave
-from ptsave import serialization, writing
+from ptsave import serialization
+from ptsave.writing import targets as writing
 
 OPTIONS = ["fsync", "atomic", "progress"]
 # Of other functions, which were entries of the file.

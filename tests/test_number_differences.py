@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptsave.number_differences import NumberDifference, Tolerance, number_difference
+from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference
 
 INTEGERS = {
     torch.uint8: (0, 2**8 - 1),

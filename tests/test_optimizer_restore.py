@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptsave.optimizer_state import load_optimizer
+from ptsave.state.optimizers import load_optimizer
 
 JUNK = 111
 

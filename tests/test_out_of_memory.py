@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from ptsave.thread_pool import ThreadPool
-from ptsave.threads import Thread
+from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.threads import Thread
 
 # Each attempt is a forked process in which one call fails, and which then ends as Python's do. It
 # prints the attempts that went wrong; a hanging one is ended by SIGALRM.
 SCRIPT = """
 import atexit, ctypes, os, signal, sys, threading, time, traceback
 import torch, ptsave
-from ptsave.comparison import compare
+from ptsave.comparison.compare import compare
 
 torch.set_num_threads(1)
 calls = ctypes.CDLL(sys.argv[1])

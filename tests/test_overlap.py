@@ -21,7 +21,8 @@ from comparison import saved_bytes, stock_save, typed_storage, zip_records
 from torch import _weights_only_unpickler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptsave import _C, unpickling
+from ptsave import _C
+from ptsave.archive import unpickling
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.compaction import compact
-from ptsave.conversion import convert
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
 
 State = dict[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptsave.packed_modules import PackedModules, Route
+from ptsave.models.packed_modules import PackedModules, Route
 
 QKV = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v")}
 

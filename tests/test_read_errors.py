@@ -62,12 +62,12 @@ WRAP(preadv64, (int fd, struct iovec const* p, int n, off_t at), (fd, p, n, at))
 _CHILD = """
 import ctypes, errno, json, sys, warnings
 import torch, ptsave
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries
-from ptsave.file_listing import list_file
-from ptsave.file_verification import verify_file
-from ptsave.required_globals import required_globals
+from ptsave.comparison.compare import compare
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries
+from ptsave.inspection.listing import list_file
+from ptsave.inspection.verification import verify_file
+from ptsave.inspection.required_globals import required_globals
 
 warnings.simplefilter("ignore")
 shim = ctypes.CDLL(None)

@@ -15,8 +15,8 @@ from comparison import assert_same_object, failure_of, stock_load, stock_save
 from torch import Tensor, nn
 
 import ptsave
-from ptsave import checkpoint
 from ptsave.restoring import FileCopier
+from ptsave.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 

@@ -15,7 +15,7 @@ from comparison import assert_same_object, saved_bytes, stock_load, stock_save, 
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.file_verification import verify_file
+from ptsave.inspection.verification import verify_file
 
 _NAMES = ["byteorder", "version", ".format_version", ".storage_alignment"]
 _NAMES += [".data/version", ".data/serialization_id"]

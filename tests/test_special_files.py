@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import ptsave
-from ptsave import not_checkpoints
-from ptsave.compaction import compact
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries
-from ptsave.file_listing import list_file
-from ptsave.file_verification import verify_file
-from ptsave.required_globals import required_globals
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries
+from ptsave.inspection.listing import list_file
+from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.verification import verify_file
+from ptsave.sources import kinds as not_checkpoints
 
 READERS: dict[str, Callable[[str], Any]] = {
     "load": ptsave.load,

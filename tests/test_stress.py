@@ -22,13 +22,14 @@ import pytest
 import torch
 
 import ptsave
-from ptsave.file_verification import verify_file
+from ptsave.inspection.verification import verify_file
 
 pytestmark = [pytest.mark.timeout(0), pytest.mark.usefixtures("_leaves_nothing_open")]
 
 SECONDS = float(os.environ.get("PTSAVE_STRESS_SECONDS", "8"))
 STATE_NBYTES = 2 << 20
 LINK = "link.pt"
+_FORKING = threading.Lock()  # filelock, which some torch imports, refuses two forks at a time
 
 State = dict[str, torch.Tensor]
 
@@ -160,7 +161,7 @@ class Crowd:
 
     def _in_child(self, action: Callable[[int], None]) -> None:
         source, sink = os.pipe()
-        with warnings.catch_warnings():
+        with _FORKING, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
             child = os.fork()
         if child == 0:

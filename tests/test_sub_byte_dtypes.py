@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.compaction import compact
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries
-from ptsave.file_verification import verify_file
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries
+from ptsave.inspection.verification import verify_file
 
 # Of torch's own code, about quantized tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(quantize|TypedStorage is deprecated)")

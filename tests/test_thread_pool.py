@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.comparison import compare
-from ptsave.thread_pool import ThreadPool
+from ptsave.comparison.compare import compare
+from ptsave.support.thread_pool import ThreadPool
 
 
 @pytest.fixture

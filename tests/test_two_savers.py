@@ -23,9 +23,9 @@ import pytest
 import torch
 
 import ptsave
-from ptsave import writing
-from ptsave.conversion import convert
-from ptsave.file_verification import verify_file
+from ptsave.conversion.convert import convert
+from ptsave.inspection.verification import verify_file
+from ptsave.writing import targets as writing
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
@@ -262,7 +262,7 @@ def test_mapping_of_a_file_that_is_replaced(tmp_path: Path, shared: bool) -> Non
 
 def test_verification_of_a_file_that_is_replaced(tmp_path: Path) -> None:
     """One file is verified from beginning to end, though another has its name by then."""
-    from ptsave import file_verification
+    from ptsave.inspection import verification as file_verification
 
     path = tmp_path / "model.pt"
     n = 0
@@ -280,7 +280,7 @@ def test_verification_of_a_file_that_is_replaced(tmp_path: Path) -> None:
 
 def test_source_of_a_conversion_that_is_replaced(tmp_path: Path) -> None:
     """Its kind is that of the file whose tensors are read, not of another one of the name."""
-    from ptsave import source_checkpoints
+    from ptsave.conversion import source_checkpoints
 
     path, other, target = (tmp_path / name for name in ("model.bin", "other.bin", "target.pt"))
     ptsave.save_model({"weight": torch.zeros(10)}, tmp_path)

@@ -28,7 +28,8 @@ from torch import _weights_only_unpickler
 from unpickler_mutation import SAFE_GLOBALS, Subject, corpus, disagreement, mutated
 
 import ptsave
-from ptsave import _C, unpickling
+from ptsave import _C
+from ptsave.archive import unpickling
 
 _CORPUS = corpus()
 _N_MUTATIONS = int(os.environ.get("PTSAVE_MUTATIONS", "8000"))

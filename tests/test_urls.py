@@ -19,13 +19,13 @@ import ptsave
 from ptsave.bench.disk import plan_disk
 from ptsave.cli.bench import command as bench_command
 from ptsave.cli.commands import commands as main
-from ptsave.compaction import compact
-from ptsave.comparison import compare
-from ptsave.conversion import convert
-from ptsave.extracting import read_entries, write_entries
-from ptsave.file_listing import list_file
-from ptsave.file_verification import verify_file
-from ptsave.required_globals import required_globals
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries, write_entries
+from ptsave.inspection.listing import list_file
+from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.verification import verify_file
 
 URLS = [
     "s3://bucket/run/model.pt",

@@ -20,9 +20,9 @@ import torch
 from comparison import saved_bytes, stock_save, typed_storage
 from torch import _weights_only_unpickler
 
-import ptsave
-from ptsave import unpickling
-from ptsave.reading import RecordReader
+from ptsave.archive import unpickling
+from ptsave.archive.opening import open_archive
+from ptsave.archive.reader import RecordReader
 
 __all__ = ["SAFE_GLOBALS", "Subject", "corpus", "disagreement", "mutated"]
 
@@ -197,7 +197,7 @@ class Subject:
     def __init__(self, archive: bytes) -> None:
         import io
 
-        engine = ptsave.reading.open_archive(io.BytesIO(archive))
+        engine = open_archive(io.BytesIO(archive))
         assert engine is not None
         self.reader = RecordReader(engine, "archive", verify=True)
         self.pickle = self.reader.get_record("data.pkl")

@@ -24,8 +24,8 @@ from ptsave.bench.rounds import (
     run_rounds,
 )
 from ptsave.bench.system import filesystem_of, make_cold
-from ptsave.memory_limits import available_nbytes
-from ptsave.urls import refuse_url_target
+from ptsave.sources.urls import refuse_url_target
+from ptsave.support.memory_limits import available_nbytes
 
 __all__ = ["MIN_NBYTES", "Measurement", "Plan", "measure_disk", "plan_disk"]
 

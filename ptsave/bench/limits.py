@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ptsave.bench.system import fetch_free_memory, make_cold
-from ptsave.thread_pool import ThreadPool
+from ptsave.support.thread_pool import ThreadPool
 
 __all__ = ["THREAD_COUNTS", "measure"]
 

@@ -18,7 +18,7 @@ from ptsave.bench.system import describe_machine
 from ptsave.cli.command import Command, note, shows_progress
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import size_text
-from ptsave.urls import refuse_url_target
+from ptsave.sources.urls import refuse_url_target
 
 __all__ = ["command"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
+from ptsave.archive.format_errors import MINIZ_ADVICE
 from ptsave.cli.text import printable
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
-from ptsave.reading import MINIZ_ADVICE
-from ptsave.urls import is_url
+from ptsave.sources.urls import is_url
 
 __all__ = [
     "FAILED",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
-from ptsave.file_listing import list_file
-from ptsave.shard_files import files_at
+from ptsave.contents.shard_files import files_at
+from ptsave.inspection.listing import list_file
 
 __all__ = ["FILE", "complete_names"]
 

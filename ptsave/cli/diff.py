@@ -17,9 +17,9 @@ from torch import Tensor
 from ptsave.cli.command import NEGATIVE, Command, note, shows_progress
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
-from ptsave.comparison import Comparison, compare
-from ptsave.entry_comparison import Detail, EntryDifference, quantizer_of
-from ptsave.moved_names import prefixes_of
+from ptsave.comparison.compare import Comparison, compare
+from ptsave.comparison.entries import Detail, EntryDifference, quantizer_of
+from ptsave.comparison.moved_names import prefixes_of
 
 __all__ = ["command"]
 

@@ -10,7 +10,7 @@ from ptsave.cli.command import Command, note
 from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.text import printable
 from ptsave.errors import CorruptCheckpointError
-from ptsave.extracting import default_output, read_entries, write_entries
+from ptsave.inspection.extraction import default_output, read_entries, write_entries
 
 __all__ = ["command"]
 

@@ -7,7 +7,7 @@ import click
 from ptsave.cli.command import NEGATIVE, Command
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable
-from ptsave.required_globals import (
+from ptsave.inspection.required_globals import (
     code_to_allow,
     never_allowed,
     required_globals,

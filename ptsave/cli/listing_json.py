@@ -24,8 +24,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ptsave.cli.text import dtype_text
-from ptsave.entry_tree import Node, is_plain
-from ptsave.file_listing import FileListing, Totals
+from ptsave.inspection.listing import FileListing, Totals
+from ptsave.tree.tree import Node, is_plain
 
 __all__ = ["directory_json", "file_json"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ptsave.archive_listing import Facts
 from ptsave.cli.text import (
     count_text,
     dtype_text,
@@ -18,8 +17,9 @@ from ptsave.cli.text import (
     shape_text,
     size_text,
 )
-from ptsave.entry_tree import EntryTree, Node, is_plain
-from ptsave.file_listing import FileListing, Totals
+from ptsave.contents.tensor_info import Facts
+from ptsave.inspection.listing import FileListing, Totals
+from ptsave.tree.tree import EntryTree, Node, is_plain
 
 __all__ = ["lines_by_size", "totals_lines", "tree_lines"]
 

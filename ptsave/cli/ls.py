@@ -14,8 +14,8 @@ from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
 from ptsave.cli.text import printable
-from ptsave.file_listing import FileListing, Totals, list_file, select
-from ptsave.shard_files import files_at
+from ptsave.contents.shard_files import files_at
+from ptsave.inspection.listing import FileListing, Totals, list_file, select
 
 __all__ = ["command"]
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import click
 
-from ptsave.checkpoint_files import checkpoint_files
 from ptsave.cli.command import (
     FAILED,
     NEGATIVE,
@@ -20,12 +19,13 @@ from ptsave.cli.command import (
 )
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable, size_text
+from ptsave.contents.checkpoint_files import checkpoint_files
+from ptsave.contents.shard_files import ShardFiles, files_at
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.file_verification import Problem, Verification, compare_with_index, verify_file
-from ptsave.progress import ProgressCallback, progress_bar, progress_from
-from ptsave.shard_files import ShardFiles, files_at
-from ptsave.sources import FsspecFile
-from ptsave.urls import is_url, refuse_url
+from ptsave.inspection.verification import Problem, Verification, compare_with_index, verify_file
+from ptsave.sources.ranges import FsspecFile
+from ptsave.sources.urls import is_url, refuse_url
+from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
 
 __all__ = ["command"]
 

@@ -1,0 +1,1 @@
+"""One torch archive, read: records, storages, checks, unpickling."""

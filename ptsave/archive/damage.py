@@ -1,0 +1,165 @@
+"""Names the entries of a saved object that damaged records belong to; never fails itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.serialization import _serialization_tls
+
+from ptsave import _C
+from ptsave.archive.byte_order import NativeOrderReader
+from ptsave.archive.reader import RecordReader
+from ptsave.errors import CorruptCheckpointError
+from ptsave.support.torch_features import META_LOADS_KEEP_OFFSETS
+from ptsave.tree.tree import EntryTree
+
+__all__ = [
+    "RecordDamage",
+    "damage_of",
+    "entries_in",
+    "entries_using",
+    "entries_with_records",
+    "storage_id",
+]
+
+# Where an older torch keeps the storages of `_PlainReader`: it would make others for "meta".
+_NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
+
+
+class RecordDamage(NamedTuple):
+    """A record that does not match its checksum, as the engine says it by ``_C.DamagedRecord``."""
+
+    name: str
+    payload_offset: int
+    expected_crc: int
+    actual_crc: int
+
+
+def damage_of(
+    reader: RecordReader, damaged: Sequence[_C.DamagedRecord | RecordDamage]
+) -> CorruptCheckpointError:
+    """Return what to raise when these records do not match their checksums."""
+    first = damaged[0]
+    entries = entries_using(reader, {record.name for record in damaged})
+    others = f"; {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
+    used_by = f"; used by {', '.join(entries[:8])}" if entries else ""
+    more = ", ..." if len(entries) > 8 else ""
+    return CorruptCheckpointError(
+        f"{reader.path}: record {first.name} at offset {first.payload_offset} is damaged: its "
+        f"CRC-32 is {first.actual_crc:08x}, not {first.expected_crc:08x}"
+        f"{others}{used_by}{more}. "
+        "Restore the file from a copy, or pass verify=False to load it as it is.",
+        path=reader.path,
+        record=first.name,
+        offset=first.payload_offset,
+        entries=entries,
+    )
+
+
+def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
+    """Return the dotted paths of the tensors that are stored in one of `records`.
+
+    The object is rebuilt on the meta device by torch's restricted unpickler, so no code of the file
+    runs and no data is read.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    records : set of str
+        Record names.
+
+    Returns
+    -------
+    list of str
+        Empty if the object cannot be rebuilt that way.
+    """
+    return [*dict.fromkeys(name for name, _ in entries_with_records(reader, records))]
+
+
+def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[str, str]]:
+    """Return what `entries_using` does, each with every record that it is stored in."""
+    location = _serialization_tls.map_location
+    try:
+        names: dict[int | None, str] = {
+            reader.get_record_header_offset(name): name for name in records
+        }
+        plain = _PlainReader(reader)
+        obj = torch.serialization._load(plain, _NOWHERE, torch._weights_only_unpickler)
+        found = _collect(obj, names.keys(), _offset)
+    except Exception:  # the message is better without entries than not raised
+        return []
+    finally:
+        _serialization_tls.map_location = location  # torch leaves it behind if unpickling fails
+    return [(entry, names[offset]) for entry, offset in found]
+
+
+def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
+    """Return the dotted paths of the tensors of an object that lie in one of `storages`.
+
+    Parameters
+    ----------
+    obj : object
+        What a file holds, in memory.
+    storages : set of int
+        As from `storage_id`.
+    """
+    return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id))]
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return what tells a tensor's storage from others; None if it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors
+        return None
+
+
+class _PlainReader(NativeOrderReader):
+    """The archive without the record that makes torch compute offsets instead of asking.
+
+    What it is told is where headers begin, which is known without the file: that may be cut short,
+    or give read errors, by the time that somebody asks which entries it has reached.
+    """
+
+    def get_record_offset(self, name: str) -> int:
+        return int(self._reader.get_record_header_offset(name))
+
+    def has_record(self, name: str) -> bool:
+        return name != ".format_version" and super().has_record(name)
+
+
+def _collect(
+    obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
+) -> list[tuple[str, int | None]]:
+    """Return names and places of the tensors at `places`; shared containers count once."""
+    found: list[tuple[str, int | None]] = []
+    for name, tensor in EntryTree(obj).named_tensors():
+        for part in _parts_of(tensor):
+            place = place_of(part)
+            if place in places:
+                found.append((name, place))
+    return found
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold what a sparse tensor consists of; any other one itself."""
+    if is_lazy(tensor):
+        return []  # nothing, until it is initialized
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def _offset(tensor: torch.Tensor) -> int | None:
+    try:
+        return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
+        return None

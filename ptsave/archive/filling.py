@@ -1,0 +1,119 @@
+"""Fills the storages of an archive in the background, or of chosen records at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ptsave import _C
+from ptsave.archive.damage import damage_of
+from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.reader import ID_RECORD, RecordReader
+from ptsave.errors import CheckpointWarning
+from ptsave.support import config
+from ptsave.support.progress import ProgressCallback
+
+__all__ = [
+    "fill",
+    "reading_storages",
+    "release_storages",
+    "reserve_storages",
+    "storages_were_left_out",
+    "verifies_storages",
+    "wait_for_storages",
+]
+
+_ID_N_DIGITS = 20  # of names, and then of checksums
+
+
+def verifies_storages(reader: RecordReader, stacklevel: int = 7) -> bool:
+    """Whether storages are compared with checksums; warns if they should be and have none."""
+    if not reader.verify or reader.engine.storages_have_crcs:
+        return reader.verify
+    if storages_were_left_out(reader):
+        return False
+    warnings.warn(
+        f"{reader.path} was written without checksums of its storages "
+        "(set_crc32_options(False)): they are loaded unverified",
+        CheckpointWarning,
+        stacklevel=stacklevel,
+    )
+    return False
+
+
+def storages_were_left_out(reader: RecordReader) -> bool:
+    """Whether ``torch.serialization.skip_data`` wrote the file, for others to fill it in.
+
+    Only storages have no checksums then, and the serialization id is made of that: an ordinary
+    file that has lost them says otherwise.
+    """
+    if reader.engine.storages_have_crcs or not reader.engine.has_crcs:
+        return False
+    records = [record for record in reader.engine.records() if record.name != ID_RECORD]
+    crcs = [record.crc for record in records if record.nbytes]
+    return reader.serialization_id()[_ID_N_DIGITS:] == f"{_folded(crcs):0{_ID_N_DIGITS}}"
+
+
+@contextmanager
+def reading_storages(reader: RecordReader, *, exact_offsets: bool) -> Iterator[None]:
+    """Fill the storages of all tensors in the background; what is not done at the end stops."""
+    try:
+        reader.engine.start(
+            None,
+            n_threads=config.current().n_readers,
+            verify=verifies_storages(reader),
+            exact_offsets=exact_offsets,
+        )
+        yield
+    except _C.FormatError as error:
+        raise_corrupt(error, reader.path)
+    finally:
+        reader.engine.cancel()
+
+
+def reserve_storages(reader: RecordReader) -> None:
+    """Give storages their places without reading them; `fill` does that."""
+    try:
+        reader.engine.reserve()
+    except _C.FormatError as error:
+        raise_corrupt(error, reader.path)
+    reader.wait_for_bytes = False
+
+
+def fill(
+    reader: RecordReader, records: Iterable[int], *, verify: bool, progress: ProgressCallback | None
+) -> None:
+    """Make the copies that were planned, and read these records into their storages."""
+    try:
+        damaged = reader.engine.fill(
+            list(records),
+            n_threads=config.current().n_readers,
+            verify=verify,
+            max_pinned_nbytes=config.current().max_pinned_nbytes,
+            progress=progress,
+        )
+    except _C.FormatError as error:
+        raise_corrupt(error, reader.path)
+    if damaged:
+        raise damage_of(reader, damaged)
+
+
+def wait_for_storages(reader: RecordReader) -> None:
+    """Wait until every storage is filled, and refuse the archive if any is damaged."""
+    damaged = reader.engine.wait_all(progress=reader.progress)
+    if damaged:
+        raise damage_of(reader, damaged)
+
+
+def release_storages(reader: RecordReader) -> None:
+    """Make the storages that were handed out ordinary ones: until now none could be resized."""
+    reader.engine.release_storages()
+
+
+def _folded(crcs: Iterable[int]) -> int:
+    """Return what a serialization id says of checksums (docs/format.md)."""
+    seed = 0
+    for crc in crcs:
+        seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFF_FFFF_FFFF_FFFF
+    return seed

@@ -1,0 +1,43 @@
+"""Maps the engine's FormatError to CorruptCheckpointError, in torch's words if it has some."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ptsave import _C
+from ptsave.errors import CorruptCheckpointError, CorruptPickleError
+
+__all__ = ["MINIZ_ADVICE", "bare_message", "corrupt", "raise_corrupt"]
+
+# What torch says when miniz fails; people search for it.
+MINIZ_ADVICE = (
+    ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
+    "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
+    "properly, was transferred incorrectly, or the file was modified after saving."
+)
+
+
+def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
+    """Raise what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
+    raise corrupt(error, path) from None
+
+
+def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
+    """Return what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
+    reason, detail, record, offset = error.args
+    by_torch = reason.startswith("Pytorch")
+    parts = [f"{reason}{MINIZ_ADVICE if by_torch else ''} ({detail})"]
+    if record is not None:
+        parts.append(f"record {record}")
+    if offset is not None:
+        parts.append(f"offset {offset}")
+    kind = CorruptPickleError if record == "data.pkl" else CorruptCheckpointError
+    message = f"{path}: {'; '.join(parts)}"
+    return kind(message, path=path, record=record, offset=offset)
+
+
+def bare_message(error: BaseException, path: str) -> str:
+    """Return what an error about a file says, without the file, the record and torch's advice."""
+    text = str(error).replace(MINIZ_ADVICE, "").removeprefix(f"{path}: ")
+    record = getattr(error, "record", None)
+    return text if record is None else text.removeprefix(f"record {record}: ")

@@ -1,0 +1,333 @@
+"""Reading parts of records into memory, from an archive that is local or far away."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.archive.damage import damage_of
+from ptsave.archive.format_errors import bare_message, corrupt, raise_corrupt
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.remote import RemoteReader
+from ptsave.errors import CorruptCheckpointError
+from ptsave.support import config
+
+__all__ = [
+    "MAX_FETCHED_GAP",
+    "ArchiveSpans",
+    "Damage",
+    "EngineSpans",
+    "FetchedSpans",
+    "Span",
+    "SpanReader",
+    "batches",
+    "memory_of",
+    "spans_of",
+]
+
+MIB = 1 << 20
+# How many bytes that nobody wants are fetched rather than skipped.
+MAX_FETCHED_GAP = 1 * MIB
+# What is asked for at once, and what is fetched in one request: some file systems make several at
+# a time.
+_BATCH_NBYTES = 64 * MIB
+_REQUEST_NBYTES = 8 * MIB
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a record's payload, and the memory it belongs in.
+
+    Attributes
+    ----------
+    record : int
+        The number of the record.
+    begin : int
+        Where the part begins in the payload, in bytes.
+    target : torch.Tensor
+        Contiguous uint8 in CPU memory, as long as the part.
+    """
+
+    record: int
+    begin: int
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A record that is not what it should be.
+
+    Attributes
+    ----------
+    record : str
+        Its name.
+    offset : int
+        Where it was found, in bytes.
+    reason : str
+        What is wrong.
+    error : Exception
+        What to raise if there is nothing more to say.
+    crcs : _C.DamagedRecord or None
+        The checksums, if it is these that are not the same.
+    """
+
+    record: str
+    offset: int
+    reason: str
+    error: Exception
+    crcs: _C.DamagedRecord | None = None
+
+
+class SpanReader(Protocol):
+    """Fills spans; safe for concurrent use.
+
+    Attributes
+    ----------
+    max_gap : int
+        How many bytes that nobody wants are read rather than skipped.
+    """
+
+    max_gap: int
+
+    def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
+        """Fill the targets.
+
+        Parameters
+        ----------
+        spans : sequence of Span
+            If one is a whole record, it is the only one of that record.
+        verify : bool or None
+            Whether to compare checksums: None for whole records only, True for all, for which
+            the whole records are read.
+        """
+        ...
+
+    def check(self, records: Sequence[int]) -> None:
+        """Compare records with their checksums; raises for the first that is damaged."""
+        ...
+
+
+class ArchiveSpans(SpanReader, Protocol):
+    """A `SpanReader` for an archive, which has records and checksums of them."""
+
+    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        """Read records, compare them with their checksums if asked, and return what is wrong."""
+        ...
+
+
+class EngineSpans:
+    """`ArchiveSpans` for what the engine reads: files and memory.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The open archive.
+    """
+
+    max_gap = 16 << 10
+
+    def __init__(self, reader: RecordReader) -> None:
+        self._reader = reader
+        self._engine = reader.engine
+        self._can_verify = self._engine.storages_have_crcs
+
+    def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
+        whole, parts = _divide(self._engine, spans)
+        verify = verify if self._can_verify else False
+        try:
+            if verify and parts:
+                self._check([span.record for span in parts])
+            if whole:
+                targets = [span.target for span in whole]
+                self._transfer([s.record for s in whole], targets, verify=verify is not False)
+            records = {span.record for span in parts}
+            offsets = {record: self._engine.payload_offset(record) for record in records}
+            n_threads = config.current().n_readers
+            for span in parts:
+                begin = offsets[span.record] + span.begin
+                self._engine.read_range(begin, span.target, n_threads=n_threads)
+        except _C.FormatError as error:
+            raise_corrupt(error, self._reader.path)
+
+    def check(self, records: Sequence[int]) -> None:
+        try:
+            self._check(records)
+        except _C.FormatError as error:
+            raise_corrupt(error, self._reader.path)
+
+    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        try:
+            damaged = self._engine.read_records(
+                list(records), [], n_threads=config.current().n_readers, verify=verify
+            )
+        except (_C.FormatError, OSError) as error:
+            if len(records) > 1:  # which stops at the first
+                return [d for number in records for d in self.find_damage([number], verify=verify)]
+            return [_damage_of(self._reader, records[0], error)]
+        return [
+            Damage(
+                found.name,
+                found.payload_offset,
+                f"its CRC-32 is {found.actual_crc:08x}, not {found.expected_crc:08x}",
+                CorruptCheckpointError(f"{self._reader.path}: record {found.name} is damaged"),
+                found,
+            )
+            for found in damaged
+        ]
+
+    def _check(self, records: Sequence[int]) -> None:
+        self._transfer(sorted(set(records)), [], verify=True)
+
+    def _transfer(self, records: list[int], targets: list[Tensor], *, verify: bool) -> None:
+        damaged = self._engine.read_records(
+            records, targets, n_threads=config.current().n_readers, verify=verify
+        )
+        if damaged:
+            raise damage_of(self._reader, damaged)
+
+
+class FetchedSpans:
+    """`ArchiveSpans` for an archive whose bytes have to be fetched.
+
+    Parameters
+    ----------
+    reader : RemoteReader
+        The open archive.
+    """
+
+    max_gap = MAX_FETCHED_GAP
+
+    def __init__(self, reader: RemoteReader) -> None:
+        self._reader = reader
+        self._engine = reader.engine
+        self._source = reader.source
+        self._can_verify = self._engine.storages_have_crcs
+
+    def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
+        verify = verify if self._can_verify else False
+        whole, parts = _divide(self._engine, spans)
+        if verify and parts:
+            self.check([span.record for span in parts])
+        for batch in batches(spans):
+            self._fetch(batch)
+        if verify is not False:
+            for span in whole:
+                self._reader.require_crc(span.record, _C.crc32(memory_of(span.target)))
+
+    def check(self, records: Sequence[int]) -> None:
+        for record in sorted(set(records)):
+            self._reader.require_crc(record, self._crc_of(record))
+
+    def _crc_of(self, record: int) -> int:
+        crc = 0
+        nbytes = self._engine.record(record).nbytes
+        piece = torch.empty(min(nbytes, _BATCH_NBYTES), dtype=torch.uint8)
+        for begin in range(0, nbytes, _BATCH_NBYTES):
+            part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
+            for batch in batches([Span(record, begin, part)]):
+                self._fetch(batch)
+            crc = _C.crc32(memory_of(part), crc)
+        return crc
+
+    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        damage = []
+        for number in records:
+            record = self._engine.record(number)
+            try:
+                offset = self._reader.get_record_offset(record.name)
+                crc = self._crc_of(number) if verify else record.crc
+                if verify and crc != record.crc:
+                    reason = f"its CRC-32 is {crc:08x}, not {record.crc:08x}"
+                    error = self._damaged(record, crc)
+                    damage.append(Damage(record.name, offset, reason, error))
+            except (CorruptCheckpointError, OSError) as error:
+                damage.append(_damage_of(self._reader, number, error))
+        return damage
+
+    def _fetch(self, spans: Sequence[Span]) -> None:
+        """Fetch spans and the local headers of their records, which may put them elsewhere."""
+        records = {span.record: self._engine.record(span.record) for span in spans}
+        for record in records.values():
+            if not record.stored or record.encrypted:
+                self._reader.fail("it is compressed or encrypted", record.name)
+        new = [number for number in records if not self._reader.has_header(number)]
+        headers = [(records[i].header_offset, records[i].payload_offset) for i in new]
+        wanted = [_range_of(span, records[span.record].payload_offset) for span in spans]
+        pieces = self._source.read([*headers, *wanted])
+        for number, header in zip(new, pieces, strict=False):
+            self._reader.add_header(number, header)
+        pieces = pieces[len(new) :]
+        try:
+            offsets = {number: self._engine.payload_offset(number) for number in records}
+        except _C.FormatError as error:
+            raise_corrupt(error, self._reader.path)
+        found = [_range_of(span, offsets[span.record]) for span in spans]
+        if found != wanted:
+            pieces = self._source.read(found)
+        for span, piece in zip(spans, pieces, strict=True):
+            memory_of(span.target)[:] = piece
+
+    def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
+        return self._reader.failure(
+            f"it is damaged: its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy it again, or pass "
+            "verify=False to read it as it is.",
+            record.name,
+        )
+
+
+def spans_of(reader: RecordReader) -> ArchiveSpans:
+    """Return what reads parts of an archive's records."""
+    return FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
+
+
+def _damage_of(reader: RecordReader, number: int, error: Exception) -> Damage:
+    record = reader.engine.record(number)
+    at = record.header_offset
+    if isinstance(error, _C.FormatError):
+        reason, detail, _, offset = error.args
+        at = at if offset is None else offset
+        return Damage(record.name, at, f"{detail} ({reason})", corrupt(error, reader.path))
+    return Damage(record.name, at, bare_message(error, reader.path), error)
+
+
+def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """Return the spans that are whole records, and the others."""
+    whole: list[Span] = []
+    parts: list[Span] = []
+    for span in spans:
+        is_whole = span.begin == 0 and len(span.target) == engine.record(span.record).nbytes
+        (whole if is_whole else parts).append(span)
+    return whole, parts
+
+
+def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Yield the spans, the large ones cut, in groups of at most `_BATCH_NBYTES`."""
+    batch: list[Span] = []
+    nbytes = 0
+    for span in spans:
+        for begin in range(0, len(span.target), _REQUEST_NBYTES):
+            target = span.target[begin : begin + _REQUEST_NBYTES]
+            if nbytes + len(target) > _BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(Span(span.record, span.begin + begin, target))
+            nbytes += len(target)
+    if batch:
+        yield batch
+
+
+def _range_of(span: Span, payload_offset: int) -> tuple[int, int]:
+    begin = payload_offset + span.begin
+    return begin, begin + len(span.target)
+
+
+def memory_of(target: Tensor) -> memoryview:
+    """Return the bytes of a tensor, which has to outlive them; NumPy may not be there."""
+    array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
+    return memoryview(array).cast("B")

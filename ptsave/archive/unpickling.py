@@ -1,0 +1,365 @@
+"""The object graph on its way in: unpickling, overlapped with reading where that is safe.
+
+With ``weights_only=True`` the engine's unpickler takes the place of torch's; otherwise it is
+Python's.
+
+The rule: nothing that can look at a tensor's values may run before the bytes of the storages it
+can reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages
+along.  So the steps of the pickle are checked first, and only if none does more than that does
+unpickling start while bytes are still arriving; in every other case it starts when all of them
+have.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+from ptsave import _C
+from ptsave.archive.byte_order import NativeOrderReader, is_native_byte_order
+from ptsave.archive.filling import (
+    reading_storages,
+    release_storages,
+    reserve_storages,
+    verifies_storages,
+    wait_for_storages,
+)
+from ptsave.archive.placing import Placement, may_reach_accelerator
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.stream_reader import StreamReader
+from ptsave.errors import MalformedPickleError
+from ptsave.support.torch_features import is_meta_location
+from ptsave.tree.plain_tensors import modes_are_active
+
+__all__ = [
+    "can_defer_reading",
+    "fills_storages",
+    "unpickle",
+    "unpickle_unread",
+    "unpickle_without_bytes",
+]
+
+# Storages are read at several bytes for each byte of a pickle that is looked through, and a small
+# pickle is looked through in no time.
+_MIN_BYTES_PER_PICKLE_BYTE = 8
+_SMALL_PICKLE_NBYTES = 1 << 20
+_CPU = torch.device("cpu")
+# Pickles name dtypes by these.
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def unpickle(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    overall_storage: torch.UntypedStorage | None,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """Rebuild the object of an archive.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    map_location : callable, device, str, dict or None
+        As for :func:`torch.load`.
+    pickle_module : module
+        ``torch._weights_only_unpickler`` for the restricted machine.
+    overall_storage : torch.UntypedStorage or None
+        The memory-mapped file, with ``mmap=True``.
+    pickle_load_args : dict
+        Keyword arguments of the unpickler.
+
+    Returns
+    -------
+    object
+        As from :func:`torch.load`.
+    """
+
+    def load(module: Any) -> Any:
+        return _load(reader, map_location, module, overall_storage, pickle_load_args)
+
+    if overall_storage is not None or not fills_storages(map_location):
+        return load(_faster(pickle_module, reader, storages_are_plain=False))
+    if isinstance(reader, StreamReader):
+        reader.verifies = verifies_storages(reader, stacklevel=5)
+        return load(_faster(pickle_module, reader, storages_are_plain=False))
+    if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
+        return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
+    for exact_offsets in (False, True):
+        try:
+            with reading_storages(reader, exact_offsets=exact_offsets):
+                are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
+                if are_plain:
+                    reader.engine.place("cpu", _CPU)
+                module = _faster(pickle_module, reader, storages_are_plain=are_plain)
+                if are_plain and _gains_by_overlap(reader) and _may_defer(reader, pickle_module):
+                    result = load(_overlapping(reader, module))
+                    wait_for_storages(reader)
+                else:
+                    wait_for_storages(reader)
+                    result = load(module)
+                release_storages(reader)
+                return result
+        except _C.LayoutMismatchError:
+            # The payloads are not where torch's writer would have put them.  Nothing but blind
+            # rebuilding has happened so far, so it can happen again.
+            if exact_offsets:
+                raise
+    raise AssertionError("unreachable")
+
+
+def can_defer_reading(reader: RecordReader, pickle_module: Any) -> bool:
+    """Whether the object can be made in CPU memory before any storage's bytes are read."""
+    return fills_storages("cpu") and _may_defer(reader, pickle_module)
+
+
+def unpickle_unread(
+    reader: RecordReader,
+    pickle_module: Any,
+    locations: set[str],
+    first_at: dict[int, str] | None = None,
+) -> Any:
+    """Rebuild the object of an archive, in CPU memory, with storages that are not read.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive; `can_defer_reading` has to hold.
+    pickle_module : module
+        As for `unpickle`.
+    locations : set of str
+        Gets the locations other than the CPU from which storages were saved.
+    first_at : dict of int to str, optional
+        Gets the location of the first record from each; ``reader.engine.places`` knows those of all
+        others.
+
+    Returns
+    -------
+    object
+        Its storages are reserved places of ``reader.engine``.
+    """
+
+    def stay(storage: Any, location: str) -> Any:
+        if location != "cpu":
+            locations.add(location)
+        reader.engine.place(location, _CPU)
+        if first_at is not None:
+            record = reader.engine.record_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+            if record is not None:
+                first_at.setdefault(record, location)
+        return storage
+
+    reserve_storages(reader)
+    reader.engine.place("cpu", _CPU)
+    module = _faster(pickle_module, reader, storages_are_plain=True)
+    return _load(reader, stay, module, None, {"encoding": "utf-8"})
+
+
+def unpickle_without_bytes(
+    archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
+) -> Any:
+    """Rebuild the object of an archive where `fills_storages` does not hold.
+
+    Parameters
+    ----------
+    archive : torch._C.PyTorchFileReader
+        The archive, which may be compressed.
+    map_location, pickle_module, pickle_load_args
+        As for `unpickle`.
+    """
+    return _load(archive, map_location, pickle_module, None, pickle_load_args)
+
+
+def _unpickle_to_places(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """Make the object with storages on their devices, and then read their bytes into them."""
+    reserve_storages(reader)
+    module = _faster(pickle_module, reader, storages_are_plain=True)
+    placement = Placement(reader, map_location, verify=verifies_storages(reader, stacklevel=6))
+    result = _load(reader, placement, module, None, pickle_load_args)
+    placement.finish()
+    release_storages(reader)
+    return result
+
+
+def _load(
+    reader: Any,
+    map_location: Any,
+    pickle_module: Any,
+    overall_storage: torch.UntypedStorage | None,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """Let torch load, with our reader and a stand-in for its unpickler."""
+    shown = reader if fills_storages(map_location) else NativeOrderReader(reader)
+    try:
+        return torch.serialization._load(
+            shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
+        )
+    finally:
+        # torch leaves it behind when unpickling fails.
+        torch.serialization._serialization_tls.map_location = None
+
+
+def fills_storages(map_location: Any) -> bool:
+    """Whether loading puts bytes into storages at all, as it does not on the meta device."""
+    return not (
+        is_meta_location(map_location)
+        or torch.serialization._serialization_tls.skip_data
+        or torch._guards.detect_fake_mode(None) is not None
+    )
+
+
+def _stay_on_cpu(map_location: Any) -> bool:
+    """Whether what was saved on the CPU certainly stays there."""
+    return map_location is None or _is_cpu(map_location)
+
+
+def _storages_are_plain(reader: RecordReader) -> bool:
+    """Whether a storage is its record's bytes and nothing more."""
+    if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
+        return False
+    return is_native_byte_order(reader) and _restores_cpu_blindly() and not modes_are_active()
+
+
+def _gains_by_overlap(reader: RecordReader) -> bool:
+    """Whether reading takes longer than looking through the pickle, which comes first."""
+    nbytes = len(reader.get_record("data.pkl"))
+    return (
+        nbytes <= _SMALL_PICKLE_NBYTES
+        or reader.engine.nbytes_to_read >= _MIN_BYTES_PER_PICKLE_BYTE * nbytes
+    )
+
+
+def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
+    """Whether unpickling may start before the bytes have arrived."""
+    if pickle_module not in (pickle, _weights_only_unpickler):
+        return False
+    if not _storages_are_plain(reader):
+        return False
+    return _C.rebuilds_blindly(reader.get_record("data.pkl"), _DTYPES)
+
+
+def _is_cpu(map_location: Any) -> bool:
+    """Whether this is the CPU's name; a callable or a subclass can say so and do anything."""
+    return type(map_location) in (str, torch.device) and str(map_location) == "cpu"
+
+
+def _restores_cpu_blindly() -> bool:
+    """Whether torch's own rule for CPU storages, which returns them as they are, comes first."""
+    _, _, deserialize = torch.serialization._package_registry[0]
+    return deserialize is torch.serialization._cpu_deserialize
+
+
+def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
+    """Return a stand-in for `pickle_module` that waits for storages that leave the CPU."""
+
+    class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
+        persistent_load: Callable[[Any], Any]  # set by torch
+
+        def load(self) -> Any:
+            load_storage = self.persistent_load
+
+            def persistent_load(saved_id: Any) -> Any:
+                stays = isinstance(saved_id, tuple) and len(saved_id) > 3 and saved_id[3] == "cpu"
+                reader.wait_for_bytes = not stays
+                return load_storage(saved_id)
+
+            self.persistent_load = persistent_load
+            return super().load()
+
+    return SimpleNamespace(Unpickler=Unpickler)
+
+
+# ------------------------------------------------------------------- the engine's own unpickler
+
+
+class Unpickler:
+    """What takes the place of ``torch._weights_only_unpickler.Unpickler``, for one archive."""
+
+    reader: RecordReader
+    storages_are_plain: bool
+    persistent_load: Callable[[Any], Any]  # set by torch
+
+    def __init__(self, file: io.BytesIO, *, encoding: str = "bytes") -> None:
+        self.file = file
+        self.encoding = encoding
+
+    def load(self) -> Any:
+        try:
+            return _C.unpickle_weights_only(
+                self.file.read(),
+                self.persistent_load,
+                encoding=self.encoding,
+                storages=self.reader.engine if self.storages_are_plain else None,
+            )
+        except Exception as error:
+            offset = getattr(error, "pickle_offset", None)
+            if offset is None:
+                raise
+            malformed = MalformedPickleError.from_error(error, offset, self.reader.path)
+            if malformed is None:
+                raise
+            raise malformed from error
+
+
+def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool) -> Any:
+    """Return a stand-in for torch's restricted unpickler, and any other module as it is."""
+    if pickle_module is not _weights_only_unpickler or not _knows_torchs_machine():
+        return pickle_module
+    # A class lives until the next garbage collection: nothing of it may keep the archive open.
+    attributes = {"reader": reader, "storages_are_plain": storages_are_plain}
+    return SimpleNamespace(Unpickler=type("Unpickler", (Unpickler,), attributes))
+
+
+# fmt: off
+_OPCODES = frozenset(
+    getattr(pickle, name)[0]
+    for name in [
+        "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
+        "BINPUT", "BINUNICODE", "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE",
+        "GLOBAL", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK", "NEWFALSE", "NEWOBJ", "NEWTRUE",
+        "NONE", "PROTO", "REDUCE", "SETITEM", "SETITEMS", "SHORT_BINSTRING", "STOP", "TUPLE",
+        "TUPLE1", "TUPLE2", "TUPLE3",
+    ]
+)
+# fmt: on
+
+
+def _knows_torchs_machine() -> bool:
+    """Whether torch's machine is the one that the engine's was written after.
+
+    A torch to come may know more opcodes, and somebody may have replaced it: then it runs itself.
+    """
+    machine = _weights_only_unpickler.Unpickler
+    return machine is _TORCHS_MACHINE and _opcodes_of(machine) == _OPCODES
+
+
+_TORCHS_MACHINE = _weights_only_unpickler.Unpickler
+
+
+@functools.cache
+def _opcodes_of(machine: Any) -> frozenset[int]:
+    return frozenset(opcode for opcode in range(256) if _knows(machine, opcode))
+
+
+def _knows(machine: Any, opcode: int) -> bool:
+    try:
+        machine(io.BytesIO(bytes([opcode]))).load()
+    except pickle.UnpicklingError as error:
+        return "Unsupported operand" not in str(error)
+    except Exception:
+        return True
+    return True

@@ -1,0 +1,85 @@
+"""Reading the values of one view, of a storage whose bytes are in a file."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ptsave.archive.spans import Span, SpanReader
+from ptsave.tree.view_blocks import blocks_of
+
+__all__ = ["bytes_of", "new_storage", "read_view", "view_as"]
+
+_MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
+
+
+def read_view(spans: SpanReader, record: int | None, view: Tensor, verify: bool | None) -> Tensor:
+    """Read the bytes of one view; what comes with them is not kept.
+
+    Parameters
+    ----------
+    spans : SpanReader
+        Of the file.
+    record : int or None
+        The record with the view's storage; None if that has no bytes.
+    view : torch.Tensor
+        Strided; its values are not looked at.
+    verify : bool or None
+        As of :meth:`SpanReader.read`.
+
+    Returns
+    -------
+    torch.Tensor
+        The values, in memory of their own.
+    """
+    blocks = blocks_of(view, spans.max_gap)
+    nbytes = blocks.nbytes * len(blocks.begins)
+    if record is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
+        if verify:
+            spans.check([record])
+        return _read_halves(spans, record, view)
+    storage = new_storage(nbytes)
+    if record is not None:
+        memory = bytes_of(storage)
+        spans.read(
+            [
+                Span(record, begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
+                for i, begin in enumerate(blocks.begins)
+            ],
+            verify=verify,
+        )
+    result = view_as(storage, view, 0, blocks.stride)
+    return result.contiguous() if result.nbytes < storage.nbytes() else result
+
+
+def _read_halves(spans: SpanReader, record: int, view: Tensor) -> Tensor:
+    """Read a view that is scattered over much more than it holds, without holding all that."""
+    result = torch.empty(view.shape, dtype=view.dtype, device="cpu")
+    dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
+    dim = max(dims, key=view.stride)
+    half = view.shape[dim] // 2
+    for begin, n in ((0, half), (half, view.shape[dim] - half)):
+        part = read_view(spans, record, view.narrow(dim, begin, n), False)
+        result.narrow(dim, begin, n).copy_(part)
+    return result
+
+
+def new_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return memory on the CPU, whatever the default device is."""
+    return torch.UntypedStorage(nbytes, device="cpu")
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return all of a storage as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def view_as(
+    storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor over a storage with the dtype, the shape and the lazy bits of another."""
+    tensor = torch.empty(0, dtype=like.dtype, device="cpu")
+    tensor.set_(storage, offset, like.shape, stride)
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor

@@ -1,0 +1,1 @@
+"""Saves that outlive their call."""

@@ -1,0 +1,198 @@
+"""`async_save`: a copy of the tensors now, the file later."""
+
+from __future__ import annotations
+
+import operator
+import os
+import pickle
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch.serialization import (
+    DEFAULT_PROTOCOL,
+    _check_dill_version,
+    _check_save_filelike,
+    _get_storage_alignment,
+    _is_path,
+    _serialization_tls,
+    get_crc32_options,
+)
+
+from ptsave import _C
+from ptsave.background import saves as background
+from ptsave.background.save_future import SaveFuture
+from ptsave.sources.urls import refuse_url_target
+from ptsave.support import config
+from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import engine_can_save, plan_archive
+from ptsave.writing.targets import resolve_target
+
+__all__ = ["async_save", "release_staging_memory"]
+
+
+def async_save(
+    obj: object,
+    f: Any,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = DEFAULT_PROTOCOL,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
+    *,
+    fsync: bool = False,
+    atomic: bool = True,
+    progress: bool = False,
+    staging: Literal["blocking", "background"] = "blocking",
+    max_staged_bytes: int | None = None,
+    when_full: Literal["wait", "raise"] = "wait",
+) -> SaveFuture:
+    """Save an object as it is now, while the program goes on and changes it.
+
+    The call pickles the object and copies the bytes of its tensors, at the speed of memory.  The
+    file is written after it has returned, by threads that do not hold the GIL: the same bytes, as
+    atomically and durably as by :func:`ptsave.save`.  Saves are written one after another, in the
+    order of the calls.
+
+    Parameters
+    ----------
+    obj, f, pickle_module, pickle_protocol, fsync, atomic, progress
+        As for :func:`ptsave.save`.  A relative path means the current directory of now.  A
+        file-like object must be left alone until the save has ended.
+    staging : {"blocking", "background"}
+        Who copies the tensors.  With "blocking" they may be overwritten when the call returns; with
+        "background" when ``future.wait_staged()`` does, which the call does not wait for.  (Those
+        that are not in CPU memory are copied in the call in any case.)
+    max_staged_bytes : int or None
+        How many bytes all unfinished saves together may hold.  None is
+        ``PTSAVE_MAX_STAGED_BYTES`` in the environment, or half of the memory that this process may
+        use: the machine's, or what its container allows, divided by ``LOCAL_WORLD_SIZE``.  While
+        saves are unfinished it is also at most half of what is free.
+    when_full : {"wait", "raise"}
+        What happens if that leaves no room now: "wait" for earlier saves to be written, or "raise".
+
+    Returns
+    -------
+    SaveFuture
+        A :class:`concurrent.futures.Future` whose result is None.  Errors of writing (disk full,
+        ...) are raised by its ``result()``; the interpreter waits for unfinished saves when it
+        exits, and warns of failures that nobody has asked for.
+
+    Raises
+    ------
+    StagingFullError
+        If there is no room and ``when_full="raise"``, or the tensors are more than
+        `max_staged_bytes`.  Nothing was copied.
+    SaveError
+        If nothing can ever be written to `f`: its directory does not exist, it is a directory, or a
+        URL.
+    ValueError
+        For an unknown option, and for what is not torch's current format
+        (``_use_new_zipfile_serialization=False``, a storage alignment above 32 KiB): only
+        :func:`ptsave.save` writes that.
+
+    Notes
+    -----
+    Memory for the copies is kept for the next save; :func:`ptsave.release_staging_memory` frees it.
+    :func:`ptsave.save` and :func:`ptsave.load` do not wait for unfinished saves.  After a fork, the
+    parent process goes on with its saves; their futures fail in the child.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> weight = torch.ones(3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "step-1.pt")
+    ...     future = ptsave.async_save({"weight": weight}, path)
+    ...     _ = weight.zero_()  # training goes on
+    ...     future.result()  # the file is there, or this says why not
+    ...     torch.load(path)
+    {'weight': tensor([1., 1., 1.])}
+    """
+    _check_options(staging, when_full)
+    limit = _staging_limit(max_staged_bytes)
+    _check_dill_version(pickle_module)
+    _check_save_filelike(f)
+    if _is_path(f):
+        refuse_url_target(f)
+    if not engine_can_save(_use_new_zipfile_serialization):
+        raise ValueError(
+            "async_save writes only torch's zip format, with storages aligned to at most 32 KiB; "
+            "use ptsave.save for any other"
+        )
+    torch._C._log_api_usage_once("torch.save")
+    named = target = resolve_target(f)
+    if isinstance(named, str) and not os.path.isabs(named):
+        target = os.path.join(os.getcwd(), named)  # not normalized: links decide what ".." is
+    data, storages = pickle_object(obj, pickle_module, pickle_protocol)
+    skip_data = _serialization_tls.skip_data
+    with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
+        nbytes = 0 if skip_data else storages.staging_nbytes(_get_storage_alignment())
+        reservation = background.reserve(nbytes, limit, wait=when_full == "wait")
+        undo.callback(reservation.release)
+        snapshot = _reserve_memory(storages, nbytes, skip_data)
+        undo.callback(snapshot.release)
+        if not storages.in_reach and not skip_data:
+            _copy_from_devices(storages, snapshot.storages)
+        save = background.BackgroundSave(
+            plan_archive(named, data, snapshot.storages, _disable_byteorder_record),
+            snapshot,
+            reservation,
+            target,
+            show_progress=progress,
+            compute_crcs=get_crc32_options(),
+            fsync=fsync,
+            atomic=atomic,
+        )
+        undo.pop_all()  # `save` does it from here on
+    background.start(save, stage_in_background=staging == "background")
+    return save.future
+
+
+def release_staging_memory() -> None:
+    """Give the memory back that :func:`ptsave.async_save` keeps for the next save.
+
+    Copies that are not written yet stay.
+
+    Examples
+    --------
+    >>> import ptsave
+    >>> ptsave.release_staging_memory()
+    """
+    _C.trim_staging_pool()
+
+
+def _check_options(staging: str, when_full: str) -> None:
+    if staging not in ("blocking", "background"):
+        raise ValueError(f"staging must be 'blocking' or 'background', not {staging!r}")
+    if when_full not in ("wait", "raise"):
+        raise ValueError(f"when_full must be 'wait' or 'raise', not {when_full!r}")
+
+
+def _staging_limit(max_staged_bytes: int | None) -> int | None:
+    if max_staged_bytes is None:
+        return config.current().max_staged_nbytes
+    limit = operator.index(max_staged_bytes)
+    if limit < 0:
+        raise ValueError(f"max_staged_bytes must not be negative: {limit}")
+    return limit
+
+
+def _reserve_memory(storages: _C.StorageList, nbytes: int, skip_data: bool) -> _C.Snapshot:
+    try:
+        return _C.Snapshot(storages, without_bytes=skip_data)
+    except MemoryError:
+        raise MemoryError(
+            f"the system has no memory for a copy of {nbytes} bytes of tensors: free some, or use "
+            "ptsave.save, which needs no copy"
+        ) from None
+
+
+def _copy_from_devices(sources: _C.StorageList, copies: _C.StorageList) -> None:
+    # On the calling thread, whose streams have the values; torch waits until they have arrived.
+    targets = _C.untyped_storages(copies)
+    try:
+        for i, source in enumerate(_C.untyped_storages(sources)):
+            if targets[i].device != source.device:
+                targets[i].copy_(source)
+    finally:
+        targets.clear()  # as a traceback would keep them

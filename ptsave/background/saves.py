@@ -1,0 +1,271 @@
+"""Saves that are not finished: their memory, their order, and what forks and exits mean to them."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+import threading
+from typing import Any
+
+from ptsave import _C
+from ptsave.background.save_future import SaveFuture, forget_failures, report_failures
+from ptsave.background.staging_budget import Reservation, StagingBudget
+from ptsave.background.worker_lane import WorkerLane
+from ptsave.support import config, memory_limits
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.writing.targets import ArchiveWriter
+
+__all__ = ["BackgroundSave", "reserve", "start"]
+
+_FORKED = (
+    "this process was forked while the save was unfinished: the parent process writes the file, "
+    "and only its future tells the outcome"
+)
+
+_log = logging.getLogger(__name__)
+
+_budget = StagingBudget()
+_staging = WorkerLane("ptsave-staging")
+_writing = WorkerLane("ptsave-writing")
+_unfinished: dict[SaveFuture, BackgroundSave] = {}
+
+
+class _Progress:
+    # Not a method of the save: it would be in a cycle with its writer, and keep the target until
+    # the garbage collector comes by.
+    def __init__(self, future: SaveFuture) -> None:
+        self._future = future
+        self.bar: ProgressCallback | None = None
+
+    def __call__(self, nbytes: int) -> None:
+        self._future.set_nbytes_written(nbytes)
+        if self.bar is not None:
+            self.bar(nbytes)
+
+
+class BackgroundSave:
+    """One save, from its staging to its end.
+
+    Parameters
+    ----------
+    plan : _C.WritePlan
+        The archive, with the storages of `snapshot`.
+    snapshot : _C.Snapshot
+        Copies of the storages, without their bytes yet.
+    reservation : Reservation
+        The room for them.
+    target : str or file-like
+        An absolute path, or an object with ``write``.
+    show_progress : bool
+        Whether to show a progress bar.
+    **options : Any
+        For :class:`ptsave.writing.targets.ArchiveWriter`.
+    """
+
+    def __init__(
+        self,
+        plan: _C.WritePlan,
+        snapshot: _C.Snapshot,
+        reservation: Reservation,
+        target: Any,
+        *,
+        show_progress: bool,
+        **options: Any,
+    ) -> None:
+        name = target if isinstance(target, str) else f"<{type(target).__name__}>"
+        self.future = SaveFuture(name, plan.nbytes, self._withdraw)
+        self._plan = plan
+        self._snapshot = snapshot
+        self._reservation = reservation
+        self._target = target
+        self._show_progress = show_progress
+        self._withdrawn = False
+        self._copying = threading.Lock()
+        self._progress = _Progress(self.future)
+        self._writer = ArchiveWriter(plan, progress=self._progress, **options)
+        self._writer.begin_staging()
+        self._n_threads = config.current().n_threads
+
+    # ------------------------------------------------------------------------------------- staging
+
+    def stage(self) -> None:
+        """Copy what the plan refers to."""
+        try:
+            with self._copying:
+                self._stop_if_cancelled(0)
+                self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+                self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+        except BaseException:
+            self._release()
+            raise
+        self._snapshot.release()  # the plan has the copies, and nothing has the tensors
+        self.future.set_staged()
+
+    def stage_in_background(self) -> None:
+        """Copy, and tell who waits for it."""
+        try:
+            self.stage()
+        except BaseException as error:
+            self.future.set_staged(error)
+
+    def _stop_if_cancelled(self, _nbytes: int) -> None:
+        if self._withdrawn:
+            raise concurrent.futures.CancelledError
+
+    # ------------------------------------------------------------------------------------- writing
+
+    def write(self) -> None:
+        """Write the file, or find out why not, and tell who waits for it.
+
+        Called again after a MemoryError, it ends what is not ended.
+        """
+        if self.future.done() and not self.future.cancelled():
+            _unfinished.pop(self.future, None)
+            return
+        error: BaseException | None = None
+        try:
+            if self.future.running():
+                raise MemoryError("the thread that writes has run out of memory")
+            if not self.future.set_running_or_notify_cancel():
+                return  # abandoned
+            staging_error = self.future.join_staging()
+            if staging_error is not None:
+                raise staging_error
+            with progress_bar(self._show_progress, "saving", self.future.nbytes) as bar:
+                self._progress.bar = bar
+                self._writer.write(self._target)
+        except BaseException as caught:
+            error = caught
+        self._release()
+        try:
+            if error is None:
+                self.future.set_result(None)
+            else:
+                self.future.set_exception(error)
+        except BaseException:  # a callback wants to end the thread, which has more to do
+            _log.exception("calling the callbacks of %r", self.future)
+        finally:
+            _unfinished.pop(self.future, None)  # not before: a forked process must find it
+            staging_error = error = None  # they refer to this frame
+
+    # ------------------------------------------------------------------------------------- the end
+
+    def _withdraw(self) -> bool:
+        """Take the save back, with its memory, unless it is being written."""
+        if not _writing.withdraw(self.write):
+            return False
+        _unfinished.pop(self.future, None)
+        self._withdrawn = True
+        try:
+            if _staging.withdraw(self.stage_in_background):
+                self.future.set_staged(concurrent.futures.CancelledError())
+            self.future.join_staging()  # not for long: see _stop_if_cancelled
+        except BaseException:  # interrupted: the lane ends what was begun
+            _unfinished[self.future] = self
+            _writing.put(self.write)
+            raise
+        self._release()
+        return True
+
+    def abandon(self) -> None:
+        """Undo a start that was interrupted, unless the file is being written already."""
+        if self.future.cancel() or not concurrent.futures.Future.cancel(self.future):
+            return
+        # Neither lane may have it, but each may: nothing is copied or written from here on.
+        _unfinished.pop(self.future, None)
+        self._withdrawn = True
+        with self._copying:
+            self._release()
+
+    def forget(self) -> None:
+        """Leave the save to the parent process."""
+        self.future.fail_in_child(RuntimeError(_FORKED))
+        self._snapshot.abandon()
+        self._plan.abandon()
+        self._reservation.release()
+
+    def _release(self) -> None:
+        # Not left to the reference counts: a traceback that somebody keeps refers to all of this.
+        self._snapshot.release()
+        self._plan.release()
+        self._reservation.release()
+
+
+def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
+    """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
+
+    Without a limit it is half of the memory that this process may use, and half of what is free of
+    that while other saves hold some.
+    """
+    # A callback runs on the thread that makes room.
+    help_out = _writing.run_next if _writing.runs_here() else None
+    if limit is not None:
+        return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out)
+    limit = memory_limits.share_nbytes() // 2
+    reservation = _budget.reserve(nbytes, limit, wait=wait, help_out=help_out, room=_room_nbytes)
+    _shrink_pool(nbytes)
+    return reservation
+
+
+def _room_nbytes() -> int:
+    """Return half of what would be free if nothing were staged; the other half is not ours."""
+    staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
+    return (staged_nbytes + memory_limits.share_of_available_nbytes()) // 2
+
+
+def _shrink_pool(nbytes: int) -> None:
+    """Give back what the pool keeps for later saves where that leaves too little for others."""
+    pool = _C.staging_statistics()
+    kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
+    if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
+        _C.trim_staging_pool()
+
+
+def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
+    """Stage a save, or let that be done, and have it written after those before it."""
+    try:
+        if not stage_in_background:
+            save.stage()
+        _unfinished[save.future] = save
+        if stage_in_background:
+            _staging.put(save.stage_in_background)
+        _writing.put(save.write)
+    except BaseException:
+        save.abandon()
+        raise
+    if _writing.closed:
+        report_failures()  # there is no later moment
+
+
+@atexit.register
+def _finish() -> None:
+    _staging.finish()
+    _writing.finish()
+    report_failures()
+
+
+def _lock_for_fork() -> None:
+    for part in (_budget, _staging, _writing):
+        part.changed.acquire()
+
+
+def _unlock_in_parent() -> None:
+    for part in (_budget, _staging, _writing):
+        part.changed.release()
+
+
+def _begin_child() -> None:
+    saves = list(_unfinished.values())
+    _unfinished.clear()
+    for part in (_budget, _staging, _writing):
+        part.forget()
+    forget_failures()
+    for save in saves:
+        save.forget()
+
+
+os.register_at_fork(
+    before=_lock_for_fork, after_in_parent=_unlock_in_parent, after_in_child=_begin_child
+)

@@ -1,0 +1,274 @@
+"""`compare`: in what two checkpoints differ."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ptsave.comparison.entries import Detail, EntryComparer, EntryDifference, TensorPair
+from ptsave.comparison.moved_names import moved_names
+from ptsave.comparison.numbers import Tolerance
+from ptsave.comparison.sides import ComparedCheckpoint, flat
+from ptsave.comparison.tensors import are_empty, compare_tensors
+from ptsave.contents.tensor_info import pausing_garbage_collection
+from ptsave.support.progress import progress_bar
+from ptsave.tree.containers import is_container, values_of
+from ptsave.tree.names import entry_not_found
+
+__all__ = ["Comparison", "compare"]
+
+_MAX_LISTED = 3
+
+
+@dataclass
+class Comparison:
+    """In what two checkpoints differ.
+
+    Attributes
+    ----------
+    differences : list of EntryDifference
+        Everything that makes them different.
+    within_tolerance : list of EntryDifference
+        Tensors whose values differ by no more than what was allowed.
+    remarks : list of str
+        What is other in them, or was not compared, and does not make them different.
+    n_tensors : int
+        How many pairs of tensors had their values compared.
+    nbytes : int
+        Of these tensors in a.
+    """
+
+    differences: list[EntryDifference] = field(default_factory=list)
+    within_tolerance: list[EntryDifference] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    n_tensors: int = 0
+    nbytes: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are no differences."""
+        return not self.differences
+
+
+def compare(
+    a: str,
+    b: str,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    detail: Detail = "values",
+    ignore_dtype: bool = False,
+    patterns: Sequence[str] = (),
+    progress: bool = False,
+) -> Comparison:
+    """Compare two checkpoints: their entries, types, dtypes, shapes and values.
+
+    Two tensors are equal if they have the same bytes, element by element: 0.0 and -0.0 differ, and
+    so do two NaNs of other bits, though by 0; NaN equals the same NaN.  With `rtol` or `atol`
+    values count instead: 0.0 equals -0.0, and NaN any NaN.  Strides, devices, ``requires_grad`` and
+    the order of dicts are not compared.  What tensors share is compared, but only remarked upon.
+
+    Parameters
+    ----------
+    a, b : str
+        Files, directories of shards, indices of shards, or URLs.  If one of them is a safetensors
+        file or a directory, only tensors are compared, by their dotted names.
+    rtol, atol : float, optional
+        Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
+        :func:`torch.testing.assert_close`; if only one is given, the other is 0.
+    detail : {"values", "shapes", "names"}, default "values"
+        How much to compare: ``"shapes"`` leaves out values, ``"names"`` also dtypes and shapes.
+        Both read nothing but the directories of the files.
+    ignore_dtype : bool, default False
+        Whether tensors of two dtypes are compared by their values, in float64.
+    patterns : sequence of str
+        Only entries are looked at whose dotted names match one of these (:mod:`fnmatch`).
+    progress : bool, default False
+        Whether to show a progress bar.
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    ValueError
+        If a tolerance is negative or NaN, names are ambiguous, or the elements of a tensor share
+        memory so much that comparing them would take for ever: more than 1 GiB, and more than 8
+        times the bytes of its storages.
+    EntryNotFoundError
+        If no entry matches `patterns`; a KeyError.
+    TypeError
+        If values are of a kind that cannot be compared.
+    OSError, CorruptCheckpointError, pickle.UnpicklingError
+        As :func:`ptsave.open`.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     paths = [os.path.join(folder, name) for name in ("a.pt", "b.pt")]
+    ...     ptsave.save({"weight": torch.tensor([1.0, 2.0]), "step": 7}, paths[0])
+    ...     ptsave.save({"weight": torch.tensor([1.0, 2.5]), "step": 7}, paths[1])
+    ...     found = compare(*paths)
+    >>> [(each.kind, each.name, each.numbers.max_abs) for each in found.differences]
+    [('numbers', 'weight', 0.5)]
+    """
+    tolerance = _tolerance(rtol, atol)
+    sources = ComparedCheckpoint(a), ComparedCheckpoint(b)
+    result = Comparison()
+    objects = _objects(sources, result)
+    wanted = _Wanted(patterns)
+    comparer = EntryComparer(
+        (sources[0].has_values, sources[1].has_values),
+        wanted=wanted,
+        detail=detail,
+        ignore_dtype=ignore_dtype,
+        ignore_types=sources[0].is_flat or sources[1].is_flat,
+        tolerance=tolerance,
+    )
+    with pausing_garbage_collection():
+        comparer.compare(*objects)
+    wanted.require_any(a, b)
+    result.differences = _with_moved(comparer.differences)
+    _compare_values(sources, comparer.pairs, tolerance, result, progress)
+    with pausing_garbage_collection():
+        result.remarks += _remarks_on_sharing(sources, comparer.pairs)
+    return result
+
+
+def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
+    if rtol is None and atol is None:
+        return None
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} must be 0 or more, not {value}")
+    return Tolerance(rtol or 0.0, atol or 0.0)
+
+
+class _Wanted:
+    """Says which names match, and remembers those that do not until one does."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+        self._others: list[str] = []
+        self._found = not patterns
+
+    def __call__(self, name: str) -> bool:
+        if not self._patterns:
+            return True
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+            self._found = True
+            self._others.clear()
+            return True
+        if not self._found:
+            self._others.append(name)
+        return False
+
+    def require_any(self, *paths: str) -> None:
+        """Raise if nothing has matched."""
+        if self._found:
+            return
+        files = " and ".join(dict.fromkeys(paths))
+        raise entry_not_found(files, self._patterns[0], dict.fromkeys(self._others))
+
+
+def _objects(
+    sources: tuple[ComparedCheckpoint, ComparedCheckpoint], result: Comparison
+) -> tuple[Any, Any]:
+    """Return what to compare: the objects, or their tensors where one side has no more."""
+    if not any(source.is_flat for source in sources):
+        return sources[0].obj, sources[1].obj
+    for source in sources:
+        if not source.is_flat and _holds_more(source.obj):
+            result.remarks.append(
+                f"{source.path} holds more than tensors; only those are compared, as the other "
+                "one holds nothing else"
+            )
+    return flat(sources[0].obj, sources[0].path), flat(sources[1].obj, sources[1].path)
+
+
+def _holds_more(obj: Any) -> bool:
+    """Whether something is in an object, however deep, that is no tensor."""
+    seen: set[int] = set()
+    pending = [obj]
+    while pending:
+        value = pending.pop()
+        if not is_container(value):
+            if not isinstance(value, Tensor):
+                return True
+        elif id(value) not in seen:
+            seen.add(id(value))
+            pending += values_of(value)
+    return False
+
+
+def _compare_values(
+    sources: tuple[ComparedCheckpoint, ComparedCheckpoint],
+    pairs: list[TensorPair],
+    tolerance: Tolerance | None,
+    result: Comparison,
+    progress: bool,
+) -> None:
+    result.n_tensors = len(pairs)
+    result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in pairs)
+    n_done = 0
+    with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
+
+        def done(nbytes: int) -> None:
+            nonlocal n_done
+            n_done += nbytes
+            if callback is not None:
+                callback(n_done)
+
+        compared = [pair for pair in pairs if not are_empty(pair)]
+        for pair, numbers in compare_tensors(*sources, compared, tolerance, done):
+            if numbers.n_different:
+                differs = result.differences if numbers.n_outside else result.within_tolerance
+                found = EntryDifference("numbers", pair.name, pair.a, pair.b, numbers=numbers)
+                differs.append(found)
+
+
+def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
+    """Add to entries that one side has alone what the other side may call them."""
+    alone: dict[str, dict[str, Any]] = {"only in a": {}, "only in b": {}}
+    for each in differences:
+        value = each.a if each.kind == "only in a" else each.b
+        if each.kind in alone and isinstance(value, Tensor):
+            alone[each.kind][each.name] = (value.dtype, value.shape)
+    moved = moved_names(alone["only in a"], alone["only in b"])
+    names = {"only in a": moved, "only in b": {b: a for a, b in moved.items()}}
+    return [
+        replace(each, moved=names[each.kind].get(each.name)) if each.kind in names else each
+        for each in differences
+    ]
+
+
+def _remarks_on_sharing(
+    sources: tuple[ComparedCheckpoint, ComparedCheckpoint], pairs: list[TensorPair]
+) -> list[str]:
+    """Say which tensors share memory on one side only."""
+    of_a = _sharing(sources[0], pairs, [pair.a for pair in pairs])
+    of_b = _sharing(sources[1], pairs, [pair.b for pair in pairs])
+    remarks = []
+    for groups, others, source in ((of_a, of_b, sources[0]), (of_b, of_a, sources[1])):
+        alone = [names for names in groups if names not in others]
+        if alone:
+            listed = "; ".join(", ".join(names) for names in alone[:_MAX_LISTED])
+            more = f"; and {len(alone) - _MAX_LISTED} more" if len(alone) > _MAX_LISTED else ""
+            remarks.append(f"only in {source.path} these share memory: {listed}{more}")
+    return remarks
+
+
+def _sharing(
+    source: ComparedCheckpoint, pairs: list[TensorPair], tensors: list[Tensor]
+) -> dict[tuple[str, ...], None]:
+    """Return which of the compared tensors share a storage."""
+    groups: dict[object, list[str]] = {}
+    for pair, place in zip(pairs, source.places_of(tensors), strict=True):
+        groups.setdefault(place, []).append(pair.name)
+    return {tuple(names): None for names in groups.values() if len(names) > 1}

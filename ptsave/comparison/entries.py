@@ -1,0 +1,284 @@
+"""What two objects have in common: their entries side by side, without any values of tensors."""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ptsave.comparison.numbers import NumberDifference, Tolerance
+from ptsave.tree.containers import attributes_of, is_container, items_of
+from ptsave.tree.paths import MAX_DEPTH
+
+__all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
+
+Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
+Detail = Literal["names", "shapes", "values"]
+_Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+@dataclass(frozen=True, eq=False)
+class EntryDifference:
+    """One thing in which two checkpoints differ.
+
+    Attributes
+    ----------
+    kind : str
+        ``"only in a"``, ``"only in b"``, ``"type"``, ``"value"``, ``"dtype"``, ``"shape"`` or
+        ``"numbers"``.
+    name : str
+        The entry's dotted name; ``""`` for the whole object.
+    a, b : object
+        What the two have: tensors without values, or anything else.  None where there is nothing.
+    top : str
+        Of an entry that one side has alone: the name of the outermost container that is missing
+        as a whole, or its own.
+    moved : str or None
+        Of such an entry, too: what the other side calls it, as far as the names tell.
+    numbers : NumberDifference or None
+        How much values of tensors differ.
+    """
+
+    kind: Kind
+    name: str
+    a: Any = None
+    b: Any = None
+    top: str = ""
+    moved: str | None = None
+    numbers: NumberDifference | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPair:
+    """Two tensors of one name whose values can be compared."""
+
+    name: str
+    a: Tensor
+    b: Tensor
+
+
+class EntryComparer:
+    """Walks through two objects together.
+
+    Parameters
+    ----------
+    has_values : callable
+        Whether a tensor of a has values, and one of b.
+    wanted : callable
+        Which names to look at.
+    detail : {"names", "shapes", "values"}
+        How much to compare.
+    ignore_dtype : bool
+        Whether tensors of two dtypes are a pair, and Python's numbers of two types are compared.
+    ignore_types : bool
+        Whether a tensor and a parameter are the same.
+    tolerance : Tolerance or None
+        For numbers that are no tensors.
+
+    Attributes
+    ----------
+    differences : list of EntryDifference
+        What was found, in the order of a; what b has alone comes where it would belong.
+    pairs : list of TensorPair
+        Whose values remain to be compared.
+    """
+
+    def __init__(
+        self,
+        has_values: tuple[Callable[[Tensor], bool], Callable[[Tensor], bool]],
+        *,
+        wanted: Callable[[str], bool],
+        detail: Detail,
+        ignore_dtype: bool,
+        ignore_types: bool,
+        tolerance: Tolerance | None,
+    ) -> None:
+        self._has_values = has_values
+        self._wanted = wanted
+        self._detail = detail
+        self._ignore_dtype = ignore_dtype
+        self._ignore_types = ignore_types
+        self._tolerance = tolerance
+        self._seen: set[tuple[int, int]] = set()
+        self._kept: list[Any] = []  # what was made on the way: ids must stay those of one object
+        self.differences: list[EntryDifference] = []
+        self.pairs: list[TensorPair] = []
+
+    def compare(self, a: Any, b: Any) -> None:
+        """Compare two objects, and what is in them, each entry before the next."""
+        pending: list[Iterator[_Pair]] = [iter([(a, b, "")])]
+        while pending:
+            depth = len(pending) - 1
+            for each in pending[-1]:
+                inner = self._compare_entry(*each, depth)
+                if inner is not None:
+                    if depth > MAX_DEPTH:
+                        raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
+                    pending.append(inner)
+                    break
+            else:
+                pending.pop()
+
+    def _compare_entry(self, a: Any, b: Any, name: str, depth: int) -> Iterator[_Pair] | None:
+        """Compare two entries; return the pairs of what is in them, if they are containers."""
+        a, b = _opened(a), _opened(b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return self._compare_tensors(a, b, name) if self._wanted(name) else None
+        parts = _parts(a), _parts(b)
+        if type(a) is not type(b) and not self._are_numbers(a, b):
+            self._note("type", name, a, b)
+            if parts[0] is None or parts[1] is None or _is_named(a) != _is_named(b):
+                return None
+        if parts[0] is None or parts[1] is None:
+            if self._detail == "values" and self._wanted(name):
+                self._compare_values(a, b, name)
+            return None
+        if (id(a), id(b)) in self._seen:
+            return None
+        self._seen.add((id(a), id(b)))
+        self._kept += a, b
+        return self._pairs_of(parts[0], parts[1], f"{name}." if depth else "")
+
+    def _pairs_of(self, a: dict[Any, Any], b: dict[Any, Any], prefix: str) -> Iterator[_Pair]:
+        """Yield what is in both, noting in its place what is in one of them alone."""
+        for key, value in a.items():
+            if key in b:
+                yield value, b[key], f"{prefix}{key}"
+            else:
+                self._note_alone("only in a", value, f"{prefix}{key}")
+        for key, value in b.items():
+            if key not in a:
+                self._note_alone("only in b", value, f"{prefix}{key}")
+
+    def _note(self, kind: Kind, name: str, a: Any, b: Any) -> None:
+        if self._wanted(name):
+            self.differences.append(EntryDifference(kind, name, a, b))
+
+    def _note_alone(self, kind: Kind, value: Any, top: str) -> None:
+        for name, leaf in _leaves(value, top):
+            if self._wanted(name):
+                a, b = (leaf, None) if kind == "only in a" else (None, leaf)
+                self.differences.append(EntryDifference(kind, name, a, b, top=top))
+
+    def _compare_tensors(self, a: Tensor, b: Tensor, name: str) -> Iterator[_Pair] | None:
+        if a.is_nested and b.is_nested:
+            self._kept += a, b
+            parts = dict(enumerate(a.unbind())), dict(enumerate(b.unbind()))
+            return self._pairs_of(*parts, f"{name}.")
+        valued = self._has_values[0](a), self._has_values[1](b)
+        same_class = self._ignore_types or type(a) is type(b)
+        alike = same_class and valued[0] == valued[1] and _same_layout(a, b)
+        if not alike:
+            self.differences.append(EntryDifference("type", name, a, b))
+        if self._detail == "names" or a.is_nested != b.is_nested:
+            return None
+        differs = len(self.differences)
+        if a.dtype != b.dtype and not self._ignore_dtype:
+            self.differences.append(EntryDifference("dtype", name, a, b))
+        if a.shape != b.shape:
+            self.differences.append(EntryDifference("shape", name, a, b))
+        comparable = all(valued) and a.layout == b.layout and a.is_quantized == b.is_quantized
+        if self._detail == "values" and len(self.differences) == differs and comparable:
+            self.pairs.append(TensorPair(name, a, b))
+        return None
+
+    def _are_numbers(self, a: Any, b: Any) -> bool:
+        return self._ignore_dtype and {type(a), type(b)} <= {int, float, complex}
+
+    def _compare_values(self, a: Any, b: Any, name: str) -> None:
+        if {type(a), type(b)} <= {int, float, complex}:
+            equal = _are_close(a, b, self._tolerance)
+        else:
+            try:
+                equal = bool(a == b)
+            except Exception as error:
+                raise TypeError(
+                    f"{name}: values of type {type(a).__name__} cannot be compared "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+        if not equal:
+            self.differences.append(EntryDifference("value", name, a, b))
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    if a.layout != b.layout or a.is_quantized != b.is_quantized or a.is_nested != b.is_nested:
+        return False
+    return not a.is_quantized or quantizer_of(a) == quantizer_of(b)
+
+
+def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what turns the integers of a quantized tensor into numbers."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    axis = tensor.q_per_channel_axis()
+    return tensor.qscheme(), tuple(scales.tolist()), tuple(zero_points.tolist()), axis
+
+
+def _opened(value: Any) -> Any:
+    """Return storages as the tensors over them."""
+    if isinstance(value, torch.TypedStorage):
+        dtype, value = value.dtype, value._untyped_storage
+        if dtype in _QUANTIZED:  # tensors of which need more than a storage
+            dtype = torch.uint8
+        return torch.empty(0, dtype=dtype, device=value.device).set_(value)
+    if isinstance(value, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+    return value
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the entries of a container by their keys; None for anything else."""
+    if isinstance(value, Tensor):
+        return None
+    if is_container(value) and not isinstance(value, torch.Size):
+        parts = dict(items_of(value))
+        for name, attribute in attributes_of(value).items():  # such as `_metadata`
+            parts[f"__dict__.{name}" if name in parts else name] = attribute
+        return parts
+    # Without an idea of its own of what is equal, an object is what its attributes are.
+    has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
+    return None if has_equality else attributes_of(value) or None
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a value; a container that is there twice is looked into once."""
+    seen: set[int] = set()
+    pending = [iter([(name, value)])]
+    while pending:
+        for entry_name, entry in pending[-1]:
+            opened = _opened(entry)
+            parts = _parts(opened)
+            if parts and id(opened) not in seen and len(pending) <= MAX_DEPTH:
+                seen.add(id(opened))
+                pending.append(_named(parts, entry_name))
+                break
+            yield entry_name, opened
+        else:
+            pending.pop()
+
+
+def _named(parts: dict[Any, Any], name: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}.{key}", part) for key, part in parts.items())
+
+
+def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:
+    if a == b:
+        return True
+    try:
+        if cmath.isnan(a) and cmath.isnan(b):
+            return True
+        if tolerance is None:
+            return False
+        return abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b) < float("inf")
+    except OverflowError:  # integers that no float holds
+        return False

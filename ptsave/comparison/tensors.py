@@ -1,0 +1,409 @@
+"""Comparing the values of tensors of two checkpoints, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ptsave.archive.views import view_as
+from ptsave.comparison.entries import TensorPair, quantizer_of
+from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference
+from ptsave.comparison.sides import ComparedCheckpoint
+from ptsave.contents.contents import as_saved
+from ptsave.support import config
+from ptsave.support.thread_pool import ThreadPool
+from ptsave.tree.expansion import ADVICE, default_limit, stored_nbytes_of
+
+__all__ = ["are_empty", "compare_tensors"]
+
+# Of one side.  There are two sides, and while one piece is compared the next one is read.
+_PIECE_NBYTES = 32 << 20
+_N_PIECES = 2
+_SMALL_NUMEL = 1 << 12
+_WORD_NBYTES = 8  # no dtype of _PLAIN_BITS is larger
+_PLAIN_BITS = {
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.int64: torch.int64,
+    torch.float64: torch.int64,
+    torch.int32: torch.int32,
+}
+_PART_NUMEL = 1 << 20  # of a piece, for one thread
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is read at once: several whole tensors, or a part of one.
+
+    Attributes
+    ----------
+    pairs : list of TensorPair
+        Only one, if there is an index.
+    index : tuple of slice or None
+        The part.
+    times : int
+        How often the part is there, in tensors that are expanded on both sides.
+    is_last : bool
+        Whether this completes its tensors.
+    """
+
+    pairs: list[TensorPair]
+    index: tuple[slice, ...] | None = None
+    times: int = 1
+    is_last: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Of the first side."""
+        if self.index is None:
+            return sum(int(pair.a.numel() * pair.a.itemsize) for pair in self.pairs)
+        numel = prod(int(part.stop - part.start) for part in self.index)
+        return numel * self.times * self.pairs[0].a.itemsize
+
+
+def are_empty(pair: TensorPair) -> bool:
+    """Whether two tensors have no numbers that could differ."""
+    a, b = pair.a, pair.b
+    return a.numel() == 0 and a.dtype == b.dtype and a.layout == b.layout == torch.strided
+
+
+def compare_tensors(
+    a: ComparedCheckpoint,
+    b: ComparedCheckpoint,
+    pairs: Iterable[TensorPair],
+    tolerance: Tolerance | None,
+    done: Callable[[int], None],
+) -> Iterator[tuple[TensorPair, NumberDifference]]:
+    """Yield how much the values of each pair differ, in their order.
+
+    Parameters
+    ----------
+    a, b : ComparedCheckpoint
+        Where the tensors of the pairs come from.
+    pairs : iterable of TensorPair
+        Of equal shapes and layouts.
+    tolerance : Tolerance or None
+        As for :func:`number_difference`.
+    done : callable
+        Is told after each piece how many bytes of a have been compared with it.
+    """
+    total = NumberDifference()
+    n_threads = config.current().n_threads
+    with ThreadPool(2) as readers, ThreadPool(n_threads) as workers:
+        for piece, values in _read_ahead(_pieces(pairs), a, b, readers):
+            for pair, read in zip(piece.pairs, values, strict=True):
+                if read is None:
+                    yield pair, NumberDifference(pair.a.numel())
+                    continue
+                numbers = _difference(pair.name, *read, tolerance, workers)
+                if piece.index is None:
+                    yield pair, numbers
+                    continue
+                total += numbers.times(piece.times)
+                if piece.is_last:
+                    yield pair, total
+                    total = NumberDifference()
+            done(piece.nbytes)
+
+
+class _Packing:
+    """The small tensors of a piece that each side reads in one row of bytes, at equal places.
+
+    Attributes
+    ----------
+    numbers : list of int
+        Which pairs of the piece they are; none if a side cannot read them so.
+    begins : list of int
+        Where each begins, in bytes.
+    nbytes : int
+        The length of the row.
+    """
+
+    def __init__(self, piece: _Piece, a: ComparedCheckpoint, b: ComparedCheckpoint) -> None:
+        pairs = piece.pairs
+        numbers = [i for i, pair in enumerate(pairs) if _is_small_and_whole(pair)]
+        sides = [(a, [pairs[i].a for i in numbers]), (b, [pairs[i].b for i in numbers])]
+        self._sides = {id(source): (source.packs(few), few) for source, few in sides}
+        can_pack = piece.index is None and all(found for found, _ in self._sides.values())
+        self.numbers = numbers if can_pack else []
+        sizes = (-(-pairs[i].a.nbytes // _WORD_NBYTES) * _WORD_NBYTES for i in self.numbers)
+        *self.begins, self.nbytes = accumulate(sizes, initial=0)
+
+    def read(self, source: ComparedCheckpoint) -> Tensor | None:
+        """Return the row of one side; None if nothing is packed."""
+        contents, tensors = self._sides[id(source)]
+        if not self.numbers or contents is None:
+            return None
+        return contents.read_packed(tensors, self.begins, self.nbytes)
+
+    def differing(self, x: Tensor, y: Tensor) -> set[int]:
+        """Return which pairs of the piece have other bytes in the rows of the two sides."""
+        x, y = x.view(torch.int64), y.view(torch.int64)
+        if torch.equal(x, y):
+            return set()
+        places = (x != y).nonzero().flatten() * _WORD_NBYTES
+        found = torch.searchsorted(torch.tensor(self.begins), places, right=True) - 1
+        return {self.numbers[i] for i in found.unique().tolist()}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What was read of one side of a piece: the row of its packed tensors, and the others."""
+
+    row: Tensor | None
+    others: list[Tensor]
+
+
+_Values = Iterator[tuple[Tensor, Tensor] | None]
+
+
+def _read_ahead(
+    pieces: Iterator[_Piece],
+    a: ComparedCheckpoint,
+    b: ComparedCheckpoint,
+    readers: ThreadPool,
+) -> Iterator[tuple[_Piece, _Values]]:
+    """Yield pieces with their values, while the next ones are being read."""
+    queue: deque[tuple[_Piece, _Packing, Future[_Side], Future[_Side]]] = deque()
+
+    def read_next() -> None:
+        for piece in pieces:
+            packing = _Packing(piece, a, b)
+            of_a = readers.submit(_read, a, [pair.a for pair in piece.pairs], piece.index, packing)
+            of_b = readers.submit(_read, b, [pair.b for pair in piece.pairs], piece.index, packing)
+            queue.append((piece, packing, of_a, of_b))
+            return
+
+    try:
+        for _ in range(_N_PIECES):
+            read_next()
+        while queue:
+            piece, packing, of_a, of_b = queue.popleft()
+            yield piece, _values(piece, packing, of_a.result(), of_b.result())
+            read_next()
+    finally:
+        for _, _, *futures in queue:
+            for future in futures:
+                future.cancel()
+
+
+def _read(
+    source: ComparedCheckpoint,
+    tensors: list[Tensor],
+    index: tuple[slice, ...] | None,
+    packing: _Packing,
+) -> _Side:
+    if index is not None:
+        return _Side(None, [source.read_slice(tensors[0], index)])
+    packed = set(packing.numbers)
+    others = [tensor for i, tensor in enumerate(tensors) if i not in packed]
+    return _Side(packing.read(source), source.read(others))
+
+
+def _values(piece: _Piece, packing: _Packing, a: _Side, b: _Side) -> _Values:
+    """Yield the tensors of each pair, or None for packed ones that have the same bytes."""
+    others = zip(a.others, b.others, strict=True)
+    if a.row is None or b.row is None:
+        yield from others
+        return
+    differing = packing.differing(a.row, b.row)
+    begins = dict(zip(packing.numbers, packing.begins, strict=True))
+    for i, pair in enumerate(piece.pairs):
+        if i not in begins:
+            yield next(others)
+        elif i in differing:
+            yield _unpacked(a.row, begins[i], pair.a), _unpacked(b.row, begins[i], pair.b)
+        else:
+            yield None
+
+
+def _unpacked(row: Tensor, begin: int, like: Tensor) -> Tensor:
+    offset = begin // like.itemsize
+    return as_saved(like, view_as(row.untyped_storage(), like, offset, like.stride()))
+
+
+# ------------------------------------------------------------------------------------------ pieces
+
+
+def _pieces(pairs: Iterable[TensorPair]) -> Iterator[_Piece]:
+    batch: list[TensorPair] = []
+    nbytes = 0
+    for pair in pairs:
+        size = max(_nbytes_read(pair.a), _nbytes_read(pair.b))
+        if batch and nbytes + size > _PIECE_NBYTES:
+            yield _Piece(batch)
+            batch, nbytes = [], 0
+        if size <= _PIECE_NBYTES or not (_is_strided(pair.a) and _is_strided(pair.b)):
+            batch.append(pair)
+            nbytes += size
+        else:
+            if batch:  # differences come in the order of the pairs
+                yield _Piece(batch)
+                batch, nbytes = [], 0
+            yield from _parts(pair)
+    if batch:
+        yield _Piece(batch)
+
+
+def _is_small_and_whole(pair: TensorPair) -> bool:
+    """Whether both are a few plain numbers, which are all that is in their storages."""
+    a, b = pair.a, pair.b
+    if a.dtype != b.dtype or a.dtype not in _PLAIN_BITS or not 0 < a.numel() <= _SMALL_NUMEL:
+        return False
+    return _is_whole(a) and _is_whole(b)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    if tensor.is_meta or type(tensor) not in (Tensor, Parameter) or not _is_strided(tensor):
+        return False
+    if tensor.is_neg() or not tensor.is_contiguous():
+        return False
+    return bool(tensor.untyped_storage().nbytes() == tensor.nbytes)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _nbytes_read(tensor: Tensor) -> int:
+    """Return how much memory reading a tensor together with others takes at most.
+
+    Reading several takes what lies between those of one storage, too, and expanded tensors are
+    larger than their storage once they are rows of numbers.
+    """
+    nbytes = int(tensor.numel() * tensor.itemsize)
+    if not _is_strided(tensor) or tensor.is_meta:  # meta: of a safetensors file, which is dense
+        return nbytes
+    return max(nbytes, tensor.untyped_storage().nbytes())
+
+
+def _parts(pair: TensorPair) -> Iterator[_Piece]:
+    """Cut a pair along the dimensions with the largest strides, whose parts lie together."""
+    strides = pair.a.stride(), pair.b.stride()
+    repeated = [x == 0 == y for x, y in zip(*strides, strict=True)]
+    shape = [1 if same else n for n, same in zip(pair.a.shape, repeated, strict=True)]
+    times = pair.a.numel() // max(1, prod(shape))
+    itemsize = max(pair.a.itemsize, pair.b.itemsize)
+    nbytes = prod(shape) * itemsize
+    if nbytes > default_limit(stored_nbytes_of([pair.a, pair.b])):
+        raise ValueError(
+            f"{pair.name}: comparing it takes {nbytes:,} bytes of each side, as its elements "
+            f"share memory: {ADVICE}"
+        )
+    dims = sorted(range(len(shape)), key=strides[0].__getitem__, reverse=True)
+    previous: tuple[slice, ...] | None = None
+    for index in _boxes(shape, dims, max(1, _PIECE_NBYTES // itemsize)):
+        if previous is not None:
+            yield _Piece([pair], previous, times, is_last=False)
+        previous = index
+    yield _Piece([pair], previous, times)
+
+
+def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of at most so many elements, cutting dimensions in the order given."""
+    box = [slice(0, n) for n in shape]
+    if not dims:
+        yield tuple(box)
+        return
+    dim, *inner = dims
+    inner_numel = prod(shape[d] for d in inner)
+    step = max(1, max_numel // max(1, inner_numel))
+    for begin in range(0, shape[dim], step):
+        end = min(begin + step, shape[dim])
+        if inner_numel <= max_numel:
+            box[dim] = slice(begin, end)
+            yield tuple(box)
+            continue
+        for part in _boxes([1 if d == dim else n for d, n in enumerate(shape)], inner, max_numel):
+            yield (*part[:dim], slice(begin, end), *part[dim + 1 :])
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+def _difference(
+    name: str, a: Tensor, b: Tensor, tolerance: Tolerance | None, workers: ThreadPool
+) -> NumberDifference:
+    try:
+        if _are_small_and_same(a, b):
+            return NumberDifference(a.numel())
+        if a.layout != torch.strided:
+            a, b = _of_same_pattern(a.detach(), b.detach())
+        elif a.is_quantized:
+            if torch.equal(a.int_repr(), b.int_repr()) and quantizer_of(a) == quantizer_of(b):
+                return NumberDifference(a.numel())
+            a, b = a.dequantize(), b.dequantize()
+        a, b = _rows(a.detach(), b.detach())
+        if a.dtype == b.dtype and _same_bytes(a, b):
+            return NumberDifference(a.numel())
+        if a.numel() <= _PART_NUMEL:
+            return number_difference(a, b, tolerance)
+        parts = a.split(_PART_NUMEL), b.split(_PART_NUMEL)
+        found = workers.map(lambda x, y: number_difference(x, y, tolerance), *parts)
+        return sum(found, NumberDifference())
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise TypeError(
+            f"{name}: values of {type(a).__name__} of {a.dtype} and {type(b).__name__} of "
+            f"{b.dtype} cannot be compared ({error})"
+        ) from error
+
+
+def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
+    """Say so in few calls, of which each takes longer than looking at a small tensor does."""
+    if a.numel() > _SMALL_NUMEL or a.dtype != b.dtype or a.dtype not in _PLAIN_BITS:
+        return False
+    if a.layout != torch.strided or a.is_neg() or b.is_neg():
+        return False
+    bits = _PLAIN_BITS[a.dtype]
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+def _rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of two tensors, in an order in which those of the first need no copy."""
+    dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
+    return _row(a.permute(dims)), _row(b.permute(dims))
+
+
+def _row(tensor: Tensor) -> Tensor:
+    row = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # The stride of one number, or none, may be anything, which views of other dtypes do not allow.
+    return row.as_strided(row.shape, (1,)) if row.numel() <= 1 else row
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two rows have the same bytes, which torch finds out fastest in whole words."""
+    nbytes = a.nbytes
+    words = nbytes // 8 * 8
+    x, y = a.view(torch.uint8), b.view(torch.uint8)
+    aligned = x.storage_offset() % 8 == y.storage_offset() % 8 == 0
+    if not aligned or words == 0:
+        return torch.equal(x, y)
+    if not torch.equal(x[:words].view(torch.int64), y[:words].view(torch.int64)):
+        return False
+    return torch.equal(x[words:], y[words:])
+
+
+def _of_same_pattern(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of two sparse tensors at the places where either has one."""
+    a, b = (x.to_sparse_coo().coalesce() for x in (a, b))
+    if a.sparse_dim() != b.sparse_dim():
+        return a.to_dense(), b.to_dense()
+    both = torch.cat([a.indices(), b.indices()], dim=1)
+    if both.numel() == 0:
+        return a.values(), b.values()
+    places, numbers = torch.unique(both, dim=1, return_inverse=True)
+    rows = []
+    for x, its_numbers in ((a, numbers[: a._nnz()]), (b, numbers[a._nnz() :])):
+        row = torch.zeros((places.shape[1], *x.values().shape[1:]), dtype=x.dtype)
+        row[its_numbers] = x.values()
+        rows.append(row)
+    return rows[0], rows[1]

@@ -1,0 +1,1 @@
+"""Any checkpoint, opened and unread."""

@@ -1,0 +1,320 @@
+"""`open`: a checkpoint of which only what is asked for is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave.contents.contents import Contents
+from ptsave.contents.opening import open_contents
+from ptsave.contents.tensor_info import TensorInfo, list_tensors, pausing_garbage_collection
+from ptsave.sources.local import describe
+from ptsave.tree.entry_reading import read_entry
+from ptsave.tree.names import EntryNames
+from ptsave.tree.paths import Path
+from ptsave.tree.view_blocks import check_index
+
+__all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
+
+
+class Archive:
+    """An open checkpoint; :func:`ptsave.open` makes one.
+
+    Safe for concurrent use by threads.  Whoever is reading when it is closed gets what they read.
+
+    Attributes
+    ----------
+    path : str
+        What it is called in messages.
+    """
+
+    def __init__(self, contents: Contents, path: str, *, verify: bool) -> None:
+        self.path = path
+        self._verify = None if verify else False
+        self._open_contents: Contents | None = contents
+
+    def close(self) -> None:
+        """Let go of the file; closing twice is allowed."""
+        self._open_contents = None
+        self.__dict__.pop("_names", None)
+        self.__dict__.pop("_infos", None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the archive has been closed."""
+        return self._open_contents is None
+
+    def __enter__(self) -> Archive:
+        self._contents  # noqa: B018 - raises if it is closed
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ptsave.Archive {self.path!r}{' (closed)' if self.closed else ''}>"
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the file says about itself: its format and version, or safetensors' metadata."""
+        return dict(self._contents.metadata)
+
+    def keys(self) -> list[str | Path]:
+        """Return the names of all tensors, in the order of the file.
+
+        A name is the path through dicts, lists and tuples, with dots in between; it is the tuple of
+        keys where two tensors would have the same one.  A tensor alone is called ``""``.
+        """
+        return list(self._names.names)
+
+    def __iter__(self) -> Iterator[str | Path]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self._names.names)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self._names.find(name)  # type: ignore[arg-type]
+        except (KeyError, TypeError):
+            return False
+        return True
+
+    def info(self, name: str | Path) -> TensorInfo:
+        """Return what the file says about a tensor.
+
+        Raises
+        ------
+        KeyError
+            If there is no such entry, or if the name may mean several.
+        TypeError
+            If the entry is no tensor.
+        """
+        tensor = self._tensor(name)
+        number = self._names.number_of(name, tensor)
+        return self._infos[number]
+
+    def infos(self) -> list[TensorInfo]:
+        """Return what the file says about all tensors, in the order of `keys`."""
+        return list(self._infos)
+
+    def __getitem__(self, name: str | Path) -> Any:
+        """Return an entry as :func:`ptsave.load` would: a container with all its tensors read."""
+        contents = self._contents
+        entry = self._names.find(name)
+        return read_entry(entry, lambda tensors: contents.read(tensors, self._verify))
+
+    def get_tensor(
+        self,
+        name: str | Path,
+        device: torch.device | str | None = None,
+        *,
+        verify: bool | None = None,
+    ) -> Tensor:
+        """Read one tensor.
+
+        Only the bytes between its first and its last element are read.  The result has memory of
+        its own, and the file's strides unless they leave much of it unused.
+
+        Parameters
+        ----------
+        name : str or tuple
+            One of `keys`.
+        device : torch.device or str, optional
+            Where to put it: the CPU by default, wherever it was saved from.
+        verify : bool, optional
+            Whether checksums are compared.  A checksum is of a whole storage: by default it is
+            compared if that is what is read.  True reads the whole storage for it.
+
+        Raises
+        ------
+        KeyError
+            If there is no such entry, or if the name may mean several.
+        TypeError
+            If the entry is no tensor.
+        CorruptCheckpointError
+            If the data is damaged.
+        """
+        contents, tensor = self._contents, self._tensor(name)
+        (result,) = contents.read([tensor], self._verify if verify is None else verify)
+        return result if device is None else result.to(device)
+
+    def get_slice(self, name: str | Path, *, verify: bool | None = None) -> TensorSlice:
+        """Return a stand-in for a tensor whose parts are read when it is indexed.
+
+        Parameters
+        ----------
+        name : str or tuple
+            One of `keys`.
+        verify : bool, optional
+            As for `get_tensor`.
+
+        Examples
+        --------
+        >>> import io, torch, ptsave
+        >>> stream = io.BytesIO()
+        >>> ptsave.save({"weight": torch.arange(12).reshape(3, 4)}, stream)
+        >>> _ = stream.seek(0)
+        >>> with ptsave.open(stream) as archive:
+        ...     archive.get_slice("weight")[1:, :2]
+        tensor([[4, 5],
+                [8, 9]])
+        """
+        contents, tensor = self._contents, self._tensor(name)
+        return TensorSlice(contents, tensor, self._verify if verify is None else verify)
+
+    def tensors(self) -> Mapping[Any, Tensor]:
+        """Return a mapping from names to tensors, each of which is read when it is asked for."""
+        return _LazyTensors(self)
+
+    def verify(self, *, progress: bool = False) -> None:
+        """Compare everything in the file with its checksums.
+
+        Nothing is kept, so this needs little memory.  A safetensors file has no checksums.
+
+        Parameters
+        ----------
+        progress : bool, default False
+            Whether to show a progress bar.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If anything is damaged; it names the records and the entries that use them.
+        """
+        self._contents.verify(progress=progress)
+
+    @property
+    def _contents(self) -> Contents:
+        contents = self._open_contents
+        if contents is None:
+            raise ValueError(f"{self.path}: the archive is closed")
+        return contents
+
+    @cached_property
+    def _names(self) -> EntryNames:
+        with pausing_garbage_collection():
+            return EntryNames(self._contents.obj, self.path)
+
+    @cached_property
+    def _infos(self) -> list[TensorInfo]:
+        return list_tensors(self._contents, self._names)
+
+    def _tensor(self, name: str | Path) -> Tensor:
+        entry = self._names.find(name)
+        if not isinstance(entry, Tensor):
+            raise TypeError(
+                f"{self.path}: {name!r} is no tensor, but of type {type(entry).__name__}: read it "
+                f"with archive[{name!r}]"
+            )
+        return entry
+
+
+class TensorSlice:
+    """A tensor of an archive, of which only what an index selects is read.
+
+    Attributes
+    ----------
+    shape : torch.Size
+        In elements.
+    dtype : torch.dtype
+        Of its elements.
+    """
+
+    def __init__(self, contents: Contents, tensor: Tensor, verify: bool | None) -> None:
+        self._contents = contents
+        self._tensor = tensor
+        self._verify = verify
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read a part, selected by numbers, slices, ``...`` and None; others raise TypeError."""
+        check_index(index)
+        return self._contents.read_slice(self._tensor, index, self._verify)
+
+
+class _LazyTensors(Mapping["str | Path", Tensor]):
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+
+    def __getitem__(self, name: str | Path) -> Tensor:
+        return self._archive.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str | Path]:
+        return iter(self._archive)
+
+    def __len__(self) -> int:
+        return len(self._archive)
+
+    def __repr__(self) -> str:
+        return f"<tensors of {self._archive!r}>"
+
+
+def open(  # noqa: A001 - it is to checkpoints what open is to files
+    f: Any, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
+) -> Archive:
+    """Open a checkpoint to look at it, and to read parts of it.
+
+    Of a ``.pt`` file only the directory at its end and the pickle are read, and then what is asked
+    for.  No code of the file runs: only what :func:`torch.load` builds with ``weights_only=True``
+    is built, and everything is read into CPU memory.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, from its
+        current position on.
+    verify : bool, default True
+        Whether what is read as a whole is compared with its CRC-32.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
+
+    Returns
+    -------
+    Archive
+        A context manager.
+
+    Raises
+    ------
+    NotCheckpointError
+        If it is something else; the message says what.
+    CorruptCheckpointError
+        If it is damaged or cut short.
+    pickle.UnpicklingError
+        If its object needs more than ``weights_only=True`` allows.
+    OSError
+        If it cannot be read: no such file, no permission, a directory, ...
+
+    Notes
+    -----
+    Files of the format before torch 1.6 and archives with compressed members are loaded as a
+    whole, and so are those whose object cannot be made without looking at values: sparse and
+    quantized tensors, tensor subclasses, another byte order.  The header of a ``.safetensors`` file
+    is checked by the safetensors library.  A whole tensor of a local one is mapped into memory and
+    read when it is used: replace such a file, but do not write into it, while there are tensors.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "checkpoint.pt")
+    ...     ptsave.save({"model": {"weight": torch.ones(2, 3)}, "step": 7}, path)
+    ...     with ptsave.open(path) as archive:
+    ...         print(archive.keys(), archive["step"])
+    ...         print(archive.info("model.weight").shape)
+    ...         print(archive.get_slice("model.weight")[0])
+    ['model.weight'] 7
+    torch.Size([2, 3])
+    tensor([1., 1., 1.])
+    """
+    path = describe(f)
+    return Archive(open_contents(f, path, dict(storage_options or {}), verify), path, verify=verify)

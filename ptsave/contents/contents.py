@@ -1,0 +1,258 @@
+"""The object that an open archive holds, and how the values of its tensors are had."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, _weights_only_unpickler
+from torch.nn import Parameter
+
+from ptsave.archive.damage import damage_of, storage_id
+from ptsave.archive.payload_checks import find_damage
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.spans import Span, spans_of
+from ptsave.archive.unpickling import unpickle_unread
+from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
+from ptsave.errors import CheckpointWarning
+from ptsave.serialization import unpickling_errors
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.tree.plain_tensors import shares_bytes
+from ptsave.tree.view_blocks import span_of
+
+__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents", "as_saved"]
+
+_SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
+_ALIGNMENT = 16  # the largest size of an element
+
+
+# Where in a file a storage lies: what tells it from others, the archive's record, the offset in
+# bytes, and the device it was saved from.  A plain tuple, of which there may be 100,000.
+Place: TypeAlias = tuple[object, str | None, int | None, str | None]
+
+
+class Contents(Protocol):
+    """What an `Archive` asks of a file.  Safe for concurrent use.
+
+    Attributes
+    ----------
+    kind : str
+        What kind of file it is: ``"pt"``, ``"safetensors"``, ...
+    obj : object
+        What was saved.  The values of its tensors may not be there.
+    metadata : dict
+        What the file says about itself.
+    nbytes : int
+        The size of the file.
+    """
+
+    kind: str
+    obj: Any
+    metadata: dict[str, str]
+    nbytes: int
+
+    def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor: ...
+    def verify(self, *, progress: bool) -> None: ...
+
+
+class UnreadContents:
+    """The tensors are unread: they have storages that take no memory and hold no values.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        An archive for which `can_defer_reading` holds.
+
+    Attributes
+    ----------
+    reader : RecordReader
+        The archive.
+    """
+
+    def __init__(self, reader: RecordReader) -> None:
+        self.reader = reader
+        self.nbytes = reader.engine.nbytes
+        self._first_at: dict[int, str] = {}
+        # The unpickler keeps its reader until the next garbage collection.
+        with (
+            closing(RecordReader(reader.engine, reader.path, verify=reader.verify)) as unpickled,
+            unpickling_errors(_weights_only_unpickler),
+        ):
+            self.obj = unpickle_unread(unpickled, _weights_only_unpickler, set(), self._first_at)
+        self.metadata = metadata_of(reader)
+        self.kind = self.metadata["format"]
+        self._spans = spans_of(reader)
+
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        engine = self.reader.engine
+        places: list[Place] = [*engine.places()]
+        for number, location in self._first_at.items():
+            places[number] = (*places[number][:3], location)
+        return [
+            (id(tensor), None, None, None) if number is None else places[number]
+            for number, tensor in zip(engine.records_of(tensors), tensors, strict=True)
+        ]
+
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+        """Read tensors; those that share a storage do so afterwards."""
+        if len(tensors) == 1:
+            return [as_saved(tensors[0], self.read_slice(tensors[0], ..., verify))]
+        extents: dict[int, tuple[int, int]] = {}
+        for tensor in tensors:
+            number = self.reader.engine.record_of(tensor)
+            begin, end = span_of(tensor)
+            begin -= begin % _ALIGNMENT  # the others may be of other dtypes
+            if number is not None and begin < end:
+                first, last = extents.get(number, (begin, end))
+                extents[number] = min(first, begin), max(last, end)
+        storages = {number: new_storage(end - begin) for number, (begin, end) in extents.items()}
+        spans = [Span(i, extents[i][0], bytes_of(storage)) for i, storage in storages.items()]
+        self._spans.read(spans, verify=verify)
+        result = []
+        for tensor in tensors:
+            number = self.reader.engine.record_of(tensor)
+            if number is None or number not in extents:
+                result.append(as_saved(tensor, view_as(new_storage(0), tensor, 0, tensor.stride())))
+                continue
+            offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
+            result.append(
+                as_saved(tensor, view_as(storages[number], tensor, offset, tensor.stride()))
+            )
+        return result
+
+    def can_read_packed(self, tensors: list[Tensor]) -> bool:
+        """Whether each of these tensors has a record of its own."""
+        numbers = set(self.reader.engine.records_of(tensors))
+        return None not in numbers and len(numbers) == len(tensors)
+
+    def read_packed(self, tensors: list[Tensor], begins: list[int], nbytes: int) -> Tensor:
+        """Return one row of bytes with tensors in it, and zeros between them.
+
+        Parameters
+        ----------
+        tensors : list of torch.Tensor
+            `can_read_packed` has to hold; each is contiguous and the whole of its storage.
+        begins : list of int
+            Where each begins in the row, in bytes.
+        nbytes : int
+            The length of the row.
+        """
+        row = bytes_of(new_storage(nbytes)).zero_()
+        spans = []
+        for number, tensor, begin in zip(
+            self.reader.engine.records_of(tensors), tensors, begins, strict=True
+        ):
+            assert number is not None
+            spans.append(Span(number, 0, row[begin : begin + tensor.nbytes]))
+        self._spans.read(spans, verify=None)
+        return row
+
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        number = self.reader.engine.record_of(tensor)
+        return read_view(self._spans, number, tensor.detach()[index], verify)
+
+    def check(self, records: Sequence[int]) -> None:
+        """Compare some records, by their numbers, with their checksums."""
+        self._spans.check(records)
+
+    def verify(self, *, progress: bool) -> None:
+        """Compare every record with its checksum."""
+        if not self.reader.engine.storages_have_crcs:
+            warnings.warn(
+                f"{self.reader.path} was written without checksums of its storages "
+                "(set_crc32_options(False) or skip_data()): they cannot be verified",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+        with progress_bar(progress, "verifying", self.nbytes) as callback:
+            error = self._find_error(callback)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback refers to this frame, and that to the archive
+
+    def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
+        damage = find_damage(self.reader, self._spans, progress)
+        crcs = [found.crcs for found in damage if found.crcs is not None]
+        others = [found.error for found in damage if found.crcs is None]
+        if others:
+            return others[0]
+        return damage_of(self.reader, crcs) if crcs else None
+
+
+class LoadedContents:
+    """The tensors are in memory: the file is of a kind that can only be loaded as a whole.
+
+    Parameters
+    ----------
+    obj : object
+        What it holds.
+    locations : dict of int to str
+        The locations of its storages, by `storage_id`.
+    metadata : dict
+        As of `Contents`.
+    nbytes : int
+        As of `Contents`.
+    """
+
+    def __init__(
+        self, obj: Any, locations: dict[int, str], metadata: dict[str, str], nbytes: int
+    ) -> None:
+        self.obj = obj
+        self.metadata = metadata
+        self.kind = metadata["format"]
+        self.nbytes = nbytes
+        self.locations = locations
+
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        return list(map(self._place_of, tensors))
+
+    def _place_of(self, tensor: Tensor) -> Place:
+        storage = storage_id(tensor)
+        if storage is None:
+            return id(tensor), None, None, str(tensor.device)
+        return storage, None, None, self.locations.get(storage, str(tensor.device))
+
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+        return list(tensors)
+
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        if shares_bytes(tensor):
+            raise TypeError(
+                f"no part of a {tensor.dtype} tensor can be read, as its elements share bytes: "
+                "read all of it with get_tensor()"
+            )
+        view = tensor.detach()[index]
+        begin, end = span_of(view) if view.layout == torch.strided else (0, 0)
+        if view.is_quantized or view.device.type != "cpu" or view.nbytes <= end - begin:
+            return view.clone()
+        storage = new_storage(end - begin)  # a clone of an expanded tensor would take all of it
+        bytes_of(storage).copy_(bytes_of(view.untyped_storage())[begin:end])
+        return view_as(storage, view, 0, view.stride())
+
+    def verify(self, *, progress: bool) -> None:
+        """Do nothing: what could be verified was when it was loaded."""
+
+
+def metadata_of(reader: RecordReader) -> dict[str, str]:
+    """Return what the small records of an archive say."""
+    names = [(text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS]
+    metadata = {"format": "pt"}
+    for text, *places in names:
+        found = next((name for name in places if reader.has_record(name)), None)
+        if found is not None:
+            metadata[text] = reader.get_record(found).decode("utf-8", "replace").strip()
+    return metadata
+
+
+def as_saved(like: Tensor, values: Tensor) -> Tensor:
+    """Return values as a tensor of the kind that was saved."""
+    if isinstance(like, Parameter):
+        return Parameter(values, requires_grad=like.requires_grad)
+    return values.requires_grad_() if like.requires_grad else values

@@ -1,0 +1,118 @@
+"""Safetensors files behind the interface of an archive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.spans import MAX_FETCHED_GAP, Span, batches, memory_of
+from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
+from ptsave.contents.contents import Place
+from ptsave.contents.safetensors_header import StoredTensor, read_header
+from ptsave.sources.ranges import LocalFile, RangeSource
+
+__all__ = ["SafetensorsContents"]
+
+
+class SafetensorsContents:
+    """The tensors of a safetensors file: `Contents` for it.
+
+    Parameters
+    ----------
+    source : RangeSource
+        The file.
+
+    Raises
+    ------
+    ImportError
+        If safetensors is not installed.
+    CorruptCheckpointError
+        If the library refuses the file.
+    """
+
+    def __init__(self, source: RangeSource) -> None:
+        header = read_header(source)
+        self.kind = "safetensors"  # the file's own "format" is the library it was written for
+        self.metadata = {"format": "safetensors", **header.metadata}
+        self.nbytes = source.nbytes
+        self.obj: dict[str, Tensor] = {}
+        self._path = source.name
+        self._stored = header.tensors
+        self._numbers: dict[int, int] = {}
+        for number, stored in enumerate(header.tensors):
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            self.obj[stored.name] = tensor
+            self._numbers[id(tensor)] = number
+        self._source = source
+        self._spans = _SourceSpans(source, header.tensors)
+
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        stored = (self._stored[self._numbers[id(tensor)]] for tensor in tensors)
+        return [(tensor.name, None, tensor.offset, None) for tensor in stored]
+
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+        self._refuse(verify)
+        numbers = [self._numbers[id(tensor)] for tensor in tensors]
+        if isinstance(self._source, LocalFile):
+            return [_mapped(self._source, self._stored[number]) for number in numbers]
+        storages = [new_storage(tensor.nbytes) for tensor in tensors]
+        self._spans.read(
+            [Span(i, 0, bytes_of(storage)) for i, storage in zip(numbers, storages, strict=True)],
+            verify=False,
+        )
+        return [
+            view_as(storage, tensor, 0, tensor.stride())
+            for storage, tensor in zip(storages, tensors, strict=True)
+        ]
+
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        self._refuse(verify)
+        number = self._numbers[id(tensor)]
+        if isinstance(self._source, LocalFile):
+            return _mapped(self._source, self._stored[number])[index].clone()
+        return read_view(self._spans, number, tensor[index], False)
+
+    def verify(self, *, progress: bool) -> None:
+        self._refuse(True)
+
+    def _refuse(self, verify: bool | None) -> None:
+        if verify:
+            raise ValueError(f"{self._path}: a safetensors file has no checksums to compare")
+
+
+class _SourceSpans:
+    """A `SpanReader` for a file that has to be fetched, whose records are its tensors."""
+
+    max_gap = MAX_FETCHED_GAP
+
+    def __init__(self, source: RangeSource, tensors: Sequence[StoredTensor]) -> None:
+        self._source = source
+        self._tensors = tensors
+
+    def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
+        for batch in batches(spans):
+            begins = [self._tensors[span.record].offset + span.begin for span in batch]
+            pieces = self._source.read(
+                [(begin, begin + len(s.target)) for begin, s in zip(begins, batch, strict=True)]
+            )
+            for span, piece in zip(batch, pieces, strict=True):
+                memory_of(span.target)[:] = piece
+
+    def check(self, records: Sequence[int]) -> None:
+        """Do nothing: there are no checksums."""
+
+
+def _mapped(file: LocalFile, stored: StoredTensor) -> Tensor:
+    """Return a tensor whose bytes come from the page cache when they are used."""
+    try:
+        memory = file.map(stored.offset, stored.nbytes)
+    except _C.FormatError as error:  # the file has become shorter
+        raise_corrupt(error, file.name)
+    if memory.data_ptr() % stored.dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(stored.dtype).view(stored.shape)

@@ -1,0 +1,150 @@
+"""What a file says about its tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.contents.contents import Contents
+from ptsave.tree.names import EntryNames
+from ptsave.tree.paths import Path
+
+__all__ = ["Facts", "TensorInfo", "facts_of", "list_tensors", "pausing_garbage_collection"]
+
+# Of a tensor: dtype, shape, stride, where in its storage it begins, its size, and its storage's
+# size; all three in bytes.  A plain tuple, of which there may be 100,000.
+Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
+
+
+class TensorInfo(NamedTuple):
+    """What a file says about one of its tensors.
+
+    Attributes
+    ----------
+    name : str or tuple
+        As in :meth:`Archive.keys`.
+    dtype : torch.dtype
+        Of its elements.
+    shape : torch.Size
+        In elements.
+    stride : tuple of int
+        In elements; empty for a tensor that is not strided.
+    location : str or None
+        The device it was saved from, for example ``"cuda:0"``; None where the file does not say.
+    nbytes : int
+        Elements times their size; the storage may be larger, or smaller for an expanded tensor.
+    offset : int or None
+        Where its first element lies in the file, in bytes, by the file's directory.  None for an
+        empty tensor, and for files that can only be loaded as a whole.
+    record : str or None
+        The archive's record that holds its storage; None where there is none.
+    shared_with : sequence of (str or tuple)
+        The names of the other tensors in the same storage; equal to the tuple of them.
+    """
+
+    name: str | Path
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    location: str | None
+    nbytes: int
+    offset: int | None
+    record: str | None
+    shared_with: Sequence[str | Path]
+
+
+class _Others(Sequence["str | Path"]):
+    """The names of a group but one, which are never copied: each of many has all the others."""
+
+    __slots__ = ("_group", "_left_out")
+
+    def __init__(self, group: Sequence[str | Path], left_out: int) -> None:
+        self._group = group
+        self._left_out = left_out
+
+    def __len__(self) -> int:
+        return len(self._group) - 1
+
+    def __iter__(self) -> Iterator[str | Path]:
+        return iter(self._as_tuple())
+
+    @overload
+    def __getitem__(self, index: int) -> str | Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str | Path, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self._as_tuple()[index]
+        index = range(len(self))[index]
+        return self._group[index if index < self._left_out else index + 1]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Others):
+            other = other._as_tuple()
+        return isinstance(other, tuple) and self._as_tuple() == other
+
+    def __hash__(self) -> int:
+        return hash(self._as_tuple())
+
+    def __repr__(self) -> str:
+        return repr(self._as_tuple())
+
+    def _as_tuple(self) -> tuple[str | Path, ...]:
+        return (*self._group[: self._left_out], *self._group[self._left_out + 1 :])
+
+
+def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
+    """Return what there is to say about all tensors of a file, in the order of their names."""
+    with pausing_garbage_collection():
+        places = contents.places_of(names.tensors)
+        groups: dict[object, list[str | Path]] = {}
+        for name, (key, _, _, _) in zip(names.names, places, strict=True):
+            groups.setdefault(key, []).append(name)
+        n_met: dict[object, int] = {}  # of each storage that is shared
+        infos = []
+        for name, facts, place in zip(names.names, facts_of(names.tensors), places, strict=True):
+            dtype, shape, stride, begin, nbytes, _ = facts
+            key, record, offset, location = place
+            shared: Sequence[str | Path] = ()
+            if len(groups[key]) > 1:
+                number = n_met[key] = n_met.get(key, -1) + 1
+                shared = _Others(groups[key], number)
+            at = None if offset is None else offset + begin
+            infos.append(
+                TensorInfo(name, dtype, shape, stride, location, nbytes, at, record, shared)
+            )
+        return infos
+
+
+def facts_of(tensors: list[Tensor]) -> list[Facts]:
+    """Return what tensors say about themselves; one that is not strided has no stride."""
+    facts = _C.tensor_facts(tensors)
+    if None not in facts:
+        return facts  # type: ignore[return-value]  # no copy of what may be long
+    return [
+        _dense_facts_of(tensor) if found is None else found
+        for found, tensor in zip(facts, tensors, strict=True)
+    ]
+
+
+def _dense_facts_of(tensor: Tensor) -> Facts:
+    nbytes = int(tensor.numel() * tensor.itemsize)
+    return tensor.dtype, tensor.shape, (), 0, nbytes, nbytes
+
+
+@contextmanager
+def pausing_garbage_collection() -> Iterator[None]:
+    """Make many objects without the collector's looking for garbage among them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

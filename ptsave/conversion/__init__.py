@@ -1,0 +1,1 @@
+"""One format into another, or into a smaller file."""

@@ -1,0 +1,409 @@
+"""`convert`: the tensors of a checkpoint in a file, or files, of another format."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from ptsave.conversion.source_checkpoints import SourceCheckpoint, open_checkpoint
+from ptsave.models.save_model import (
+    FORMAT_FILES,
+    Shard,
+    ShardSet,
+    files_of_sets,
+    save_errors,
+    split,
+)
+from ptsave.sources.urls import refuse_url_target
+from ptsave.streaming.payload_sources import PayloadSources
+from ptsave.streaming.streamed_files import (
+    PicklePlan,
+    SafetensorsPlan,
+    StreamedPlan,
+    safetensors_dtypes,
+)
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.sizes import parse_size
+from ptsave.tree.entry_reading import leaves_of
+from ptsave.tree.expansion import check_expansion
+from ptsave.tree.flat import Flattened, flatten, some_of
+
+__all__ = ["Conversion", "Format", "convert"]
+
+Format: TypeAlias = Literal["pt", "safetensors"]
+
+_PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_N_NAMED = 8
+# What transformers looks for in a safetensors file.
+_PLAIN_METADATA = {"format": "pt"}
+
+
+@dataclass
+class Conversion:
+    """What `convert` has done.
+
+    Attributes
+    ----------
+    path : str
+        What was written.
+    n_tensors : int
+        How many tensors there are in it.
+    nbytes : int
+        The size of its files but for an index.
+    remarks : list of str
+        What is not as it was, though no value is lost.
+    """
+
+    path: str
+    n_tensors: int = 0
+    nbytes: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Target:
+    path: str
+    format: Format
+    is_directory: bool
+
+    @property
+    def folder(self) -> str:
+        """Where temporary files may be made."""
+        folder = self.path if self.is_directory else os.path.dirname(self.path)
+        while folder and not os.path.isdir(folder):
+            folder = os.path.dirname(folder.rstrip("/"))
+        return folder or "."
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    format: Format | None = None,  # noqa: A002 (what such functions call it)
+    max_shard_size: int | str | None = None,
+    max_size: int | str | None = None,
+    drop: bool = False,
+    force: bool = False,
+    fsync: bool = False,
+    progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Conversion:
+    """Write the tensors of a checkpoint in another format, bit by bit the same.
+
+    Bytes go from file to file, through at most a few MiB for each thread.  What a ``.pt`` file has
+    checksums of is compared with them on the way, before the target appears.
+
+    Parameters
+    ----------
+    source : str or os.PathLike
+        A ``.pt`` or ``.safetensors`` file, a directory of shards as for :func:`ptsave.load_model`,
+        its index, or a URL for fsspec.
+    target : str or os.PathLike
+        ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
+        one, ends with a slash or has no suffix.
+    format : {"pt", "safetensors"}, optional
+        Of a directory (default: ``"safetensors"``) or a file with another suffix.
+    max_shard_size : int or str, optional
+        For a directory, as for :func:`ptsave.save_model`: default "5GB".
+    max_size : int or str, optional
+        How many bytes the tensors may take in all when each is written in full, as it is but from
+        ``.pt`` to ``.pt`` file: default 8 times those of their storages, and at least 1 GiB.  A
+        file of a KiB can hold a tensor that is expanded to any size.
+    drop : bool, default False
+        Whether what the format cannot hold is left out; else it is an error.
+    force : bool, default False
+        Whether to replace what is there.
+    fsync : bool, default False
+        Whether the files are on the disk, past all caches, when the call returns.
+    progress : bool, default False
+        Whether to show a progress bar.
+    storage_options : mapping, optional
+        For the file system of a URL.
+
+    Returns
+    -------
+    Conversion
+        What was written, and what about it is not as it was.
+
+    Raises
+    ------
+    ValueError
+        If the target cannot hold everything (what is named), two tensors have the same flat name,
+        they would take more than `max_size`, or the arguments do not fit together.
+    FileExistsError
+        If the target exists, or is the source.
+    CorruptCheckpointError
+        If the source is damaged; the message names records and entries.
+    SaveError
+        If the target cannot be written, or is a URL.  There is no target after an error, or the
+        old one.
+
+    Notes
+    -----
+    A ``.pt`` file made from one other keeps its object; all else is a flat dict of tensors.  Files
+    that only load as a whole (from before torch 1.6, compressed, with sparse or quantized tensors)
+    are converted from memory.  Tensors that are not contiguous, and files behind URLs, go through a
+    temporary file without a name beside the target.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> from ptsave.conversion.convert import convert
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "model")
+    ...     ptsave.save({"layer": {"weight": torch.ones(3)}}, path + ".pt")
+    ...     convert(path + ".pt", path + ".safetensors").remarks
+    ['1 tensor is from within containers: their names are the paths, with dots']
+    """
+    source = os.fspath(source)
+    place = _target_of(os.fspath(target), format)
+    if max_shard_size is not None and not place.is_directory:
+        raise ValueError(f"{place.path}: max_shard_size is for directories")
+    limit = parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
+    _check_target(place, source, force=force)
+    with ExitStack() as stack:
+        sources = PayloadSources(stack, place.folder)
+        checkpoint = open_checkpoint(
+            source, sources, stack, folder=place.folder, storage_options=storage_options or {}
+        )
+        _refuse_source(place, checkpoint.files)
+        conversion = Conversion(place.path, remarks=checkpoint.remarks)
+        writing = _Writing(
+            place,
+            checkpoint,
+            sources,
+            conversion,
+            max_size=max_size,
+            fsync=fsync,
+            progress=progress,
+        )
+        if place.format == "pt" and not place.is_directory:
+            writing.write_object()
+        elif place.is_directory:
+            writing.write_directory(limit, drop=drop)
+        else:
+            writing.write_safetensors(drop=drop)
+    return conversion
+
+
+class _Writing:
+    """One conversion, when all is known of its source."""
+
+    def __init__(
+        self,
+        target: _Target,
+        checkpoint: SourceCheckpoint,
+        sources: PayloadSources,
+        conversion: Conversion,
+        *,
+        max_size: int | str | None,
+        fsync: bool,
+        progress: bool,
+    ) -> None:
+        self._target = target
+        self._checkpoint = checkpoint
+        self._sources = sources
+        self._conversion = conversion
+        self._max_size = max_size
+        self._fsync = fsync
+        self._progress = progress
+
+    def write_object(self) -> None:
+        obj = self._checkpoint.obj
+        if self._checkpoint.metadata:
+            obj = self._without_metadata(obj)
+        self._conversion.n_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves_of(obj))
+        plan = PicklePlan(obj, self._target.path, self._sources)
+        self._write([plan], plan.nbytes)
+
+    def write_safetensors(self, *, drop: bool) -> None:
+        tensors = self._flat(drop=drop).tensors
+        plan = self._safetensors_plan(tensors, self._target.path)
+        self._write([plan], plan.nbytes)
+
+    def write_directory(self, limit: int, *, drop: bool) -> None:
+        tensors = self._flat(drop=drop).tensors
+        if self._target.format == "pt":
+            tensors = self._without_metadata(tensors)
+            tensors = self._sources.contiguous(tensors)
+        shards = split(tensors, limit, tied=self._target.format == "pt")
+        folder = self._target.path
+        with _new_directory(folder), save_errors(folder):
+            _StreamedShards(
+                folder, self._target.format, shards, self._fsync, self._plan, self._write
+            ).write()
+        for other in FORMAT_FILES.keys() - {self._target.format}:
+            files = FORMAT_FILES[other]
+            for name in (files.single, files.index):
+                if os.path.lexists(os.path.join(folder, name)):
+                    self._conversion.remarks.append(
+                        f"{name} is in the directory, too: of both, readers take the safetensors"
+                    )
+
+    def _plan(self, shard: Shard, path: str) -> StreamedPlan:
+        if self._target.format == "safetensors":
+            return self._safetensors_plan(shard.tensors, path)
+        obj = {}
+        for name, tensor in shard.tensors.items():
+            obj.update(dict.fromkeys((name, *shard.aliases.get(name, ())), tensor))
+        return PicklePlan(obj, path, self._sources)
+
+    def _safetensors_plan(self, tensors: Mapping[str, Tensor], path: str) -> StreamedPlan:
+        metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
+        return SafetensorsPlan(tensors, path, self._sources, metadata)
+
+    def _flat(self, *, drop: bool) -> Flattened:
+        dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
+        flat = flatten(self._checkpoint.obj, dtypes, keeps_ties=dtypes is None)
+        tensors = list(flat.tensors.values())
+        if dtypes is None:
+            tensors = _without_ties(tensors)
+        check_expansion(tensors, self._checkpoint.path, max_size=self._max_size)
+        self._conversion.remarks += flat.remarks
+        self._conversion.n_tensors = len(flat.tensors)
+        if flat.losses and not drop:
+            raise ValueError(
+                f"{self._target.path} cannot hold {some_of(flat.losses, _N_NAMED)}: "
+                "pass --drop (drop=True) to leave out what does not fit"
+            )
+        if flat.losses:
+            self._conversion.remarks.append(f"left out: {some_of(flat.losses, _N_NAMED)}")
+        return flat
+
+    def _without_metadata(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors also under names that only metadata has, as safetensors' load_model."""
+        metadata = dict(self._checkpoint.metadata)
+        others = {
+            name: tensors[first]
+            for name, first in metadata.items()
+            if name != "format" and name not in tensors and first in tensors
+        }
+        for name in others:
+            first = metadata.pop(name)
+            self._conversion.remarks.append(f"{name} is {first}, by the metadata: under both names")
+        if metadata.items() - _PLAIN_METADATA.items():
+            keys = some_of(sorted(metadata), _N_NAMED)
+            self._conversion.remarks.append(f"__metadata__ has no place in a .pt file: {keys}")
+        self._conversion.n_tensors += len(others)
+        return {**tensors, **others}
+
+    def _write(self, plans: Iterable[StreamedPlan], nbytes: int) -> None:
+        """Write files, one after another: each takes all threads."""
+        with progress_bar(self._progress, "converting", nbytes, delay=1) as callback:
+            for plan in plans:
+                plan.write(fsync=self._fsync, progress=_moved(callback, self._conversion.nbytes))
+                self._conversion.nbytes += plan.nbytes
+
+
+def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors but for those that are the same contiguous memory in the same shape."""
+    found: dict[Any, Tensor] = {}
+    for tensor in tensors:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+        key = (*place, tensor.dtype) if tensor.is_contiguous() else id(tensor)
+        found.setdefault(key, tensor)
+    return list(found.values())
+
+
+@dataclass
+class _StreamedShards(ShardSet):
+    """Shards whose tensors have no values in memory."""
+
+    plan: Callable[[Shard, str], StreamedPlan]
+    write_plans: Callable[[Iterable[StreamedPlan], int], None]
+
+    def write_files(self, paths: Sequence[str]) -> None:
+        """Write each shard to its path."""
+        planned = zip(self.shards, paths, strict=True)
+        plans = (self.plan(shard, path) for shard, path in planned)
+        self.write_plans(plans, sum(shard.nbytes for shard in self.shards))
+
+
+def _moved(callback: ProgressCallback | None, done: int) -> ProgressCallback | None:
+    if callback is None:
+        return None
+    return lambda nbytes: callback(done + nbytes)
+
+
+@contextmanager
+def _new_directory(folder: str) -> Iterator[None]:
+    """Make a directory; after an error it is gone, if it was not there."""
+    existed = os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                os.rmdir(folder)
+        raise
+
+
+# ------------------------------------------------------------------------------------- the target
+
+
+def _target_of(path: str, wanted: Format | None) -> _Target:
+    if wanted not in (None, "pt", "safetensors"):
+        raise ValueError(f"format must be 'pt' or 'safetensors', not {wanted!r}")
+    refuse_url_target(path)
+    suffix = os.path.splitext(path)[1].lower()
+    if os.path.isdir(path) or path.endswith("/") or not suffix:
+        return _Target(path, wanted or "safetensors", is_directory=True)
+    implied: Format | None = None
+    if suffix == ".safetensors":
+        implied = "safetensors"
+    elif suffix in _PICKLE_SUFFIXES:
+        implied = "pt"
+    if implied is None and wanted is None:
+        raise ValueError(f"{path}: {suffix} says nothing about the format: pass --format (format=)")
+    if implied is not None and wanted not in (None, implied):
+        raise ValueError(f"{path}: {suffix} is not for the format {wanted!r}")
+    return _Target(path, implied or wanted or "pt", is_directory=False)
+
+
+def _check_target(target: _Target, source: str, *, force: bool) -> None:
+    both = os.path.exists(source) and os.path.exists(target.path)
+    if both and not target.is_directory and os.path.samefile(source, target.path):
+        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    path = target.path.rstrip("/") if target.is_directory else target.path
+    taken = target.path if os.path.lexists(path) else ""
+    if target.is_directory and taken:
+        if not os.path.isdir(target.path):
+            raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
+        files = FORMAT_FILES[target.format]
+        names = {files.single, files.index} | files_of_sets(target.path, files)
+        found = sorted(name for name in names if os.path.lexists(os.path.join(taken, name)))
+        taken = os.path.join(target.path, found[0]) if found else ""
+    if taken and not force:
+        raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
+    if taken and not target.is_directory and not os.path.isfile(taken):
+        raise FileExistsError(errno.EEXIST, "exists and is no file", taken)
+    parent = os.path.dirname(target.path.rstrip("/")) or "."
+    if not target.is_directory and not os.path.isdir(parent):
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
+
+
+def _refuse_source(target: _Target, files: Sequence[str]) -> None:
+    """Refuse to replace what is read."""
+    for path in files:
+        own = os.path.dirname(path) or "."
+        if not target.is_directory:
+            same = os.path.exists(target.path) and os.path.samefile(path, target.path)
+        else:
+            suffix = FORMAT_FILES[target.format].suffix
+            there = os.path.isdir(target.path) and os.path.samefile(own, target.path)
+            same = (there and path.endswith(suffix)) or _is_linked(path, target)
+        if same:
+            raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
+
+
+def _is_linked(path: str, target: _Target) -> bool:
+    """Whether the file that a model in one file would be has another name, which is `path`."""
+    single = os.path.join(target.path, FORMAT_FILES[target.format].single)
+    return os.path.exists(single) and os.path.samefile(path, single)

@@ -1,0 +1,1 @@
+"""Lists, verifies and extracts the contents of a file."""

@@ -1,0 +1,190 @@
+"""Parts of checkpoints as files of their own."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from ptsave.contents.archive import Archive
+from ptsave.contents.archive import open as open_archive
+from ptsave.contents.shard_files import files_at
+from ptsave.errors import EntryNotFoundError
+from ptsave.serialization import save
+from ptsave.sources.urls import refuse_url_target
+from ptsave.streaming.streamed_files import write_bytes, write_safetensors
+from ptsave.tree.entry_reading import require_picklable
+from ptsave.tree.expansion import check_expansion
+from ptsave.tree.names import entry_not_found
+from ptsave.tree.paths import path_in
+from ptsave.tree.tree import EntryTree
+
+__all__ = ["default_output", "read_entries", "write_entries"]
+
+
+def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dict[str, Any]:
+    """Read some entries of a file, and nothing else.
+
+    Parameters
+    ----------
+    file : str
+        A path, a URL, or a directory of shards.
+    names : sequence of str
+        Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
+    verify : bool, default True
+        Whether what is read as a whole is compared with its checksum.
+
+    Returns
+    -------
+    dict
+        The entries by the names that were asked for.
+
+    Raises
+    ------
+    KeyError
+        If there is no such entry; it suggests names that are similar.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "checkpoint.pt")
+    ...     ptsave.save({"model": {"weight": torch.ones(2)}, "epoch": 3}, path)
+    ...     read_entries(path, ["model.weight", "epoch"])
+    {'model.weight': tensor([1., 1.]), 'epoch': 3}
+    """
+    shards = files_at(file)
+    if shards is None:
+        with open_archive(file, verify=verify) as archive:
+            return {name: _entry(archive, name) for name in names}
+    entries: dict[str, Any] = {}
+    others: list[str] = []
+    for path in shards.paths:
+        with open_archive(path, verify=verify) as archive:
+            for name in names:
+                if (shards.weight_map or {}).get(name, path) == path:
+                    with suppress(EntryNotFoundError):
+                        entries[name] = _entry(archive, name)
+            others += map(str, archive.keys())
+    for name in names:
+        if name not in entries:
+            raise entry_not_found(file, name, others)
+    return {name: entries[name] for name in names}
+
+
+def _entry(archive: Archive, name: str) -> Any:
+    """Return the entry that a name on the command line means: a tuple of keys, or as it is."""
+    path = path_in(name)
+    if path is not None:
+        with suppress(EntryNotFoundError):
+            return archive[path]
+    return archive[name]
+
+
+def default_output(name: str) -> str:
+    """Return the name of the file for an entry, in the current directory.
+
+    >>> default_output("model.layers.0.weight")
+    'model.layers.0.weight.pt'
+    """
+    safe = "".join(c if c.isprintable() and c not in "/\\" else "_" for c in name)
+    return f"{safe.lstrip('.') or 'entry'}.pt"
+
+
+def write_entries(
+    entries: Mapping[str, Any],
+    output: str | BinaryIO,
+    *,
+    overwrite: bool = False,
+    max_size: int | str | None = None,
+) -> None:
+    """Write entries to a file; nothing is left behind if that fails.
+
+    Parameters
+    ----------
+    entries : mapping of str to object
+        One is written as it is, several as a dict.
+    output : str or binary file
+        A path: the suffix ``.safetensors`` or ``.npy`` says in which format; any other, and a file,
+        gets what :func:`ptsave.save` writes.
+    overwrite : bool, default False
+        Whether a file that is there may be replaced.
+    max_size : int or str, optional
+        How many bytes the tensors may take in a safetensors or ``.npy`` file, where each is written
+        in full: default 8 times those of their storages, and at least 1 GiB.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one and it may not be.
+    TypeError
+        If the format cannot hold the entries.
+    ValueError
+        If they would take more than `max_size`.
+    SaveError, OSError
+        If it cannot be written, or is a directory.
+    """
+    obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
+    if not isinstance(output, str):
+        save(obj, output)
+        return
+    refuse_url_target(output)
+    if os.path.isdir(output):
+        raise IsADirectoryError(errno.EISDIR, "is a directory: name a file in it", output)
+    if os.path.lexists(output) and not overwrite:
+        raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
+    if output.endswith(".safetensors"):
+        tensors = _tensors_of(entries)
+        check_expansion(tensors.values(), output, max_size=max_size)
+        write_safetensors(tensors, output, {"format": "pt"})
+    elif output.endswith(".npy"):
+        if isinstance(obj, Tensor):
+            check_expansion([obj], output, max_size=max_size)
+        _write_npy(output, obj)
+    else:
+        require_picklable(obj, output)
+        save(obj, output)
+
+
+def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors by name."""
+    obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
+    if isinstance(obj, Tensor):
+        obj = dict(entries)
+    tree = EntryTree(obj)
+    tensors: dict[str, Tensor] = {}
+    for number, node in enumerate(tree.nodes):
+        if node.tensor < 0 and not tree.is_container(number):
+            raise TypeError(
+                f"a safetensors file holds tensors only, and {node.name!r} is of type "
+                f"{type(node.value).__name__}: write a .pt file, or ask for less"
+            )
+        if node.tensor >= 0:
+            tensors[node.name] = node.value
+    return tensors
+
+
+def _write_npy(output: str, obj: Any) -> None:
+    """Write what ``numpy.save`` would."""
+    if not isinstance(obj, Tensor):
+        raise TypeError(
+            f"an .npy file holds one array, not {type(obj).__name__}: write a .pt file, or ask for "
+            "one tensor"
+        )
+    try:
+        from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
+
+        values = obj.detach().resolve_conj().resolve_neg()
+        facts = header_data_from_array_1_0(values.numpy())
+    except (ImportError, RuntimeError, TypeError) as error:  # no NumPy, or nothing that it has
+        raise TypeError(f"NumPy cannot hold the tensor ({error}): write a .pt file") from None
+    header = io.BytesIO()
+    write_array_header_1_0(header, facts)
+    if facts["fortran_order"]:  # the last index changes slowest
+        values = values.permute(*reversed(range(values.dim())))
+    write_bytes(output, header.getvalue(), values.contiguous())

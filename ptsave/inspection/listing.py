@@ -1,0 +1,183 @@
+"""What checkpoint files hold, without the values of their tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptsave.contents.contents import Contents, Place
+from ptsave.contents.opening import open_contents
+from ptsave.contents.tensor_info import Facts, facts_of, pausing_garbage_collection
+from ptsave.sources.local import describe
+from ptsave.tree.names import entry_not_found
+from ptsave.tree.tree import EntryTree
+
+__all__ = ["FileListing", "Totals", "list_file", "select"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the tensors of files; sizes in bytes.
+
+    Attributes
+    ----------
+    n_tensors : int
+        How many there are.
+    tensor_nbytes : int
+        Elements times their sizes.
+    n_storages : int
+        How many storages they have; those that share one, one.
+    storage_nbytes : int
+        The sizes of these.
+    unused_nbytes : int
+        How much of that is certainly in no tensor: views have brought it along.
+    file_nbytes : int
+        The sizes of the files.
+    """
+
+    n_tensors: int = 0
+    tensor_nbytes: int = 0
+    n_storages: int = 0
+    storage_nbytes: int = 0
+    unused_nbytes: int = 0
+    file_nbytes: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Totals(*(a + b for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class FileListing:
+    """What one file holds.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    kind : str
+        What kind of file it is: ``"pt"``, ``"safetensors"``, ...
+    metadata : dict
+        What it says about itself, as :attr:`Archive.metadata`.
+    tree : EntryTree
+        Its entries; the tensors have no values.
+    facts : list of tuple
+        What there is to say of each tensor of the tree, see `Facts`.
+    places : list of tuple
+        Where each of them lies, see `Place`.
+    sharing : dict of int to list of int
+        Of tensors that share a storage: which ones do.
+    totals : Totals
+        Of all tensors.
+    """
+
+    path: str
+    kind: str
+    metadata: dict[str, str]
+    tree: EntryTree
+    facts: list[Facts]
+    places: list[Place]
+    sharing: dict[int, list[int]] = field(repr=False)
+    totals: Totals
+
+
+def list_file(f: Any) -> FileListing:
+    """Return what a checkpoint holds.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes; raises as that does.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> stream = io.BytesIO()
+    >>> ptsave.save({"a": torch.ones(2, 3), "b": torch.ones(100)[:4]}, stream)
+    >>> _ = stream.seek(0)
+    >>> list_file(stream).totals.unused_nbytes
+    384
+    """
+    path = describe(f)
+    with pausing_garbage_collection():
+        return _listing_of(open_contents(f, path, {}, verify=True), path)
+
+
+def _listing_of(contents: Contents, path: str) -> FileListing:
+    tree = EntryTree(contents.obj)
+    facts = facts_of(tree.tensors)
+    places = contents.places_of(tree.tensors)
+    groups = _groups_of([place[0] for place in places])
+    sharing = {number: group for group in groups.values() for number in group}
+    firsts = facts  # of each storage the first tensor
+    if sharing:
+        firsts = [f for i, f in enumerate(facts) if sharing.get(i, (i,))[0] == i]
+    sizes = [found[5] for found in firsts]
+    unused = sum(
+        [size - found[4] for found, size in zip(firsts, sizes, strict=True) if size > found[4]]
+    )
+    for first, group in groups.items():
+        _, _, _, _, nbytes, size = facts[first]
+        used = _used_nbytes({facts[number] for number in group}, size)
+        unused -= used - min(nbytes, size)
+    totals = Totals(
+        len(facts),
+        sum([found[4] for found in facts]),
+        len(firsts),
+        sum(sizes),
+        unused,
+        contents.nbytes,
+    )
+    return FileListing(path, contents.kind, contents.metadata, tree, facts, places, sharing, totals)
+
+
+def _groups_of(storages: list[object]) -> dict[int, list[int]]:
+    """Return the numbers of tensors that share a storage, by the first of them."""
+    groups: dict[int, list[int]] = {}
+    if len(set(storages)) == len(storages):
+        return groups
+    first_of: dict[object, int] = {}
+    for number, storage in enumerate(storages):
+        first = first_of.setdefault(storage, number)
+        if first != number:
+            groups.setdefault(first, [first]).append(number)
+    return groups
+
+
+def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
+    """Return at most how many bytes of a storage are in some views."""
+    nbytes = end = 0
+    for _, shape, stride, begin, view_nbytes, _ in sorted(views, key=lambda view: view[3]):
+        n_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
+        if math.prod(shape) == n_elements:  # without gaps: what they have in common counts once
+            nbytes += max(begin + view_nbytes - max(begin, end), 0)
+            end = max(end, begin + view_nbytes)
+        else:
+            nbytes += view_nbytes
+    return min(nbytes, storage_nbytes)
+
+
+def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
+    """Return the numbers of the nodes of each file that some patterns mean.
+
+    Parameters
+    ----------
+    listings : sequence of FileListing
+        The files of one model.
+    patterns : sequence of str
+        As of `EntryTree.select`; if there are none, all nodes are meant.
+
+    Raises
+    ------
+    KeyError
+        If a pattern means nothing in any file; it suggests names that are similar.
+    """
+    if not patterns:
+        return [[*range(len(listing.tree.nodes))] for listing in listings]
+    for pattern in patterns:
+        if not any(listing.tree.select([pattern]) for listing in listings):
+            names = [node.name for listing in listings for node in listing.tree.nodes]
+            raise entry_not_found(" ".join(each.path for each in listings), pattern, names)
+    return [listing.tree.select(patterns) for listing in listings]

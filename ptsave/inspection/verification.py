@@ -1,0 +1,426 @@
+"""Whether files are whole: everything that can be checked, and which tensors damage has reached."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pickle import UnpicklingError
+from typing import Any, BinaryIO, NamedTuple
+
+from torch import _weights_only_unpickler
+
+from ptsave.archive.checks import check_version
+from ptsave.archive.cut import CutArchive
+from ptsave.archive.damage import entries_with_records
+from ptsave.archive.format_errors import bare_message
+from ptsave.archive.opening import open_archive
+from ptsave.archive.payload_checks import find_damage
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.remote import RemoteReader
+from ptsave.archive.spans import spans_of
+from ptsave.archive.unpickling import can_defer_reading
+from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
+from ptsave.contents.contents import UnreadContents
+from ptsave.contents.opening import open_contents, reporting_damage, require_saved_object
+from ptsave.contents.shard_files import ShardFiles
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.inspection.required_globals import globals_in_pickle, unsafe_globals
+from ptsave.sources.kinds import HEAD_NBYTES, is_zip, regular_only
+from ptsave.sources.local import describe
+from ptsave.sources.ranges import FsspecFile
+from ptsave.sources.remote_errors import named_errors
+from ptsave.sources.urls import is_url, refuse_url
+from ptsave.support.progress import ProgressCallback, progress_from
+from ptsave.tree.paths import MAX_DEPTH
+from ptsave.tree.tree import EntryTree
+
+__all__ = [
+    "DirectoryVerification",
+    "Problem",
+    "Verification",
+    "compare_with_index",
+    "verify_directory",
+    "verify_file",
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes
+    ----------
+    reason : str
+        What is wrong.
+    record : str or None
+        The damaged record, if it is one.
+    offset : int or None
+        Where in the file, in bytes.
+    entries : list of str
+        The tensors that are damaged by it, as far as is known.
+    """
+
+    reason: str
+    record: str | None = None
+    offset: int | None = None
+    entries: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What has come of verifying one file.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    problems : list of Problem
+        Empty for a file that is whole, as far as could be checked.
+    remarks : list of str
+        What could not be checked, and why.
+    n_records : int
+        How many records there are; 0 for a file that is no archive.
+    nbytes : int
+        The size of the file.
+    tensors : list of str or None
+        The names of all tensors that are known; None if there is no telling.
+    whole : list of str or None
+        Of these, those that can still be read.
+    has_checksums : bool
+        Whether values were compared with checksums; without them damage may not show.
+    """
+
+    path: str
+    problems: list[Problem]
+    remarks: list[str] = field(default_factory=list)
+    n_records: int = 0
+    nbytes: int = 0
+    tensors: list[str] | None = None
+    whole: list[str] | None = None
+    has_checksums: bool = True
+
+
+@dataclass(frozen=True)
+class DirectoryVerification:
+    """What has come of verifying all checkpoints in a directory.
+
+    Attributes
+    ----------
+    contents : CheckpointFiles
+        What is in the directory; also what was not looked at.
+    files : list of Verification
+        Of each checkpoint.
+    problems : list of Problem
+        What is wrong with the directory, or with a set of shards, beside its files.
+    """
+
+    contents: CheckpointFiles
+    files: list[Verification]
+    problems: list[Problem]
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether anything is."""
+        return bool(self.problems) or any(file.problems for file in self.files)
+
+
+def verify_directory(path: str, progress: ProgressCallback | None = None) -> DirectoryVerification:
+    """Check every checkpoint in a directory: each file, and shards with their index.
+
+    A file is a checkpoint if its content is one, whatever it is called.  Subdirectories are not
+    looked into.
+
+    Parameters
+    ----------
+    path : str
+        The directory.
+    progress : callable, optional
+        Gets the number of bytes that have been looked at, in all files so far.
+
+    Raises
+    ------
+    OSError
+        If something cannot be read, or if there is no checkpoint at all.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ptsave.save({"w": torch.ones(9)}, os.path.join(folder, "model.pt"))
+    ...     ptsave.save({"state": {}}, os.path.join(folder, "optimizer.bin"))
+    ...     open(os.path.join(folder, "config.json"), "w").close()
+    ...     found = verify_directory(folder)
+    >>> found.is_damaged, [os.path.basename(file.path) for file in found.files]
+    (False, ['model.pt', 'optimizer.bin'])
+    >>> list(found.contents.ignored)
+    ['config.json']
+    """
+    contents = checkpoint_files(path)
+    problems = [Problem(text) for text in contents.problems]
+    verified: list[Verification] = []
+    done = 0
+    for files in contents.sets:
+        shards = []
+        for file in files.paths:
+            shards.append(verify_file(file, progress_from(progress, done)))
+            done += shards[-1].nbytes
+        verified += shards
+        problems += compare_with_index(files, shards)
+    return DirectoryVerification(contents, verified, problems)
+
+
+def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verification:
+    """Check a file: every checksum, and that every record and tensor lies where it can.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A path, or a URL.
+    progress : callable, optional
+        Gets the number of bytes that have been looked at.
+
+    Raises
+    ------
+    NotCheckpointError
+        If it is something else.
+    OSError
+        If it cannot be read.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "checkpoint.pt")
+    ...     ptsave.save({"a": torch.ones(99), "b": torch.zeros(99)}, path)
+    ...     with open(path, "r+b") as file:
+    ...         content = file.read()
+    ...         _ = file.seek(content.index(torch.ones(99).numpy().tobytes()))
+    ...         _ = file.write(b"damage")
+    ...     verify_file(path).whole
+    ['b']
+    """
+    path = describe(f)
+    with _opened(f) as source:
+        head, nbytes = _head_of(source)
+        if not is_zip(head):
+            return _verify_other(source, path, head, nbytes)
+        try:
+            reader = _reader_of(source, path)
+        except CorruptCheckpointError as error:
+            if is_url(source):
+                return Verification(path, [_problem_of(error)], nbytes=nbytes)
+            return _verify_without_directory(source, path, error)
+        return _verify_archive(source, reader, progress)
+
+
+@contextmanager
+def _opened(f: Any) -> Iterator[Any]:
+    """Yield a URL as it is, and a file open: by then, its name may be that of another one."""
+    if is_url(f):
+        yield f
+        return
+    refuse_url(f)
+    with named_errors(describe(f)), open(f, "rb", buffering=0, opener=regular_only) as stream:
+        yield stream
+
+
+def _head_of(f: Any) -> tuple[bytes, int]:
+    if is_url(f):
+        source = FsspecFile(f, {})
+        (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
+        return head, source.nbytes
+    return os.pread(f.fileno(), HEAD_NBYTES, 0), os.fstat(f.fileno()).st_size
+
+
+def _reader_of(f: Any, path: str) -> RecordReader:
+    if is_url(f):
+        return RemoteReader(FsspecFile(f, {}), verify=True)
+    engine = open_archive(f)
+    if engine is None:
+        raise OSError(f"{path} cannot be read at any position: it is no regular file")
+    return RecordReader(engine, path, verify=True)
+
+
+def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
+    """Verify what has no checksums by reading it as far as its own library does."""
+    try:
+        contents = open_contents(f, path, {}, verify=True)
+    except NotCheckpointError:
+        if not (path.endswith(".safetensors") and head[8:9] == b"{"):
+            raise
+        cut = Problem(f"it is cut short: it ends within its header, after {nbytes} bytes")
+        return Verification(path, [cut], nbytes=nbytes)
+    except CorruptCheckpointError as error:
+        return Verification(path, [_problem_of(error)], nbytes=nbytes)
+    kind = contents.kind
+    remark = (
+        "a safetensors file has no checksums: header and sizes are right, values were not checked"
+        if kind == "safetensors"
+        else f"{kind}: such a file has no checksums; it can be loaded"
+    )
+    tree = EntryTree(contents.obj)
+    names = _names_in(tree)
+    remarks = [remark] if tree.is_whole else [remark, _TOO_DEEP]
+    return Verification(path, [], remarks, 0, nbytes, names, names, has_checksums=False)
+
+
+def _verify_archive(
+    f: Any, reader: RecordReader, progress: ProgressCallback | None
+) -> Verification:
+    damage = find_damage(reader, spans_of(reader), progress)
+    damaged = {each.record for each in damage}
+    problems: list[Problem] = []
+    remarks = [] if reader.engine.storages_have_crcs else [_WITHOUT_CHECKSUMS]
+    found = _Tensors([], {})
+    try:
+        require_saved_object(reader)
+        with reporting_damage(reader.path):
+            found = _tensors_in(f, reader, bool(damage))
+    except NotCheckpointError as error:
+        if not reader.has_record("constants.pkl"):
+            raise
+        what = str(error).removeprefix(f"{reader.path} ")
+        remarks.append(f"it {what}; its records were compared with their checksums all the same")
+    except CorruptCheckpointError as error:
+        if error.record not in damaged:
+            problems.append(_problem_of(error))
+    except UnpicklingError:
+        remarks.append(f"{_UNKNOWN_TENSORS} (see `ptsave globals {reader.path}`)")
+    if not found.is_whole:
+        remarks.append(_TOO_DEEP)
+    problems += [
+        Problem(each.reason, each.record, each.offset, found.users.get(each.record, []))
+        for each in damage
+    ]
+    lost = {name for problem in problems for name in problem.entries}
+    n_records = len(reader.engine.records())
+    whole = [name for name in found.names if name not in lost]
+    return Verification(
+        reader.path,
+        problems,
+        remarks,
+        n_records,
+        reader.engine.nbytes,
+        found.names or None,
+        whole if found.names else None,
+        reader.engine.storages_have_crcs,
+    )
+
+
+_SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
+_UNKNOWN_TENSORS = (
+    "which tensors there are is not known: its object needs more than weights_only=True, or values "
+    "that are damaged"
+)
+_TOO_DEEP = (
+    f"containers are nested deeper than {MAX_DEPTH} levels: tensors below that were verified, but "
+    "are not named"
+)
+_WITHOUT_CHECKSUMS = (
+    "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
+    "not compared"
+)
+
+
+class _Tensors(NamedTuple):
+    """The names of all tensors, and of those in each record; `is_whole` as of `EntryTree`."""
+
+    names: list[str]
+    users: dict[str | None, list[str]]
+    is_whole: bool = True
+
+
+def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
+    """Return which tensors there are.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the object cannot be made.
+    UnpicklingError
+        If it needs more than ``weights_only=True``.
+    """
+    if not reader.engine.all_stored:  # its pickle is compressed, too
+        return _Tensors([], {})
+    check_version(reader)
+    if not can_defer_reading(reader, _weights_only_unpickler):
+        return _tensors_made_of_values(f, reader, is_damaged)
+    contents = UnreadContents(reader)
+    tree = EntryTree(contents.obj)
+    named = tree.named_tensors()
+    users: dict[str | None, list[str]] = {}
+    places = contents.places_of([tensor for _, tensor in named])
+    for (name, _), place in zip(named, places, strict=True):
+        users.setdefault(place[1], []).append(name)
+    return _Tensors([name for name, _ in named], users, tree.is_whole)
+
+
+def _tensors_made_of_values(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
+    """Return what `_tensors_in` does for an object that torch makes with its values only."""
+    found = entries_with_records(reader, set(reader.get_all_records()))
+    users: dict[str | None, list[str]] = {}
+    for name, record in found:
+        users.setdefault(record, []).append(name)
+    if found and is_damaged:
+        return _Tensors([*dict.fromkeys(name for name, _ in found)], users)
+    pickle = io.BytesIO(reader.get_record("data.pkl"))
+    if is_damaged or unsafe_globals(globals_in_pickle(pickle, reader.path)):
+        raise UnpicklingError  # before anything is loaded for it
+    tree = EntryTree(open_contents(f, reader.path, {}, verify=True).obj)
+    return _Tensors(_names_in(tree), users, tree.is_whole)
+
+
+def _names_in(tree: EntryTree) -> list[str]:
+    return [name for name, _ in tree.named_tensors()]
+
+
+def _verify_without_directory(
+    stream: BinaryIO, path: str, error: CorruptCheckpointError
+) -> Verification:
+    """Say of an archive whose directory is not there, or damaged, what is left of it."""
+    with CutArchive(stream) as archive:
+        whole = {record.name for record in archive.records if record.is_whole}
+        tensors, kept = archive.entries()
+        n_records, nbytes = len(archive.records), archive.nbytes
+    lost = [name for name in tensors if name not in set(kept)]
+    reason = f"its directory is damaged: {bare_message(error, path)}"
+    if any(sign in str(error) for sign in _SIGNS_OF_A_CUT):
+        reason = (
+            "it is cut short, or was never finished: its directory, which comes last, is missing"
+        )
+    found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
+    reason += f"; {found} still be found whole"
+    problem = Problem(reason, None, nbytes, lost)
+    return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
+
+
+def _problem_of(error: CorruptCheckpointError) -> Problem:
+    reason = bare_message(error, error.path)
+    return Problem(reason, error.record, error.offset, list(error.entries))
+
+
+def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Problem]:
+    """Return what is wrong with a set of shards whose files are what they should be.
+
+    Parameters
+    ----------
+    files : ShardFiles
+        The set.
+    shards : list of Verification
+        Of each of its files.
+    """
+    problems = []
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in shard.tensors or []:
+            other = found.setdefault(name, shard.path)
+            if other != shard.path and files.weight_map is None:
+                problems.append(Problem(f"{name} is in {other} and in {shard.path}"))
+    readable = {shard.path: set(shard.tensors) for shard in shards if shard.tensors is not None}
+    for name, path in (files.weight_map or {}).items():
+        if path in readable and name not in readable[path]:
+            problems.append(Problem(f"{name} is not in {path}, where the index puts it"))
+    return problems

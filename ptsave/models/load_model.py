@@ -1,0 +1,424 @@
+"""Filling models from the files that models are published in, as inference engines do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptsave.contents.shard_files import find_shards
+from ptsave.errors import CheckpointWarning, add_note
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
+from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
+from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
+from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
+from ptsave.sources.urls import refuse_url
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.thread_pool import ThreadPool
+from ptsave.tree.plain_tensors import PLAIN_TYPES
+
+__all__ = ["load_model"]
+
+# For tensors that do not go straight into a parameter: those that are being used, and those that
+# are being read meanwhile.
+_MAX_AHEAD_NBYTES = 128 << 20
+_MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
+_PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
+
+
+def load_model(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    packed_modules_mapping: PackedModulesMapping | None = None,
+    strict: bool = True,
+    device: torch.device | str | int | None = None,
+    progress: bool = False,
+) -> LoadedWeights:
+    """Fill a model's parameters and buffers from a directory of shards, or one file.
+
+    Before the first byte of the model changes all files are opened, and names, shapes, headers and
+    sizes are checked.  Then every byte is read once, by several threads: straight into the
+    parameter where that is all it takes, and otherwise ahead of its use, into tensors of at most
+    128 MiB together (or the largest tensor that a ``weight_loader`` gets).  What the page cache has
+    of a safetensors file is not read ahead, but used where it is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.  A parameter with a ``weight_loader`` is filled by it, in the order of the files:
+        ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
+        a part of a packed parameter.  The tensor is on the CPU, as the file has it, and may be
+        kept.
+    path : str or os.PathLike
+        A directory, or one file: ``.safetensors``, an index of shards (``.index.json``), or
+        anything that :func:`torch.load` reads with ``weights_only=True``.  In a directory the first
+        of these counts: ``*.safetensors``, ``pytorch_model*.bin``, ``*.pt``, each with the files
+        that an index names if there is one.
+    packed_modules_mapping : mapping, optional
+        Which of the checkpoint's modules are parts of one in the model:
+        ``{"q_proj": ("qkv_proj", "q"), ...}``, with the shard id in the tuple, or
+        ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``, whose shard ids are 0, 1 and 2.  Names
+        match whole components of a path, and the longest one wins.  Default: the model's attribute
+        of that name, if it has one.  A tensor whose packed parameter does not exist keeps its name.
+    strict : bool, default True
+        Whether what is missing, unexpected, there twice, or left out of a packed parameter is an
+        error.  If not, of two tensors for one place the later one is loaded.
+    device : torch.device, str or int, optional
+        Where the model shall be.  What is on the meta device gets memory there, as by
+        :meth:`torch.nn.Module.to_empty` (but tied parameters stay tied, and attributes stay), and
+        anything else is moved.  By default the model stays where it is.
+    progress : bool, default False
+        Whether to show a progress bar.
+
+    Returns
+    -------
+    LoadedWeights
+        What did not fit.
+
+    Raises
+    ------
+    RuntimeError
+        Names or shapes that do not fit, as from :meth:`torch.nn.Module.load_state_dict`, with the
+        file's and the tensor's name; a model on the meta device without `device`; a tensor for a
+        ``weight_loader`` that is expanded to more than 1 GiB and 8 times its storage.
+    CorruptCheckpointError
+        A file is damaged or cut short, is no checkpoint (a git-lfs pointer, a web page), or has not
+        got a tensor that the index promises.
+    FileNotFoundError
+        There are no shards, or one of them is missing.
+    UnsupportedUrlError
+        `path` is a URL.
+    OSError
+        A file cannot be read.
+    TypeError
+        A file holds something else than tensors.
+
+    Notes
+    -----
+    Parameters and buffers that share memory count as one, of which one name is enough; where the
+    checkpoint has several, the last in the model's order counts, as for ``load_state_dict``.
+    Buffers that state dicts leave out may be missing.  CRCs are verified for what
+    :func:`torch.save` has written; safetensors files have none.
+
+    Examples
+    --------
+    >>> import tempfile, torch, ptsave
+    >>> trained, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ptsave.save_model(trained, folder)
+    ...     ptsave.load_model(fresh, folder)
+    <All weights loaded>
+    >>> torch.equal(trained.weight, fresh.weight)
+    True
+    """
+    if packed_modules_mapping is None:
+        packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
+    packed = PackedModules(packed_modules_mapping)
+    refuse_url(path)
+    files = find_shards(os.fsdecode(path))
+    with ExitStack() as stack:
+        plan = WeightPlan(ModelTensors(model), packed, open_shards(files, stack))
+        plan.check(model, strict=strict)
+        tied_names = {
+            delivery.name: plan.tensors.tied_names(delivery.name) for delivery in plan.deliveries
+        }
+        _move(model, plan, device)
+        nbytes = sum(delivery.entry.nbytes for delivery in plan.deliveries)
+        tensors = ModelTensors(model).by_name
+        with progress_bar(progress, "loading", nbytes) as callback:
+            filling = Filling(tensors, plan.deliveries, callback)
+            filling.run()
+        _renew_ties(tensors, tied_names)
+    return plan.report
+
+
+# ------------------------------------------------------------------------------- where the model is
+
+
+def _move(model: nn.Module, plan: WeightPlan, device: torch.device | str | int | None) -> None:
+    """Bring the model where it shall be; what is on the meta device must go somewhere."""
+    on_meta = [name for name, tensor in plan.tensors.by_name.items() if tensor.is_meta]
+    if device is None:
+        if planned := {delivery.name for delivery in plan.deliveries}.intersection(on_meta):
+            raise RuntimeError(
+                f"{len(planned)} parameters, such as {min(planned)}, are on the meta device and "
+                "have no memory: pass device="
+            )
+        return
+    device = torch.empty(0, device=device).device  # raises what is wrong with it
+    if on_meta:
+        _allocate(model, device)
+        filled = {
+            tied for delivery in plan.deliveries for tied in plan.tensors.tied_names(delivery.name)
+        }
+        _warn_of_garbage([name for name in on_meta if name not in filled])
+    model.to(device)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every tensor on the meta device memory on `device`.
+
+    Unlike ``to_empty``, which makes new parameters one module after the other: tied ones stay tied,
+    and types and attributes (``weight_loader``) stay.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old one, too: its id must stay its own
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = tensor, _allocated(tensor, device)
+                table[name] = made[id(tensor)][1]
+
+
+def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        memory = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter) or type(tensor) is not Tensor:
+        memory = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
+    memory.__dict__.update(tensor.__dict__)
+    return memory
+
+
+def _warn_of_garbage(names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        warnings.warn(
+            f"the model was on the meta device, and the checkpoint has no values for "
+            f"{', '.join(names[:8])}{more}: set them before you use the model",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+
+def _renew_ties(tensors: dict[str, Tensor], tied_names: dict[str, list[str]]) -> None:
+    """Give the values to the other names of a tensor that moving the model has made tensors."""
+    with torch.no_grad():
+        for name, names in tied_names.items():
+            for other in names:
+                if tensors[other] is not tensors[name] and (
+                    tensors[other].data_ptr() != tensors[name].data_ptr()
+                ):
+                    tensors[other].copy_(tensors[name])
+
+
+# -------------------------------------------------------------------------------------- the filling
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tensor in memory of its own, until it is in the model."""
+
+    delivery: Delivery
+    read: Read
+
+    @property
+    def nbytes(self) -> int:
+        return self.read.target.nbytes
+
+
+@dataclass
+class Filling:
+    """Everything that goes into a model, from files that are open."""
+
+    tensors: dict[str, Tensor]
+    deliveries: list[Delivery]
+    progress: ProgressCallback | None
+    _nbytes_done: int = field(default=0, init=False)
+
+    def run(self) -> None:
+        """Fill the model: first what is read straight into it, then the rest in order."""
+        direct: list[Read] = []
+        others: list[Delivery] = []
+        places = Places()
+        for delivery in self.deliveries:
+            target = self.tensors[delivery.name]
+            if _is_filled_in_place(delivery.entry, target) and places.take(target):
+                direct.append(Read(delivery.entry, target.detach()))
+            else:
+                others.append(delivery)
+        self._read(direct)
+        for read in direct:
+            _note_change(read.target)
+        self._deliver(others)
+
+    def __post_init__(self) -> None:
+        self._nbytes_left: Counter[Shard] = Counter()
+        for delivery in self.deliveries:
+            self._nbytes_left[delivery.entry.shard] += delivery.entry.nbytes
+
+    def _read(self, reads: list[Read]) -> None:
+        reads = [read for read in reads if read.target.numel() > 0]
+        done = self._nbytes_done
+        callback = self.progress
+        progress = None if callback is None else lambda nbytes: callback(done + nbytes)
+        read_all(reads, progress)
+        for read in reads:
+            self._nbytes_done += read.target.nbytes
+            self._nbytes_left[read.entry.shard] -= read.target.nbytes
+        for shard in {read.entry.shard for read in reads}:
+            if self._nbytes_left[shard] == 0:
+                shard.close()  # it may hold all of its tensors
+
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        """Read one batch while the one before is delivered, on this thread."""
+        previous: list[Staged] = []
+        memory = RecycledMemory(_MAX_AHEAD_NBYTES)
+        with ThreadPool(1, "ptsave-read") as reader:
+            for batch in self._batches(deliveries):
+                nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
+                if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:
+                    self._put(previous)
+                staged = [_stage(memory, *item) for item in batch]
+                self._put_while_reading(previous, staged, reader)
+                previous = staged
+                if self.progress is not None:
+                    self.progress(self._nbytes_done)
+            self._put(previous)
+
+    def _put_while_reading(
+        self, batch: list[Staged], staged: list[Staged], reader: ThreadPool
+    ) -> None:
+        reads = [item.read for item in staged]
+        nbytes = sum(read.target.nbytes for read in reads if not read.is_mapped)
+        if nbytes < _MIN_AHEAD_NBYTES:
+            self._read(reads)
+            self._put(batch)
+            return
+        pending = reader.submit(self._read, reads)
+        try:
+            self._put(batch)
+        finally:
+            pending.result()
+
+    def _batches(self, deliveries: Iterable[Delivery]) -> Iterator[list[tuple[Delivery, int, int]]]:
+        """Yield what is read together: half of the budget, or one tensor."""
+        batch: list[tuple[Delivery, int, int]] = []
+        nbytes = 0
+        for delivery in deliveries:
+            itemsize = delivery.entry.dtype.itemsize
+            for begin, count in self._pieces(delivery):
+                if batch and nbytes + count * itemsize > _MAX_AHEAD_NBYTES // 2:
+                    yield batch
+                    batch, nbytes = [], 0
+                batch.append((delivery, begin, count))
+                nbytes += count * itemsize
+        if batch:
+            yield batch
+
+    def _pieces(self, delivery: Delivery) -> Iterator[tuple[int, int]]:
+        """Yield (begin, number of elements) of the parts in which a tensor is delivered."""
+        target, entry = self.tensors[delivery.name], delivery.entry
+        n_elements = entry.shape.numel()
+        step = max(1, _PIECE_NBYTES // entry.dtype.itemsize)
+        if not _is_filled_piecewise(entry, target) or n_elements <= step:
+            yield 0, n_elements
+            return
+        for begin in range(0, n_elements, step):
+            yield begin, min(step, n_elements - begin)
+
+    def _put(self, batch: list[Staged]) -> None:
+        batch.reverse()
+        while batch:
+            staged = batch.pop()  # nothing here keeps what has been delivered
+            delivery, storages = staged.delivery, [staged.read.target.untyped_storage()]
+            is_mapped = staged.read.is_mapped
+            try:
+                with torch.no_grad():
+                    _put_into(self.tensors[delivery.name], staged)
+                del staged
+            except Exception as error:
+                entry = delivery.entry
+                add_note(
+                    error,
+                    f"while {delivery.name} was being filled from tensor {entry.name} of "
+                    f"{entry.shard.path}",
+                )
+                raise
+            finally:
+                if is_mapped and not is_idle(storages, 0):
+                    assert isinstance(delivery.entry.shard, SafetensorsShard)
+                    delivery.entry.shard.detach(storages[0])
+
+
+class Places:
+    """The memory that is about to be read into, so that no byte is written by two threads."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+        self._sorted: list[int] = []
+
+    def take(self, tensor: Tensor) -> bool:
+        """Whether the memory of `tensor` overlaps none that was taken; takes it then."""
+        begin = tensor.data_ptr()
+        storage = tensor.untyped_storage()  # where the end of another layout is, at most
+        nbytes = tensor.nbytes if tensor.is_contiguous() else storage.nbytes()
+        end = begin + nbytes
+        at = bisect_left(self._sorted, begin)
+        if at < len(self._sorted) and self._sorted[at] < end:
+            return False
+        if at > 0 and self._ends[self._sorted[at - 1]] > begin:
+            return False
+        self._sorted.insert(at, begin)
+        self._ends[begin] = end
+        return True
+
+
+def _is_filled_in_place(entry: Entry, target: Tensor) -> bool:
+    return (
+        type(target) in PLAIN_TYPES
+        and target.layout == torch.strided
+        and loader_of(target) is None
+        and entry.nbytes > 0
+        and entry.shard.can_fill(entry, target)
+    )
+
+
+def _is_filled_piecewise(entry: Entry, target: Tensor) -> bool:
+    return (
+        isinstance(entry.shard, SafetensorsShard)
+        and type(target) in PLAIN_TYPES
+        and loader_of(target) is None
+        and target.is_contiguous()
+    )
+
+
+def _stage(memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int) -> Staged:
+    entry, shard = delivery.entry, delivery.entry.shard
+    is_whole = n_elements == entry.shape.numel()
+    shape = entry.shape if is_whole else torch.Size([n_elements])
+    if isinstance(shard, SafetensorsShard) and shape.numel() * entry.dtype.itemsize >= MIN_NBYTES:
+        mapped = shard.map_cached(entry, begin, shape)
+        if mapped is not None:
+            return Staged(delivery, Read(entry, mapped, begin, is_mapped=True))
+    return Staged(delivery, Read(entry, memory.tensor(shape, entry.dtype), begin))
+
+
+def _put_into(target: Tensor, staged: Staged) -> None:
+    tensor, delivery = staged.read.target, staged.delivery
+    loader = loader_of(target)
+    if loader is None:
+        if tensor.shape != delivery.entry.shape:  # a piece
+            target = target.view(-1)[staged.read.begin :][: tensor.numel()]
+        target.copy_(tensor)
+    elif delivery.shard_id is None:
+        loader(target, tensor)
+    else:
+        loader(target, tensor, delivery.shard_id)
+
+
+def _note_change(tensor: Tensor) -> None:
+    """Let autograd know, as it does of any other change."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

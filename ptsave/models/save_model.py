@@ -1,0 +1,339 @@
+"""Saving a model as a set of shards that others find in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ptsave import _C
+from ptsave.contents.shard_files import FORMATS, ShardFormat
+from ptsave.errors import SaveError
+from ptsave.serialization import save
+from ptsave.sources.urls import refuse_url_target
+from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
+from ptsave.support.sizes import parse_size
+from ptsave.tree.expansion import nbytes_of
+
+__all__ = [
+    "FORMAT_FILES",
+    "Shard",
+    "ShardSet",
+    "files_of_sets",
+    "save_errors",
+    "save_model",
+    "split",
+]
+
+# What torch.save calls the files of this layout, for those who look for them.
+FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
+
+
+def save_model(
+    model_or_state_dict: nn.Module | Mapping[str, Tensor],
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    format: Literal["safetensors", "pt"] = "safetensors",  # noqa: A002 (what such functions call it)
+    fsync: bool = False,
+) -> None:
+    r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
+
+    Whoever reads the directory meanwhile finds the set that was there before, or the new one.
+
+    Parameters
+    ----------
+    model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
+        What to save.
+    directory : str or os.PathLike
+        Where, created if there is nothing.
+    max_shard_size : int or str, default "5GB"
+        The bytes of tensors that a shard holds at most; a larger tensor has a shard of its own.  A
+        number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
+    format : {"safetensors", "pt"}, default "safetensors"
+        ``model-00001-of-00008.safetensors``, ... and ``model.safetensors.index.json``, or
+        ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``; a model in
+        one file is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
+    fsync : bool, default False
+        Whether the files are on the disk, past all caches, when the call returns.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, or a kind of tensor that the format has not.
+    ValueError
+        For a size or format that is none.
+    SaveError
+        If a file cannot be written, or `directory` is a URL; the set that was there is unchanged.
+
+    Notes
+    -----
+    Tensors that are tied (the same memory in the same shape) are stored once: in ``"safetensors"``
+    under the first of their names, with the others in the file's metadata, and in ``"pt"`` under
+    all of them.
+
+    Shards are written under names that nothing has: where a set is replaced, they contain a tag.
+    The index is renamed into place when all of them are complete, and then the files of the older
+    set are removed.  A reader that has read the old index by then and has not opened its shards
+    finds them missing.  One process at a time may save to a directory.  Files of the other format
+    are left alone.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ptsave.save_model(model, folder, max_shard_size="20KB")
+    ...     print(*sorted(os.listdir(folder)), sep="\n")
+    model-00001-of-00002.safetensors
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json
+    """
+    if format not in FORMAT_FILES:
+        raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
+    limit = parse_size(max_shard_size, "max_shard_size")
+    refuse_url_target(directory)
+    state_dict = model_or_state_dict
+    if isinstance(state_dict, nn.Module):
+        state_dict = state_dict.state_dict()
+    tensors = _tensors_of(state_dict)
+    if format == "safetensors":
+        check_safetensors(tensors)
+    shards = split(tensors, limit)
+    folder = os.fspath(directory)
+    with save_errors(folder):
+        os.makedirs(folder, exist_ok=True)
+        ShardSet(folder, format, shards, fsync).write()
+
+
+# ----------------------------------------------------------------------------- what goes into which
+
+
+@dataclass
+class Shard:
+    """The tensors of one file, each with its other names."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def _tensors_of(state_dict: Any) -> dict[str, Tensor]:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected a module or a state dict, not {type(state_dict).__name__}")
+    for name, tensor in state_dict.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"entry {name!r} is {type(tensor).__name__}, not a tensor: "
+                "ptsave.save_checkpoint() saves anything"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise TypeError(f"entry {name!r} is not a dense tensor with memory of its own")
+    return {name: tensor.detach() for name, tensor in state_dict.items()}
+
+
+def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
+    """Fill one shard after the other, in order.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        What to divide.
+    limit : int
+        The bytes of tensors that a shard holds at most, unless it is one tensor.
+    tied : bool, default True
+        Whether tensors that are the same memory, in the same shape, are other names of one.
+    """
+    shards = [Shard()]
+    homes: dict[object, tuple[Shard, str]] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        flags = (tensor.is_conj(), tensor.is_neg())
+        if tied and tensor.numel() > 0 and (place, flags) in homes:
+            shard, first = homes[place, flags]
+            shard.aliases.setdefault(first, []).append(name)
+            continue
+        if shards[-1].tensors and shards[-1].nbytes + nbytes_of(tensor) > limit:
+            shards.append(Shard())
+        shards[-1].tensors[name] = tensor
+        shards[-1].nbytes += nbytes_of(tensor)
+        homes[place, flags] = shards[-1], name
+    return shards
+
+
+# -------------------------------------------------------------------------------------- the files
+
+
+@dataclass
+class ShardSet:
+    """The files of one save.
+
+    Attributes
+    ----------
+    folder : str
+        Where they go.
+    kind : str
+        "safetensors" or "pt".
+    shards : list of Shard
+        What is in each.
+    fsync : bool
+        As for `save_model`.
+    """
+
+    folder: str
+    kind: str
+    shards: list[Shard]
+    fsync: bool
+
+    def write(self) -> None:
+        """Write shards, then the index, then remove what they replace."""
+        files = FORMAT_FILES[self.kind]
+        old = files_of_sets(self.folder, files)
+        names = self._names(files)
+        _remove_leftovers(self.folder, files)
+        self._check_room()
+        with ExitStack() as undo:
+            self._write_shards(names, undo)
+            if len(names) > 1:
+                self._write_index(files, names)
+            undo.pop_all()
+        self._remove(old - set(names), files)
+        if self.fsync:
+            _sync(self.folder)
+
+    def _check_room(self) -> None:
+        """Refuse what the disk, as far as it tells, has no room for, before anything is copied."""
+        disk = os.statvfs(self.folder)
+        nbytes = sum(shard.nbytes for shard in self.shards)
+        if disk.f_blocks and nbytes > disk.f_bavail * disk.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.folder)
+
+    def _names(self, files: ShardFormat) -> list[str]:
+        count = len(self.shards)
+        if count == 1:
+            return [files.single]  # replaced at once, by a rename
+        # A name that is taken would have to change its contents before the index does.
+        for tag in ("", f"-{secrets.token_hex(4)}"):
+            names = [
+                f"{files.stem}{tag}-{number:05}-of-{count:05}{files.suffix}"
+                for number in range(1, count + 1)
+            ]
+            if not any(os.path.lexists(os.path.join(self.folder, name)) for name in names):
+                return names
+        raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder)
+
+    def _write_shards(self, names: list[str], undo: ExitStack) -> None:
+        paths = [os.path.join(self.folder, name) for name in names]
+        if len(paths) > 1:
+            for path in paths:
+                undo.callback(_unlink_if_there, path)
+        self.write_files(paths)
+
+    def write_files(self, paths: Sequence[str]) -> None:
+        """Write each shard to its path, one after another: each takes all threads."""
+        for path, shard in zip(paths, self.shards, strict=True):
+            if self.kind == "pt":
+                save(_with_aliases(shard), path, fsync=self.fsync)
+            else:
+                _write_safetensors(path, shard, fsync=self.fsync)
+
+    def _write_index(self, files: ShardFormat, names: list[str]) -> None:
+        weight_map = {}
+        for name, shard in zip(names, self.shards, strict=True):
+            weight_map.update(dict.fromkeys(shard.tensors, name))
+            if self.kind == "pt":
+                for others in shard.aliases.values():
+                    weight_map.update(dict.fromkeys(others, name))
+        total = sum(shard.nbytes for shard in self.shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_bytes(os.path.join(self.folder, files.index), text.encode(), fsync=self.fsync)
+
+    def _remove(self, old: set[str], files: ShardFormat) -> None:
+        """Remove the older set, so that at any moment what is left is the new one."""
+        if len(self.shards) > 1:
+            # An unsplit model goes before an index, so this is what makes the new set the model.
+            old |= {files.single}
+            order = sorted(old, key=lambda name: name != files.single)
+        else:
+            old |= {files.index}
+            order = sorted(old, key=lambda name: name == files.index)
+        for name in order:
+            _unlink_if_there(os.path.join(self.folder, name))
+
+
+def files_of_sets(folder: str, files: ShardFormat) -> set[str]:
+    """Return the shards there that `save_model` or transformers has written."""
+    pattern = _pattern_of_shards(files)
+    return {name for name in os.listdir(folder) if pattern.fullmatch(name)}
+
+
+def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
+    stem, suffix = re.escape(files.stem), re.escape(files.suffix)
+    return re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{suffix}")
+
+
+def _remove_leftovers(folder: str, files: ShardFormat) -> None:
+    """Remove temporary files of killed processes, whose shards may have had names of their own."""
+    pattern = _pattern_of_shards(files)
+    for name in {_C.target_of_temporary(entry) for entry in os.listdir(os.fsencode(folder))}:
+        target = os.fsdecode(name)
+        if target in (files.single, files.index) or pattern.fullmatch(target):
+            _C.remove_leftovers(os.fsencode(os.path.join(folder, target)))
+
+
+def _with_aliases(shard: Shard) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in shard.tensors.items():
+        stored = _compact(tensor)
+        for each in (name, *shard.aliases.get(name, ())):
+            tensors[each] = stored
+    return tensors
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same values that torch.save stores without anything around it."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _write_safetensors(path: str, shard: Shard, *, fsync: bool) -> None:
+    metadata = {"format": "pt"}
+    for name, others in shard.aliases.items():
+        metadata.update(dict.fromkeys(others, name))
+    write_safetensors(shard.tensors, path, metadata, fsync=fsync)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _unlink_if_there(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+@contextmanager
+def save_errors(folder: str) -> Iterator[None]:
+    """Turn what fails in the block, by writing to `folder`, into :class:`SaveError`."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        path = error.filename if isinstance(error.filename, str) else folder
+        raise SaveError.from_os_error(error, path) from error

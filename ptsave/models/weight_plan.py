@@ -1,0 +1,242 @@
+"""What of a checkpoint goes where in a model, and what does not fit: before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ptsave.models.packed_modules import PackedModules, Route, ShardId
+from ptsave.models.shards import Entry
+from ptsave.state.load_errors import mismatch_message, raise_load_errors
+from ptsave.tree.expansion import ADVICE, default_limit
+
+__all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loader_of"]
+
+
+class LoadedWeights(NamedTuple):
+    """What did not fit when :func:`ptsave.load_model` filled a model.
+
+    Attributes
+    ----------
+    missing_keys : list of str
+        The model's parameters and buffers for which the checkpoint has nothing.
+    unexpected_keys : list of str
+        The checkpoint's tensors that have no place in the model.
+    duplicate_keys : list of str
+        The checkpoint's tensors whose place another one takes, which comes later.
+    unfilled_shards : dict of str to list
+        The shard ids that packed parameters did not get, by the parameter's name.
+
+    Examples
+    --------
+    >>> import ptsave
+    >>> ptsave.LoadedWeights([], [], [], {})
+    <All weights loaded>
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    duplicate_keys: list[str]
+    unfilled_shards: dict[str, list[ShardId]]
+
+    def __repr__(self) -> str:
+        if not any(self):
+            return "<All weights loaded>"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+        return f"{type(self).__name__}({fields})"
+
+
+class ModelTensors:
+    """A model's parameters and buffers by name.
+
+    Attributes
+    ----------
+    by_name : dict of str to torch.Tensor
+        All of them, under all of their names.
+    required : set of str
+        Those that a state dict has.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_name: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        self.required = set(self.by_name).difference(_left_out_of_state_dicts(model))
+        self._names: dict[object, list[str]] = {}
+        for name, tensor in self.by_name.items():
+            self._names.setdefault(_identity(tensor), []).append(name)
+
+    def tied_names(self, name: str) -> list[str]:
+        """Return all names of the tensor that has this one, in the model's order."""
+        return self._names[_identity(self.by_name[name])]
+
+    def groups(self) -> Iterator[list[str]]:
+        """Yield the names of each tensor."""
+        yield from self._names.values()
+
+
+def _left_out_of_state_dicts(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name
+
+
+def _identity(tensor: Tensor) -> object:
+    """Return what tied tensors have in common: the object, or its place in memory."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
+        return id(tensor)
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return id(tensor)
+    if address == 0:  # another such subclass
+        return id(tensor)
+    return (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def loader_of(tensor: Tensor) -> Callable[..., Any] | None:
+    """Return a parameter's own function for being loaded."""
+    loader = getattr(tensor, "weight_loader", None)
+    return loader if callable(loader) else None
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """An entry on its way to the tensor that the model has under `name`."""
+
+    entry: Entry
+    name: str
+    shard_id: ShardId | None  # None: all of it
+
+
+@dataclass
+class WeightPlan:
+    """All deliveries, in the order of the files, and what does not fit.
+
+    Parameters
+    ----------
+    tensors : ModelTensors
+        The model.
+    packed : PackedModules
+        Its packed parameters.
+    entries : iterable of Entry
+        The checkpoint, in the order of its files.
+    """
+
+    tensors: ModelTensors
+    packed: PackedModules
+    entries: Iterable[Entry]
+    deliveries: list[Delivery] = field(default_factory=list)
+    report: LoadedWeights = field(default_factory=lambda: LoadedWeights([], [], [], {}))
+
+    def __post_init__(self) -> None:
+        self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by a tensor's first name
+        self._packed_names: dict[str, str] = {}
+        for entry in self.entries:
+            self._add(entry)
+        self._leave_out_tied_copies()
+        self._report_what_is_missing()
+
+    def _add(self, entry: Entry) -> None:
+        route = self.packed.route(entry.name)
+        if route is not None and route.target in self.tensors.by_name:
+            delivery = Delivery(entry, route.target, route.shard_id)
+        elif entry.name in self.tensors.by_name:
+            route, delivery = None, Delivery(entry, entry.name, None)
+        else:
+            self.report.unexpected_keys.append(entry.name)
+            return
+        self._note_received(delivery, route)
+        self.deliveries.append(delivery)
+
+    def _note_received(self, delivery: Delivery, route: Route | None) -> None:
+        received = self._received.setdefault(delivery.name, {})
+        if route is not None:
+            self._packed_names[delivery.name] = route.packed
+        other = received.get(delivery.shard_id)
+        if other is not None:
+            self.deliveries.remove(other)
+            self.report.duplicate_keys.append(other.entry.name)
+        elif received and None in (delivery.shard_id, *received):
+            # The whole, and a part of it: one follows the other.
+            self.report.duplicate_keys.append(delivery.entry.name)
+        received[delivery.shard_id] = delivery
+
+    def _leave_out_tied_copies(self) -> None:
+        """Keep one entry of those for the names of a tensor: as by load_state_dict, the last."""
+        left_out: set[Delivery] = set()
+        for names in self.tensors.groups():
+            delivered = [name for name in names if name in self._received]
+            for name in delivered[:-1]:
+                kept = self._received[delivered[-1]]
+                left_out.update(
+                    delivery
+                    for shard_id, delivery in self._received[name].items()
+                    if shard_id in kept
+                )
+        if left_out:
+            self.deliveries = [item for item in self.deliveries if item not in left_out]
+
+    def _report_what_is_missing(self) -> None:
+        for names in self.tensors.groups():
+            received: set[ShardId | None] = set()
+            packed_name = None
+            for name in names:
+                received.update(self._received.get(name, ()))
+                packed_name = packed_name or self._packed_names.get(name)
+            if not received:
+                self.report.missing_keys.extend(
+                    name for name in names if name in self.tensors.required
+                )
+            elif packed_name is not None and None not in received:
+                wanted = self.packed.shard_ids(packed_name)
+                absent = [shard_id for shard_id in wanted if shard_id not in received]
+                if absent:
+                    first = next(name for name in names if name in self._packed_names)
+                    self.report.unfilled_shards[first] = absent
+
+    def check(self, model: nn.Module, *, strict: bool) -> None:
+        """Raise one RuntimeError for everything that makes loading impossible or, strictly, wrong.
+
+        Shapes and packed parameters without a loader are errors in any case.
+        """
+        errors = [error for delivery in self.deliveries if (error := self._error_of(delivery))]
+        if strict:
+            errors[:0] = self._report_errors()
+        missing, unexpected = self.report.missing_keys, self.report.unexpected_keys
+        raise_load_errors(model, errors, missing, unexpected, strict=strict)
+
+    def _report_errors(self) -> Iterator[str]:
+        for name, absent in self.report.unfilled_shards.items():
+            parts = ", ".join(repr(shard_id) for shard_id in absent)
+            yield f'Packed parameter "{name}" lacks shard(s) {parts}. '
+        if self.report.duplicate_keys:
+            names = ", ".join(f'"{name}"' for name in self.report.duplicate_keys)
+            yield f"Key(s) loaded twice: {names}. "
+
+    def _error_of(self, delivery: Delivery) -> str | None:
+        target, entry = self.tensors.by_name[delivery.name], delivery.entry
+        where = f"(file {entry.shard.path}, tensor {entry.name})"
+        if loader_of(target) is not None:
+            # It knows what shapes it takes, but is given memory for all of the tensor first.
+            if entry.nbytes > default_limit(entry.stored_nbytes):
+                return (
+                    f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
+                    f"{entry.stored_nbytes:,}: {ADVICE} {where}"
+                )
+            return None
+        if delivery.shard_id is not None:
+            return (
+                f'Packed parameter "{delivery.name}" has no weight_loader to put shard '
+                f"{delivery.shard_id!r} in its place {where}"
+            )
+        if is_lazy(target):
+            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
+        if target.shape != entry.shape:
+            return f"{mismatch_message(delivery.name, target, entry)} {where}"
+        return None

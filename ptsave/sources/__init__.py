@@ -1,0 +1,1 @@
+"""Ranges of bytes near or far, and the kind of file they are."""

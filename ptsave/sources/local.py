@@ -1,0 +1,39 @@
+"""File objects whose bytes are those of a file behind a descriptor, and the names of sources."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+from typing import Any
+
+__all__ = ["describe", "real_file"]
+
+
+def describe(f: Any) -> str:
+    """Return what to call `f` in a message."""
+    if isinstance(f, (str, os.PathLike)):
+        return os.fsdecode(f)
+    name = getattr(f, "name", None)
+    return name if isinstance(name, str) else f"<{type(f).__name__}>"
+
+
+def real_file(f: Any) -> Any:
+    """Return the file object whose bytes are those behind its descriptor, or None if `f` is none.
+
+    Subclasses may do anything with the bytes, and a buffered object may sit on one.
+    """
+    if type(f) is tempfile._TemporaryFileWrapper:
+        f = f.file
+    elif _is_fsspec_local(f):
+        f = f.f
+    if type(f) in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
+        return f if not f.closed and type(f.raw) is io.FileIO else None
+    return f if type(f) is io.FileIO and not f.closed else None
+
+
+def _is_fsspec_local(f: object) -> bool:
+    """Whether `f` is fsspec's wrapper of a local file, as Lightning opens checkpoints."""
+    local = sys.modules.get("fsspec.implementations.local")
+    return local is not None and type(f) is local.LocalFileOpener

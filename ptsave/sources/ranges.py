@@ -1,0 +1,342 @@
+"""Where the bytes of a checkpoint come from, if only those that are asked for are to be fetched.
+
+The engine reads files.  So of an archive that is none it is given one: a file in memory of the
+archive's size, full of holes, into which its directory and small records are put as they are
+fetched.  The bytes of tensors are fetched into the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.errors import UnsupportedUrlError
+from ptsave.sources.kinds import regular_only
+from ptsave.sources.remote_errors import named_errors, os_errors
+
+__all__ = [
+    "Buffer",
+    "FileObject",
+    "FsspecFile",
+    "LocalFile",
+    "RangeSource",
+    "SparseFile",
+    "expect_no_more_reads",
+]
+
+# One request rather than two, and how large one may become.
+_MAX_GAP = 64 << 10
+_MAX_MERGED = 16 << 20
+_STREAM_NBYTES = 4 << 20  # fetched at once where all of a file is read
+# What opening an archive looks at.
+_SMALL_RECORDS = (
+    *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
+    *(".data/version", ".data/serialization_id"),
+)
+
+
+def expect_no_more_reads(descriptor: int) -> None:
+    """Let the system not read ahead: what it brings gets in the way of direct reads."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+class RangeSource(Protocol):
+    """Where ranges of bytes can be read from; safe for concurrent use.
+
+    Attributes
+    ----------
+    name : str
+        What to call it in messages.
+    nbytes : int
+        Its size.
+    """
+
+    name: str
+    nbytes: int
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes of each range (begin, end)."""
+        ...
+
+
+class FsspecFile:
+    """A file of any file system that fsspec knows.
+
+    Parameters
+    ----------
+    url : str
+        What :func:`fsspec.open` takes.
+    storage_options : dict
+        Arguments of the file system.
+    """
+
+    def __init__(self, url: str, storage_options: dict[str, Any]) -> None:
+        from fsspec.core import url_to_fs
+
+        self.name = url
+        try:
+            self.file_system, self.path = url_to_fs(url, **storage_options)
+        except ValueError as error:
+            if not str(error).startswith("Protocol not known"):
+                raise
+            raise UnsupportedUrlError.of(url, str(error)) from None
+        with os_errors(url):
+            info = self.file_system.info(self.path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError(f"{url} is a directory: open one of the files in it")
+        if info.get("size") is None:
+            raise OSError(f"{url}: its server does not say how large it is: download it first")
+        if info.get("partial") is False:
+            raise OSError(f"{url}: its server does not serve ranges: download it first")
+        self.nbytes = int(info["size"])
+
+    def open(self) -> AbstractContextManager[Any]:
+        """Open the whole file."""
+        return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        merged = _merged(ranges)
+        begins, ends = [begin for begin, _ in merged], [end for _, end in merged]
+        with os_errors(self.name):
+            pieces = self.file_system.cat_ranges(
+                [self.path] * len(merged), begins, ends, on_error="raise"
+            )
+        for piece, where in zip(pieces, merged, strict=True):
+            _check_complete(piece, *where, self)
+        found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
+        return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
+
+
+class _RangeStream(io.RawIOBase):
+    """A source as a file, whose reads raise what the source does."""
+
+    def __init__(self, source: RangeSource) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = (0, self._at, self._source.nbytes)[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        end = min(self._at + len(target), self._source.nbytes)
+        if self._at >= end:
+            return 0
+        (piece,) = self._source.read([(self._at, end)])
+        target[: len(piece)] = piece
+        self._at = end
+        return len(piece)
+
+
+class FileObject:
+    """A seekable file object; the archive is all of it from its current position on.
+
+    Parameters
+    ----------
+    stream : file-like
+        With ``seek``, ``tell`` and ``read``.  Its position changes.
+    name : str
+        What to call it in messages.
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self.name = name
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._begin = stream.tell()
+        stream.seek(0, os.SEEK_END)  # which mmap's answers with None
+        self.nbytes = max(stream.tell() - self._begin, 0)
+        self.rewind()
+
+    def rewind(self) -> AbstractContextManager[Any]:
+        """Return the stream at the position it had; leaving the context does not close it."""
+        self._stream.seek(self._begin)
+        return nullcontext(self._stream)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        pieces = [self._read(*where) for where in ranges]
+        for piece, where in zip(pieces, ranges, strict=True):
+            _check_complete(piece, *where, self)
+        return pieces
+
+    def read_into(self, begin: int, target: memoryview) -> None:
+        """Read as many bytes as `target` has, without a copy of them where the stream can."""
+        rest = target
+        with self._lock:
+            self._stream.seek(self._begin + begin)
+            while rest and (n := self._read_some(rest[:_STREAM_NBYTES])):
+                rest = rest[n:]
+        if rest:
+            end = begin + len(target)
+            raise _incomplete(self, len(target) - len(rest), begin, end)
+
+    def _read_some(self, target: memoryview) -> int:
+        if hasattr(self._stream, "readinto"):
+            return self._stream.readinto(target) or 0
+        piece = self._stream.read(len(target))
+        target[: len(piece)] = piece
+        return len(piece)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        pieces = []
+        with self._lock:
+            self._stream.seek(self._begin + begin)
+            while begin < end and (piece := self._stream.read(end - begin)):
+                pieces.append(piece)
+                begin += len(piece)
+        return b"".join(pieces)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges to fetch: in order, those in one that have little between them."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if begin == end and merged:
+            continue
+        last_begin, last_end = merged[-1] if merged else (begin, begin)
+        is_near = begin - last_end <= _MAX_GAP and end - last_begin <= _MAX_MERGED
+        if merged and (is_near or end <= last_end):
+            merged[-1] = (last_begin, max(last_end, end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _check_complete(piece: bytes, begin: int, end: int, source: RangeSource) -> None:
+    if len(piece) != end - begin:
+        raise _incomplete(source, len(piece), begin, end)
+
+
+def _incomplete(source: RangeSource, nbytes: int, begin: int, end: int) -> OSError:
+    return OSError(
+        f"{source.name}: got {nbytes} bytes of {begin} to {end}: the file has changed, or its "
+        "server does not serve ranges"
+    )
+
+
+class Buffer:
+    """What an :class:`io.BytesIO` holds from its current position on, which may not change."""
+
+    def __init__(self, stream: io.BytesIO, name: str) -> None:
+        self.name = name
+        self._view = stream.getbuffer()[stream.tell() :]
+        self.nbytes = self._view.nbytes
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        pieces = [bytes(self._view[begin:end]) for begin, end in ranges]
+        for piece, where in zip(pieces, ranges, strict=True):
+            _check_complete(piece, *where, self)
+        return pieces
+
+
+class _OpenFile:
+    """A file that is closed with this object, if nobody closes it before."""
+
+    descriptor = -1
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    __del__ = close
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the file if the block raises: who holds the traceback holds the file."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+class LocalFile(_OpenFile):
+    """A real file, from a position on.
+
+    Parameters
+    ----------
+    stream : io.FileIO or buffered file
+        At that position, which stays.  It may be closed afterwards.
+    name : str
+        What to call it in messages.
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self.name = name
+        self.begin = stream.tell()
+        try:
+            self.descriptor = os.dup(stream.fileno())
+        except OSError as error:  # which would not say what for
+            raise OSError(error.errno, error.strerror, name) from None
+        self.nbytes = max(os.fstat(self.descriptor).st_size - self.begin, 0)
+
+    @classmethod
+    def open(cls, path: str, name: str = "") -> LocalFile:
+        """Open a file, all of which is going to be read by the engine."""
+        with open(path, "rb", buffering=0, opener=regular_only) as stream:
+            expect_no_more_reads(stream.fileno())
+            return cls(stream, name or path)
+
+    @property
+    def for_engine(self) -> tuple[int, bytes]:
+        """Return the descriptor and the name, as `_C.read_ranges` takes them."""
+        return self.descriptor, os.fsencode(self.name)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        with named_errors(self.name):
+            pieces = [self._read(*where) for where in ranges]
+        for piece, where in zip(pieces, ranges, strict=True):
+            _check_complete(piece, *where, self)
+        return pieces
+
+    def map(self, begin: int, nbytes: int) -> Tensor:
+        """Return bytes of the file, which are read when they are used."""
+        return _C.map_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+
+    def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
+        """Return the same if the page cache holds all of it; None if it may not."""
+        return _C.map_cached_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        pieces = []
+        while begin < end and (piece := os.pread(self.descriptor, end - begin, self.begin + begin)):
+            pieces.append(piece)
+            begin += len(piece)
+        return b"".join(pieces)
+
+
+class SparseFile(_OpenFile):
+    """A file in memory of which only what is written takes any."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, offset: int, data: bytes) -> None:
+        while data:
+            n = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[n:], offset + n

@@ -1,0 +1,1 @@
+"""State dicts into modules, optimizers and dicts; no file."""

@@ -1,0 +1,168 @@
+"""How the tensors of a state dict get into a module or an optimizer: at once, or later.
+
+Loading a state dict decides *what* goes *where*; a `Copier` decides *when*.  `CopyNow` does what
+torch does.  A restore straight from a file collects the copies instead, so that everything can be
+checked before the first byte of a target changes, and the file's bytes go directly to their place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from ptsave.tree.containers import attributes_of, values_of
+
+__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
+
+
+class Replacement(NamedTuple):
+    """A tensor that takes a buffer's place when it holds the values of its source.
+
+    Attributes
+    ----------
+    buffers, name : dict, str
+        Where the buffer is.
+    new, source : Tensor or None
+        None, both of them, for a buffer that becomes None.
+    """
+
+    buffers: dict[str, Tensor | None]
+    name: str
+    new: Tensor | None
+    source: Tensor | None
+
+    def make(self) -> None:
+        """Let the new tensor be the buffer."""
+        self.buffers[self.name] = self.new
+
+
+class Copier(Protocol):
+    """Takes every decision that depends on whether the tensors of a state dict hold values yet."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Let `target` hold the values of `source`, as ``target.copy_(source)`` under no_grad.
+
+        Only for what cannot fail: tensors of exactly torch's own types, strided, of one shape, on
+        real devices.
+        """
+
+    def replace(self, replacement: Replacement) -> None:
+        """Let `new` hold the values of `source`, as by `copy`, and then be the buffer.
+
+        If the values do not arrive, the buffer stays what it is.
+        """
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
+        """Be told that a module is getting these entries themselves, which have their values."""
+
+    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
+
+    def lend(self, state_dict: Mapping[Any, Any]) -> None:
+        """Be told that other people's code is about to look at these entries, and no more.
+
+        Nothing has been passed to `copy` yet, and nothing will have changed afterwards.
+        """
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        """Be told that other people's code is about to run and may look at these entries.
+
+        It may also look at every target: what was passed to `copy` must be done when this returns.
+        """
+
+
+class CopyNow:
+    """Copies at once, as torch does."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        # As torch.no_grad() does it, whose own Python code would take longer than a small copy.
+        was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            target.copy_(source)
+        finally:
+            torch._C._set_grad_enabled(was_enabled)
+
+    def replace(self, replacement: Replacement) -> None:
+        if replacement.new is not None and replacement.source is not None:
+            self.copy(replacement.new, replacement.source)
+        replacement.make()
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
+        """Do nothing: nobody asks."""
+
+    def lend(self, state_dict: Mapping[Any, Any]) -> None:
+        """Do nothing: everything is always there."""
+
+    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        return source.to(dtype=dtype, device=device)
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        """Do nothing: everything is always there."""
+
+
+class CopyLater(CopyNow):
+    """Copies when it must, or in the end, so that what is wrong is known before."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._replacements: deque[Replacement] = deque()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._copies.append((target, source))
+
+    def replace(self, replacement: Replacement) -> None:
+        self._replacements.append(replacement)
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Make all copies."""
+        for target, source in self._copies:
+            super().copy(target, source)
+        self._copies.clear()
+        while self._replacements:
+            self._make(self._replacements.popleft())
+
+    def _make(self, replacement: Replacement) -> None:
+        if replacement.new is not None and replacement.source is not None:
+            super().copy(replacement.new, replacement.source)
+        replacement.make()
+
+
+class CopyNothing(CopyNow):
+    """For finding out what would be done."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Do nothing."""
+
+    def replace(self, replacement: Replacement) -> None:
+        """Do nothing."""
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers and of their attributes, and one for each storage.
+
+    Uninitialized parameters and buffers are left out, because they have no memory.
+    Each container is looked at once.
+    """
+    seen: set[int] = set()
+    pending = [obj]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            if not is_lazy(value):
+                yield value
+        elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            untyped = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
+            yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+        elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [*value, *values_of(value)] if isinstance(value, Mapping) else value
+            pending += attributes_of(value).values()

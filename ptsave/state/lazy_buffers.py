@@ -1,0 +1,224 @@
+"""Buffers that are None until training gives them a tensor, and have no shape before that."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _WrappedHook
+from torch.nn.parameter import is_lazy
+
+from ptsave.state.load_errors import failure_message
+
+__all__ = ["LazyBufferHook", "lazy_buffer_hooks", "new_buffer", "register_lazy_buffer"]
+
+
+def register_lazy_buffer(module: nn.Module, name: str) -> None:
+    """Declare a buffer that is saved when it is set, and loads in whatever shape the file has.
+
+    Loading stays strict about everything else.  It works with ``module.load_state_dict`` and
+    :func:`ptsave.load_state_dict`, and the declaration is copied and pickled with the module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    name : str
+        The attribute.  If it is None or a tensor already, it keeps that value; if the module has
+        no such attribute, it becomes None.
+
+    Raises
+    ------
+    TypeError, KeyError
+        As from :meth:`torch.nn.Module.register_buffer`.
+    ValueError
+        If there is a buffer of that name that state dicts leave out (``persistent=False``).
+
+    Notes
+    -----
+    Loading sets the buffer as follows.  A state dict without it makes it None.  If its shape is the
+    present one, the present tensor is overwritten.  If not, a new tensor takes its place: with the
+    present one's dtype and device, or, where there is none, with the dtype in the state dict and on
+    the device of the module's other tensors.  It takes it when it has its values, after all other
+    load pre-hooks of the module: where loading fails, or one of them removes the buffer's key, the
+    buffer stays what it was.
+
+    Examples
+    --------
+    >>> import torch, ptsave
+    >>> class Memory(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.seen = None
+    ...         ptsave.register_lazy_buffer(self, "seen")
+    >>> trained, fresh = Memory(), Memory()
+    >>> trained.seen = torch.arange(3)
+    >>> fresh.load_state_dict(trained.state_dict())
+    <All keys matched successfully>
+    >>> fresh.seen
+    tensor([0, 1, 2])
+    """
+    if name not in module._buffers:
+        attributes = vars(module)
+        present = {name: attributes.pop(name)} if name in attributes else {}
+        try:
+            module.register_buffer(name, present.get(name))
+        except (KeyError, TypeError):
+            attributes.update(present)
+            raise
+    elif name in module._non_persistent_buffers_set:
+        raise ValueError(
+            f"the buffer {name!r} is left out of state dicts: register it with persistent=True, "
+            "or not at all, before register_lazy_buffer"
+        )
+    if all(hook.name != name for hook in lazy_buffer_hooks(module)):
+        module.register_load_state_dict_pre_hook(LazyBufferHook(name))
+
+
+def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
+    """Return those of a module's load pre-hooks that `register_lazy_buffer` has registered."""
+    hooks = module._load_state_dict_pre_hooks.values()
+    return [
+        hook.hook
+        for hook in hooks
+        if type(hook) is _WrappedHook and type(hook.hook) is LazyBufferHook
+    ]
+
+
+class LazyBufferHook:
+    """A load pre-hook that gives one buffer the shape that it has in the state dict.
+
+    The new tensor has its values when it takes the buffer's place, so that nobody ever sees memory
+    without any, whatever fails.
+    """
+
+    __module__ = "ptsave.lazy_buffers"  # in the files of users
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """Put in place what torch will copy or assign to, when the later hooks have run."""
+        hooks = module._load_state_dict_pre_hooks
+        keys = [*hooks]
+        own = (at for at, hook in enumerate(hooks.values()) if getattr(hook, "hook", None) is self)
+        later = keys[next(own, len(keys)) + 1 :]
+        was_there = prefix + self.name in state_dict
+        self._wait_for(later, module, was_there, state_dict, prefix, *rest)
+
+    def wanted(self, state_dict: Mapping[str, Any], key: str, present: Any) -> Any:
+        """Return what the buffer is to be like; looks at no values.
+
+        None, its entry in the state dict, or `present` where torch loads into that, or says what is
+        wrong.
+        """
+        if key not in state_dict:
+            return None
+        saved = state_dict[key]
+        if not isinstance(saved, Tensor) or is_lazy(saved) or is_lazy(present):
+            return present
+        return present if present is not None and present.shape == saved.shape else saved
+
+    def _wait_for(
+        self, later: list[int], module: nn.Module, was_there: bool, *arguments: Any
+    ) -> None:
+        """Load the buffer when the hooks with the keys `later` have run."""
+        if later:
+            hooks = module._load_state_dict_pre_hooks
+            hooks[later[0]] = _Relay(self, later, module, was_there)
+        else:
+            self._load(module, was_there, *arguments)
+
+    def _load(
+        self,
+        module: nn.Module,
+        was_there: bool,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *key_lists: Any,
+    ) -> None:
+        key = prefix + self.name
+        if was_there and key not in state_dict:
+            return  # a later hook has taken it out
+        present = module._buffers.get(self.name)
+        saved = self.wanted(state_dict, key, present)
+        if saved is present:
+            return
+        if saved is None:
+            module._buffers[self.name] = None
+        elif local_metadata.get("assign_to_params_buffers", False):
+            module._buffers[self.name] = saved.detach()
+        else:
+            try:
+                module._buffers[self.name] = _loaded(module, present, saved)
+            except Exception as error:
+                error_msgs: list[str] = key_lists[-1]
+                error_msgs.append(failure_message(key, saved, saved, error))
+                if present is None:  # torch shall not try it as well
+                    del state_dict[key]
+                else:
+                    state_dict[key] = present
+
+
+class _Relay:
+    """Takes a pre-hook's place for one call, so that a lazy buffer's turn comes after it.
+
+    A hook cannot move itself behind the others while torch goes through them, but it can change the
+    next one.
+    """
+
+    lazy: LazyBufferHook
+    hook: Any
+
+    def __init__(
+        self, lazy: LazyBufferHook, later: list[int], module: nn.Module, was_there: bool
+    ) -> None:
+        hook: Any = module._load_state_dict_pre_hooks[later[0]]
+        if type(hook) is _Relay and hook.lazy is lazy:  # that of a load that was interrupted
+            hook = hook.hook
+        self.lazy = lazy
+        self.hook = hook
+        self._later = later
+        self._module = module
+        self._was_there = was_there
+
+    def __call__(self, *arguments: Any) -> None:
+        self._module._load_state_dict_pre_hooks[self._later[0]] = self.hook
+        self.hook(*arguments)
+        self.lazy._wait_for(self._later[1:], self._module, self._was_there, *arguments)
+
+
+def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
+    """Return memory without values for a buffer of a module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    present : Tensor or None
+        The buffer as it is.
+    saved : Tensor
+        What will be copied; its values are not looked at.
+    """
+    if present is not None:
+        return torch.empty_like(saved, dtype=present.dtype, device=present.device)
+    return torch.empty_like(saved, device=_device_of(module, saved))
+
+
+def _loaded(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
+    new = new_buffer(module, present, saved)
+    if not new.is_meta:  # of which torch warns
+        with torch.no_grad():
+            new.copy_(saved)
+    return new
+
+
+def _device_of(module: nn.Module, saved: Tensor) -> torch.device:
+    others = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in others), saved.device)

@@ -1,0 +1,146 @@
+"""Restoring state dicts that nobody owns: dicts and lists of tensors, filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from ptsave.state.copying import Copier, tensors_in
+from ptsave.state.load_errors import (
+    mismatch_message,
+    no_copy_message,
+    no_tensor_message,
+    raise_load_errors,
+    require_mapping,
+)
+from ptsave.tree.containers import items_of
+from ptsave.tree.plain_tensors import copies_plainly, modes_are_active, shares_bytes
+
+__all__ = ["check_mapping", "load_mapping"]
+
+
+def load_mapping(
+    target: Mapping[Any, Any], saved: Any, strict: bool, copier: Copier
+) -> _IncompatibleKeys:
+    """Fill the tensors of `target` with those under the same keys of `saved`.
+
+    Values that are no tensors are replaced.  Nothing is changed unless everything fits.
+
+    Parameters
+    ----------
+    target : dict
+        With dicts and lists in it, to any depth.
+    saved : Mapping
+        What the file holds.
+    strict : bool
+        Whether missing and unexpected keys are an error.
+    copier : Copier
+        Decides when bytes move.
+
+    Returns
+    -------
+    _IncompatibleKeys
+        Dotted paths of entries that only `target` or only `saved` has.
+
+    Raises
+    ------
+    RuntimeError
+        In the words of :meth:`torch.nn.Module.load_state_dict`.
+    TypeError
+        If `saved` is not a mapping.
+    """
+    filling = check_mapping(target, saved, strict)
+    plainly = not modes_are_active()
+    for tensor, source in filling.uninitialized:
+        copier.show({"": source})  # a tensor that has a shape must have values, too
+        with torch.no_grad():
+            tensor.materialize(source.shape)
+            tensor.copy_(source)
+    for tensor, source in filling.tensors:
+        if plainly and copies_plainly(tensor, source):
+            copier.copy(tensor, source)
+        else:
+            copier.show({"": source})
+            with torch.no_grad():
+                tensor.copy_(source)
+    # A value that somebody has must not be one that is still to be read, and may not be readable.
+    values = [value for _, _, value in filling.replacements]
+    if any(True for _ in tensors_in(values)):
+        copier.show({"": values})
+    for container, key, value in filling.replacements:
+        container[key] = value
+    return _IncompatibleKeys(filling.missing, filling.unexpected)
+
+
+def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
+    """Return what `load_mapping` would do, or raise what it would raise, changing nothing."""
+    require_mapping(saved)
+    filling = _Filling()
+    filling.compare(target, saved, "")
+    raise_load_errors(target, filling.errors, filling.missing, filling.unexpected, strict=strict)
+    return filling
+
+
+class _Filling:
+    """What to do for a state dict, and what is wrong with it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.uninitialized: list[tuple[Any, Tensor]] = []  # which get their shapes first
+        self.replacements: list[tuple[Any, Any, Any]] = []  # container, key, new value
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+
+    def compare(self, target: Any, saved: Any, prefix: str) -> None:
+        """Go through two containers of the same kind."""
+        ours, theirs = dict(_items(target)), dict(_items(saved))
+        self.missing += [f"{prefix}{key}" for key in ours if key not in theirs]
+        self.unexpected += [f"{prefix}{key}" for key in theirs if key not in ours]
+        for key, value in ours.items():
+            if key in theirs:
+                self._compare_entry(target, key, value, theirs[key], f"{prefix}{key}")
+
+    def _compare_entry(self, target: Any, key: Any, value: Any, saved: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            if not isinstance(saved, Tensor):
+                self.errors.append(no_tensor_message(path, saved))
+            elif is_lazy(saved):
+                if not is_lazy(value):
+                    self.errors.append(
+                        f"{path} is uninitialized in the file, and has a shape in the target"
+                    )
+            elif is_lazy(value):
+                self.uninitialized.append((value, saved))
+            elif value.shape != saved.shape:
+                self.errors.append(mismatch_message(path, value, saved))
+            elif shares_bytes(value):
+                self.errors.append(no_copy_message(path, value))
+            else:
+                self.tensors.append((value, saved))
+        elif _are_containers(value, saved):
+            self.compare(value, saved, f"{path}.")
+        elif callable(getattr(value, "load_state_dict", None)):
+            self.errors.append(
+                f"{path} is a {type(value).__name__}, which is no value to be replaced: restore it "
+                "as a target of its own"
+            )
+        elif isinstance(target, (dict, list)):
+            self.replacements.append((target, key, saved))
+        else:
+            self.errors.append(f"{path} cannot be replaced in a {type(target).__name__}")
+
+
+def _are_containers(value: Any, saved: Any) -> bool:
+    return any(
+        isinstance(value, kind) and isinstance(saved, kind) for kind in (Mapping, (list, tuple))
+    )
+
+
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(items_of(container))

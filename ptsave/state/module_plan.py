@@ -1,0 +1,108 @@
+"""What happens to the entries of one module's own tensors, decided before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Size, Tensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import is_tensor_like
+
+from ptsave.state.load_errors import mismatch_message, no_copy_message, no_tensor_message
+from ptsave.tree.plain_tensors import PLAIN_TYPES, copies_plainly, shares_bytes
+
+__all__ = ["Mismatch", "ModulePlan", "are_plain", "differ", "plan_module"]
+
+# Key, shape in the state dict and shape in the module.
+Mismatch: TypeAlias = "tuple[str, Size, Size]"
+
+
+@dataclass
+class ModulePlan:
+    """How the entries of one module go into its tensors, and what is wrong with the others."""
+
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def plan_module(
+    own: Mapping[str, Tensor],
+    entries: Mapping[str, Any],
+    prefix: str,
+    *,
+    skip_mismatched: bool,
+    copies: bool,
+) -> ModulePlan | None:
+    """Return what torch would do; None if that is more than copying plain tensors.
+
+    Parameters
+    ----------
+    own : dict of str to Tensor
+        The module's parameters and persistent buffers.
+    entries : dict of str to object
+        The part of the state dict that is the module's.
+    prefix : str
+        What the module's keys begin with.
+    skip_mismatched : bool
+        Whether other shapes are left out instead of being errors.
+    copies : bool
+        Whether entries are copied in the end, so that what torch has no copy for is an error.
+    """
+    plan = ModulePlan()
+    for name, target in own.items():
+        key = prefix + name
+        if key not in entries:
+            plan.missing.append(key)
+        elif copies_plainly(target, entries[key]):
+            plan.copies.append((target, entries[key]))
+        elif not _plan_exception(plan, key, target, entries[key], skip_mismatched):
+            if not (copies and are_plain(target, entries[key]) and shares_bytes(target)):
+                return None
+            plan.errors.append(no_copy_message(key, target))
+    return plan
+
+
+def _plan_exception(
+    plan: ModulePlan, key: str, target: Tensor, source: Any, skip_mismatched: bool
+) -> bool:
+    """Plan what torch does with an entry that is not just copied; False if it has to do it."""
+    if type(target) not in PLAIN_TYPES or is_lazy(target):
+        return False
+    if not is_tensor_like(source):
+        plan.errors.append(no_tensor_message(key, source))
+        return True
+    if type(source) not in PLAIN_TYPES:
+        return False
+    if differ(target, source):
+        if skip_mismatched:
+            plan.mismatched.append((key, source.shape, target.shape))
+        else:
+            plan.errors.append(mismatch_message(key, target, source))
+        return True
+    if source.shape != target.shape and copies_plainly(target, source[0]):
+        plan.copies.append((target, source[0]))  # a scalar, as torch 0.3 saved it
+        return True
+    return False
+
+
+def are_plain(target: Any, source: Any) -> bool:
+    """Return whether both are tensors of exactly torch's own types."""
+    return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
+
+
+def differ(target: Tensor, source: Any) -> bool:
+    """Return whether torch would report a size mismatch.
+
+    Raises
+    ------
+    RuntimeError
+        As from torch, for the shape of an uninitialized parameter that is to go into another one.
+    """
+    if not is_tensor_like(source) or is_lazy(target):
+        return False
+    one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
+    return not one_element and bool(source.shape != target.shape)

@@ -1,0 +1,268 @@
+"""Matching an optimizer's parameters with saved ones by name."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from ptsave.state.copying import Copier
+from ptsave.state.optimizer_groups import (
+    Assignment,
+    UnmatchedParameters,
+    copy_plainly,
+    is_torchs,
+    show_unless_plain,
+)
+from ptsave.tree.containers import items_of
+
+__all__ = ["match_by_name"]
+
+# What torch's optimizers keep for each element of a parameter; everything else they keep is a
+# number for the whole parameter, or below.
+_ELEMENTWISE = {
+    *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
+    *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
+}
+# Adafactor's means over one dimension, counted from the last.
+_MEANS = {"row_var": -1, "col_var": -2}
+
+
+class _Saved(NamedTuple):
+    param_id: Hashable
+    group: int
+
+
+class _Own(NamedTuple):
+    param: Tensor
+    group: int
+
+
+def match_by_name(
+    optimizer: Optimizer,
+    state_dict: Any,
+    copier: Copier,
+    *,
+    names: Sequence[str] | None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None,
+    strict: bool,
+) -> Assignment:
+    """Match parameters by name; the arguments are those of `load_optimizer_state_dict`.
+
+    Raises
+    ------
+    ValueError
+        If names are not there, not unique or not enough to decide.
+    RuntimeError
+        If parameters have no partner, with `strict`, or one of another shape.
+    """
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    saved = _saved_parameters(saved_groups, names)
+    own = _own_parameters(groups, named_parameters)
+    if isinstance(optimizer, LBFGS) and list(saved) != list(own):
+        raise ValueError(
+            "LBFGS keeps one state for all parameters together: it cannot be loaded into one with "
+            "other parameters, or in another order"
+        )
+    unmatched = UnmatchedParameters(
+        [name for name in own if name not in saved], [name for name in saved if name not in own]
+    )
+    pairs = {name: (saved[name], own[name]) for name in own if name in saved}
+    states = {
+        name: (param, state_dict["state"].get(partner.param_id))
+        for name, (partner, (param, _)) in pairs.items()
+    }
+    problems = list(_unmatched_messages(unmatched)) if strict else []
+    problems.extend(_shape_messages(optimizer, states))
+    if problems:
+        listed = "\n\t".join(problems)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(optimizer).__name__}:\n\t{listed}"
+        )
+    sources: list[set[int]] = [set() for _ in groups]
+    for partner, (_, index) in pairs.values():
+        sources[index].add(partner.group)
+    return Assignment(
+        params={partner.param_id: param for partner, (param, _) in pairs.values()},
+        groups=[
+            _new_group(index, group, [(i, saved_groups[i]) for i in sorted(source)], copier)
+            for index, (group, source) in enumerate(zip(groups, sources, strict=True))
+        ],
+        kept=[own[name].param for name in unmatched.missing],
+        dropped={saved[name].param_id for name in unmatched.unexpected},
+        unmatched=unmatched,
+    )
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Saved]:
+    """Return the saved parameters by name, in saved order."""
+    places = [_Saved(param_id, i) for i, group in enumerate(groups) for param_id in group["params"]]
+    if names is None:
+        names = _names_in(groups, "the state dict")
+    if names is None:
+        raise ValueError(
+            "the state dict has no param_names, because its optimizer was not made from "
+            'named_parameters(): pass names=[...], in saved order, or match="order"'
+        )
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError("the names of the saved parameters must be a sequence of str")
+    if len(names) != len(places):
+        raise ValueError(f"the state dict has {len(places)} parameters, but {len(names)} names")
+    if len({place.param_id for place in places}) != len(places):
+        raise ValueError("the state dict has two parameters with the same id")
+    _check_unique(names, "the state dict")
+    return dict(zip(names, places, strict=True))
+
+
+def _own_parameters(
+    groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[str, _Own]:
+    """Return the optimizer's parameters by name, in its order."""
+    places = [_Own(param, i) for i, group in enumerate(groups) for param in group["params"]]
+    if named_parameters is not None:
+        names = _names_of([place.param for place in places], named_parameters)
+    else:
+        own_names = _names_in(groups, "the optimizer")
+        if own_names is None:
+            raise ValueError(
+                "the optimizer's parameters have no names: pass "
+                "named_parameters=model.named_parameters(), or make the optimizer from them"
+            )
+        names = own_names
+    _check_unique(names, "the optimizer")
+    return dict(zip(names, places, strict=True))
+
+
+def _names_in(groups: Any, owner: str) -> list[str] | None:
+    """Return the names that groups have themselves, or None; an empty group needs none."""
+    names: list[str] = []
+    for index, group in enumerate(groups):
+        own = group.get("param_names", [])
+        if len(own) != len(group["params"]):
+            if "param_names" not in group:
+                return None
+            raise ValueError(
+                f"{owner} has {len(group['params'])} parameters in group {index}, "
+                f"but {len(own)} param_names"
+            )
+        names.extend(own)
+    return names
+
+
+def _names_of(params: list[Tensor], named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    names: dict[int, str] = {}
+    pair: Any
+    for pair in named_parameters:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError("named_parameters must be pairs of a str and a parameter")
+        name, param = pair
+        if names.setdefault(id(param), name) != name:
+            both = f'"{names[id(param)]}" and "{name}"'
+            raise ValueError(f"named_parameters has one parameter under two names, {both}")
+    for index, param in enumerate(params):
+        if id(param) not in names:
+            raise ValueError(
+                f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in "
+                "named_parameters"
+            )
+    return [names[id(param)] for param in params]
+
+
+def _check_unique(names: Sequence[str], owner: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f'{owner} has two parameters named "{name}"')
+        seen.add(name)
+
+
+def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
+    for title, names in (("Missing", unmatched.missing), ("Unexpected", unmatched.unexpected)):
+        if names:
+            listed = ", ".join(f'"{name}"' for name in names)
+            yield f"{title} parameter(s) in state_dict: {listed}. "
+
+
+# ------------------------------------------------------------------------------------------ shapes
+
+
+def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[str]:
+    """Yield what is wrong with the shapes of the state saved for parameters, by name."""
+    is_known = is_torchs(optimizer, "step")
+    for name, (param, state) in states.items():
+        if not isinstance(state, dict):
+            continue
+        present = {} if is_known else optimizer.state.get(param, {})
+        for key, value in items_of(state):
+            if not isinstance(value, Tensor):
+                continue
+            expected = _shape_in_torch(key, param.shape) if is_known else _shape_in(present, key)
+            if expected is not None and value.shape != expected:
+                yield (
+                    f"size mismatch for {name}: its {key} has shape {value.shape} in the "
+                    f"checkpoint, but must have shape {expected}."
+                )
+
+
+def _shape_in(present: Any, key: Any) -> torch.Size | None:
+    value = present.get(key) if isinstance(present, dict) else None
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
+    """Return the shape of what torch's optimizers keep under `key`, if the parameter decides it."""
+    if key in _ELEMENTWISE:
+        return shape
+    if key in _MEANS and len(shape) > 1:
+        sizes = list(shape)
+        sizes[_MEANS[key]] = 1
+        return torch.Size(sizes)
+    return None
+
+
+# ------------------------------------------------------------------------------------------ groups
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in items_of(group) if key not in ("params", "param_names")}
+
+
+def _new_group(
+    index: int, group: dict[str, Any], sources: list[tuple[int, Any]], copier: Copier
+) -> dict[str, Any]:
+    """Return one of the optimizer's groups with the hyper-parameters of its saved `sources`."""
+    if not sources:
+        return dict(group)
+    first, saved = sources[0]
+    chosen = _hyper_parameters(saved)
+    for other, other_saved in sources[1:]:
+        show_unless_plain([saved, other_saved], copier)
+        differing = _differing(chosen, _hyper_parameters(other_saved))
+        if differing:
+            raise ValueError(
+                f"the optimizer's group {index} has parameters of the saved groups {first} and "
+                f"{other}, which disagree in {', '.join(differing)}: split the group as it was"
+            )
+    own = {key: group[key] for key in ("params", "param_names") if key in group}
+    return {**copy_plainly(chosen, copier), **own}
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    nothing = object()
+    return [
+        f"{key} ({one.get(key)!r} and {other.get(key)!r})"
+        for key in {**one, **other}
+        if not _are_equal(one.get(key, nothing), other.get(key, nothing))
+    ]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,246 @@
+"""`load_optimizer_state_dict`: `Optimizer.load_state_dict` in linear time, by order or by name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ptsave.state.copying import Copier, CopyNothing, CopyNow
+from ptsave.state.optimizer_cast import PresentState, StateCaster
+from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
+from ptsave.state.optimizer_names import match_by_name
+from ptsave.tree.containers import items_of
+
+__all__ = ["check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
+
+_LOAD_STATE_DICT = Optimizer.load_state_dict
+
+
+@overload
+def load_optimizer_state_dict(
+    optimizer: Any,
+    state_dict: Mapping[str, Any],
+    *,
+    match: Literal["order"] = "order",
+) -> None: ...
+
+
+@overload
+def load_optimizer_state_dict(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    match: Literal["name"],
+    names: Sequence[str] | None = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    strict: bool = True,
+) -> UnmatchedParameters: ...
+
+
+def load_optimizer_state_dict(
+    optimizer: Any,
+    state_dict: Mapping[str, Any],
+    *,
+    match: Literal["order", "name"] = "order",
+    names: Sequence[str] | None = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    strict: bool = True,
+) -> Any:
+    """Load an optimizer's state, as ``optimizer.load_state_dict(state_dict)`` does.
+
+    torch searches all groups for each value of the state, so its time grows with the square of
+    the number of parameters; here it grows with the number.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        What to load into.  If it has a `load_state_dict` of its own, that is called.
+    state_dict : dict
+        As from ``optimizer.state_dict()``.
+    match : {"order", "name"}, default "order"
+        Which saved parameter is which: that at the same place, as in torch, or that of the same
+        name, wherever it is.
+    names : sequence of str, optional
+        With ``match="name"``: the names of the saved parameters, in saved order, one group after
+        the other.  By default those in the file, which is where an optimizer has them that was made
+        from ``model.named_parameters()``.
+    named_parameters : iterable of (str, Tensor), optional
+        With ``match="name"``: the names of the optimizer's parameters, as from
+        ``model.named_parameters()``.  Parameters that the optimizer does not have are ignored.  By
+        default the optimizer's own names.
+    strict : bool, default True
+        With ``match="name"``: whether it is an error if a parameter is only in the optimizer or
+        only in the state dict.
+
+    Returns
+    -------
+    UnmatchedParameters or None
+        None, as from torch, with ``match="order"``.  With ``match="name"`` the names of the
+        parameters that are only in the optimizer (`missing`) and only in the state dict
+        (`unexpected`), both empty with ``strict=True``.
+
+    Raises
+    ------
+    ValueError
+        As from torch if groups or their sizes differ.  With ``match="name"``: names that are
+        missing or there twice, groups whose parameters come from saved groups with different
+        hyper-parameters, and an LBFGS whose parameters are others or in another order.
+    RuntimeError
+        With ``match="name"``: parameters without a partner (``strict=True``), and state whose
+        shape is not the parameter's.
+
+    Notes
+    -----
+    The optimizer changes only after everything above has been checked.
+
+    By name, each group takes the hyper-parameters of the saved group that its parameters come
+    from, and keeps its own if none of its parameters was saved.  A parameter that is missing keeps
+    its present state, and one that is unexpected is left out.  The optimizer's names stay.
+    Shapes are checked for the state that torch's own optimizers keep, and for that of any other
+    one where the optimizer has present state to compare with.
+
+    Examples
+    --------
+    >>> import torch, ptsave
+    >>> def make(*names):
+    ...     parameters = [(name, torch.nn.Parameter(torch.ones(2))) for name in names]
+    ...     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    >>> saved = make("bias", "weight")
+    >>> for parameter in saved.param_groups[0]["params"]:
+    ...     parameter.grad = torch.ones(2)
+    >>> saved.step()
+    >>> optimizer = make("weight", "head", "bias")
+    >>> ptsave.load_optimizer_state_dict(
+    ...     optimizer, saved.state_dict(), match="name", strict=False
+    ... )
+    UnmatchedParameters(missing=['head'], unexpected=[])
+    >>> len(optimizer.state)
+    2
+    """
+    return load_optimizer(
+        optimizer,
+        state_dict,
+        CopyNow(),
+        match=match,
+        names=names,
+        named_parameters=named_parameters,
+        strict=strict,
+    )
+
+
+def load_optimizer(
+    optimizer: Any,
+    state_dict: Any,
+    copier: Copier,
+    *,
+    match: str = "order",
+    names: Sequence[str] | None = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    strict: bool = True,
+    in_place: bool = False,
+) -> Any:
+    """Do what `load_optimizer_state_dict` does, with bytes that may still be on their way.
+
+    Parameters
+    ----------
+    copier : Copier
+        Decides when bytes move; is told before anybody may look at them.
+    in_place : bool, default False
+        Whether tensors that the optimizer's state holds already are filled, where their shape,
+        dtype and device are right, so that they stay the same objects.
+    """
+    _check_options(match, names, named_parameters)
+    if _overrides_load_state_dict(optimizer):
+        if match == "name":
+            raise TypeError(
+                f"{type(optimizer).__name__} has a load_state_dict() of its own, which matches "
+                'parameters in its own way: use match="order"'
+            )
+        _show(copier, state_dict)
+        return optimizer.load_state_dict(state_dict)
+    state_dict = _run_pre_hooks(optimizer, state_dict, copier)
+    param_groups = state_dict["param_groups"]
+    if match == "name":
+        assignment = match_by_name(
+            optimizer,
+            state_dict,
+            copier,
+            names=names,
+            named_parameters=named_parameters,
+            strict=strict,
+        )
+    else:
+        assignment = match_by_order(optimizer, param_groups, copier)
+    saved_state = state_dict["state"]
+    if type(saved_state) not in (dict, OrderedDict, defaultdict):
+        _show(copier, saved_state)
+    present = PresentState(optimizer, saved_state) if in_place else None
+    caster = StateCaster(param_groups, copier, present)
+    state = _cast_state(saved_state, assignment, caster)
+    for param in assignment.kept:
+        if param in optimizer.state:
+            state[param] = optimizer.state[param]
+    for target, value in present.copies if present is not None else ():
+        copier.copy(target, value)
+    _set_state(optimizer, {"state": state, "param_groups": assignment.groups}, copier)
+    return assignment.unmatched
+
+
+def check_optimizer(optimizer: Any, state_dict: Any) -> None:
+    """Raise what `load_optimizer` is certain to raise, changing nothing."""
+    if _overrides_load_state_dict(optimizer):
+        return
+    has_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    if not has_hooks and type(state_dict) in (dict, OrderedDict):
+        match_by_order(optimizer, state_dict["param_groups"], CopyNothing())
+
+
+def _overrides_load_state_dict(optimizer: Any) -> bool:
+    return getattr(optimizer.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
+
+
+def _check_options(match: str, names: object, named_parameters: object) -> None:
+    if match not in ("order", "name"):
+        raise ValueError(f'match must be "order" or "name", not {match!r}')
+    if match == "order" and (names is not None or named_parameters is not None):
+        raise ValueError('names and named_parameters are only looked at with match="name"')
+
+
+def _show(copier: Copier, obj: Any) -> None:
+    copier.show(obj if isinstance(obj, dict) else {"state_dict": obj})
+
+
+def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    if hooks or type(state_dict) not in (dict, OrderedDict):
+        _show(copier, state_dict)
+    state_dict = state_dict.copy()
+    for pre_hook in hooks.values():
+        result = pre_hook(optimizer, state_dict)
+        if result is not None:
+            state_dict = result
+    return state_dict
+
+
+def _cast_state(saved: Any, assignment: Assignment, caster: StateCaster) -> dict[Any, Any]:
+    state: dict[Any, Any] = defaultdict(dict)
+    # What is no mapping has no items, which is for Python to say, as under torch.
+    for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
+        if param_id in assignment.params:
+            param = assignment.params[param_id]
+            state[param] = caster.cast(param, param_id, value)
+        elif param_id not in assignment.dropped:
+            state[param_id] = value
+    return state
+
+
+def _set_state(optimizer: Any, new: dict[str, Any], copier: Copier) -> None:
+    # From here on the optimizer has its new state: all of it has to be there, whatever comes next.
+    copier.show(new)
+    optimizer.__setstate__(new)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)

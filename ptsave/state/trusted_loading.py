@@ -1,0 +1,219 @@
+"""Which modules load their own entries with torch's code alone, which looks at no values.
+
+For those `module_state` does the same by itself; every other module's own code is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm, instancenorm
+from torch.nn.modules import module as module_module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import _WrappedHook
+from torch.overrides import is_tensor_like
+
+from ptsave.state.lazy_buffers import LazyBufferHook
+from ptsave.tree.plain_tensors import PLAIN_TYPES
+
+__all__ = [
+    "assigns_plainly",
+    "gives_lists_away",
+    "hooks_that_look",
+    "loads_plainly",
+    "overrides_load_state_dict",
+    "own_tensors",
+    "run_trusted_code",
+    "runs_torchs_method",
+    "sets_extra_state",
+    "takes_part",
+]
+
+
+def _torchs(function: Any, home: ModuleType) -> Any:
+    """Return a function, or something that nothing is, if somebody has replaced torch's by it."""
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename == home.__file__ else object()
+
+
+# Who replaces one of these, before or after ptsave is imported, wants it called.
+_LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
+_MODULE = _torchs(nn.Module._load_from_state_dict, module_module)
+_NORM = _torchs(_NormBase._load_from_state_dict, batchnorm)
+_INSTANCE_NORM = _torchs(_InstanceNorm._load_from_state_dict, instancenorm)
+_SET_ATTRIBUTE = (nn.Module.__setattr__, nn.RNNBase.__setattr__)
+_REGISTER = (nn.Module.register_parameter, nn.Module.register_buffer)
+_registration_hooks = (
+    module_module._global_parameter_registration_hooks,
+    module_module._global_buffer_registration_hooks,
+)
+
+
+def overrides_load_state_dict(module: nn.Module) -> bool:
+    """Return whether ``module.load_state_dict`` is anybody's but torch's."""
+    return getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
+
+
+def sets_extra_state(module: nn.Module) -> bool:
+    """Return whether the module does something with its extra state, as torch asks."""
+    default = nn.Module.set_extra_state
+    return getattr(module.__class__, "set_extra_state", default) is not default
+
+
+def own_tensors(
+    module: nn.Module, lazy_buffers: Mapping[str, Tensor | None] | None = None
+) -> dict[str, Tensor]:
+    """Return what a module's own part of a state dict is loaded into, as torch collects it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    lazy_buffers : dict, optional
+        Buffers that are to be others than they are now.
+    """
+    own: dict[str, Tensor]
+    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    if module._buffers:
+        hidden = module._non_persistent_buffers_set
+        buffers = {**module._buffers, **lazy_buffers} if lazy_buffers else module._buffers
+        for name, buffer in buffers.items():
+            if buffer is not None and name not in hidden:
+                own[name] = buffer
+    return own
+
+
+def loads_plainly(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> bool:
+    """Return whether nothing comes before the module's tensors are copied but trusted code.
+
+    That is `run_trusted_code`, and the hooks of lazy buffers, which see no tensors but plain ones.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module; its children do not matter here.
+    entries, prefix, metadata : dict, str, dict
+        What its ``_load_from_state_dict`` would be given.
+    """
+    if not runs_torchs_method(module, entries, prefix, metadata):
+        return False
+    hooks = module._load_state_dict_pre_hooks
+    return not hooks or all(
+        _is_trusted_hook(hook, module, entries, prefix) for hook in hooks.values()
+    )
+
+
+def runs_torchs_method(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> bool:
+    """Return whether a module loads its own entries as `loads_plainly` says, but for its hooks."""
+    cls = type(module)
+    found = getattr(cls, "_load_from_state_dict", None)
+    if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
+        return False
+    return (
+        "_load_from_state_dict" not in vars(module)
+        and cls.__getattribute__ is object.__getattribute__
+    )
+
+
+def takes_part(module: nn.Module) -> bool:
+    """Return whether code of the module's own may take part in loading it."""
+    return bool(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or getattr(type(module), "_load_from_state_dict", None) is not _MODULE
+        or "_load_from_state_dict" in vars(module)
+        or sets_extra_state(module)
+    )
+
+
+def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return a module's load pre-hooks but those that only give tensors their shapes.
+
+    Those are lazy buffers' and lazy modules'.
+    """
+    hooks: Mapping[int, Any] = module._load_state_dict_pre_hooks
+    return [hook for hook in hooks.values() if not _only_gives_shapes(hook)]
+
+
+def _only_gives_shapes(hook: Any) -> bool:
+    hook = hook.hook if type(hook) is _WrappedHook else hook
+    is_lazy_modules = getattr(hook, "__func__", None) is LazyModuleMixin._lazy_load_hook
+    return type(hook) is LazyBufferHook or is_lazy_modules
+
+
+def run_trusted_code(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Do what comes first in the ``_load_from_state_dict`` of a module that loads plainly."""
+    if type(module)._load_from_state_dict is not _MODULE:
+        _add_batch_count(module, entries, prefix, metadata)
+
+
+def gives_lists_away(module: nn.Module) -> bool:
+    """Return whether code that is not torch's gets the lists of keys, and so may edit them."""
+    name = "_load_from_state_dict"
+    code = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
+    code += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return name in vars(module) or not all(
+        (getattr(each, "__module__", None) or "").startswith(("torch.", "ptsave.")) for each in code
+    )
+
+
+def assigns_plainly(module: nn.Module) -> bool:
+    """Return whether setting a parameter or buffer of the module runs torch's code alone."""
+    cls = type(module)
+    return (
+        cls.__setattr__ in _SET_ATTRIBUTE
+        and (cls.register_parameter, cls.register_buffer) == _REGISTER
+        and not any(_registration_hooks)
+    )
+
+
+def _is_trusted_hook(
+    hook: Callable[..., Any], module: nn.Module, entries: dict[str, Any], prefix: str
+) -> bool:
+    """Return whether this is a lazy buffer's hook that will see no tensors but plain ones."""
+    if type(hook) is not _WrappedHook or type(hook.hook) is not LazyBufferHook:
+        return False
+    name = hook.hook.name
+    seen = (entries.get(prefix + name), module._buffers.get(name))
+    return all(type(each) in PLAIN_TYPES or not is_tensor_like(each) for each in seen)
+
+
+def _is_trusted_norm(
+    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> bool:
+    """Return whether the module is a norm of torch's that will do no more than add a count."""
+    overrides = [
+        vars(cls)["_load_from_state_dict"]
+        for cls in type(module).__mro__
+        if "_load_from_state_dict" in vars(cls)
+    ]
+    if overrides == [_INSTANCE_NORM, _NORM, _MODULE]:
+        # It refuses statistics that it does not track, in its own words.
+        names = (prefix + "running_mean", prefix + "running_var")
+        return not any(name in entries for name in names) or bool(module.track_running_stats)
+    return overrides == [_NORM, _MODULE]
+
+
+def _add_batch_count(
+    norm: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Add the buffer that version 2 of torch's norms has introduced, as ``_NormBase`` does."""
+    version = metadata.get("version")
+    if (version is None or version < 2) and norm.track_running_stats:
+        key = prefix + "num_batches_tracked"
+        if key not in entries:
+            count: Any = norm.num_batches_tracked
+            usable = count is not None and count.device != torch.device("meta")
+            entries[key] = count if usable else torch.tensor(0, dtype=torch.long)

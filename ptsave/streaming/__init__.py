@@ -1,0 +1,1 @@
+"""Payloads go from file to file, without passing through tensors."""

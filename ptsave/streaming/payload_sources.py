@@ -1,0 +1,350 @@
+"""Where the bytes of tensors without values are: in files, in memory, in one temporary file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.archive.spans import memory_of
+from ptsave.archive.views import bytes_of
+from ptsave.contents.contents import LoadedContents, UnreadContents
+from ptsave.errors import SaveError
+from ptsave.support import config
+from ptsave.tree.entry_reading import leaves_of, tensor_over
+
+__all__ = [
+    "Payload",
+    "PayloadSources",
+    "StoragePlace",
+    "TemporaryFile",
+    "check_records",
+    "unfilled_tensors",
+]
+
+# What of a tensor that has to be rearranged is in memory at a time.
+_PIECE_NBYTES = 32 << 20
+_SPOOL_ALIGNMENT = 64
+
+
+class StoragePlace(NamedTuple):
+    """Where the bytes of a storage are.
+
+    Attributes
+    ----------
+    source : int
+        The number of the file or memory.
+    offset : int
+        Where in it they begin, in bytes.
+    nbytes : int
+        How many there are.
+    crc : int or None
+        Their CRC-32, if it is known.
+    contents : UnreadContents or None
+        The archive that they are a record of.
+    record : int
+        The number of the record.
+    """
+
+    source: int
+    offset: int
+    nbytes: int
+    crc: int | None = None
+    contents: UnreadContents | None = None
+    record: int = 0
+
+
+class Payload(NamedTuple):
+    """Where the bytes of a tensor are, in the order of its elements.
+
+    Attributes
+    ----------
+    nbytes : int
+        How many there are.
+    source : int
+        The number of the file or memory.
+    offset : int
+        Where in it they begin, in bytes.
+    place : StoragePlace or None
+        The storage that they are all of.
+    """
+
+    nbytes: int
+    source: int = 0
+    offset: int = 0
+    place: StoragePlace | None = None
+
+    @property
+    def crc(self) -> int | None:
+        """Their CRC-32, if it is known."""
+        return None if self.place is None else self.place.crc
+
+
+class PayloadSources:
+    """All that the tensors of one conversion are read from.
+
+    Parameters
+    ----------
+    stack : contextlib.ExitStack
+        Closes what has to be closed.
+    folder : str
+        Where a temporary file may be made; it never has a name.
+    """
+
+    def __init__(self, stack: ExitStack, folder: str) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._items: list[tuple[int, bytes] | tuple[int, int, bytes]] = []
+        self._known: dict[int, StoragePlace] = {}  # by the address of the storage, which is kept
+        self._kept: list[torch.UntypedStorage] = []
+        self._unread: list[tuple[int, UnreadContents]] = []
+        self._opened: _C.PayloadSources | None = None  # until there is more
+        self._spool: TemporaryFile | None = None
+        self._spool_number = 0
+        # Locations other than the CPU from which storages were saved, by `storage_id`.
+        self.locations: dict[int, str] = {}
+
+    def open(self) -> _C.PayloadSources:
+        """Return what the engine reads from."""
+        if self._opened is None:
+            self._opened = _C.PayloadSources(self._items, direct=config.current().direct_reads)
+        return self._opened
+
+    def add_file(self, fd: int, name: str) -> int:
+        """Add a file, whose descriptor stays the caller's, and return its number."""
+        return self._add((fd, os.fsencode(name)))
+
+    def _add(self, item: tuple[int, bytes] | tuple[int, int, bytes]) -> int:
+        self._opened = None
+        self._items.append(item)
+        return len(self._items) - 1
+
+    def add_unread(self, contents: UnreadContents, fd: int, name: str) -> None:
+        """Add an open archive."""
+        self._unread.append((self.add_file(fd, name), contents))
+        tensors = [tensor_over(leaf) for leaf in leaves_of(contents.obj)]
+        for tensor, (_, _, _, location) in zip(tensors, contents.places_of(tensors), strict=True):
+            if location not in (None, "cpu"):
+                self.locations[tensor.untyped_storage()._cdata] = location
+
+    def add_loaded(self, contents: LoadedContents) -> None:
+        """Add an object that is in memory: its storages are found by themselves."""
+        away = {key: where for key, where in contents.locations.items() if where != "cpu"}
+        self.locations.update(away)
+
+    def put(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
+        """Say where the bytes of a storage without values are."""
+        if storage.nbytes():
+            self._known[storage.data_ptr()] = place
+            self._kept.append(storage)
+
+    def places_of(self, storages: Sequence[torch.UntypedStorage]) -> list[StoragePlace | None]:
+        """Return where the bytes of storages are; None for those that are in memory, or empty."""
+        places = [self._known.get(storage.data_ptr()) for storage in storages]
+        tensors = [bytes_of(storage) for storage in storages]
+        for source, contents in self._unread:
+            for i, number in enumerate(contents.reader.engine.records_of(tensors)):
+                if number is not None and places[i] is None and storages[i].nbytes():
+                    place = _place_in(contents, source, number)
+                    self.put(storages[i], place)
+                    places[i] = place
+        return places
+
+    def payloads_of(self, tensors: Sequence[Tensor]) -> list[Payload]:
+        """Return where the bytes of strided tensors are, once they are contiguous.
+
+        Those that are not are brought into order in the temporary file.
+        """
+        places = self.places_of([tensor.untyped_storage() for tensor in tensors])
+        payloads = [
+            self._payload_of(tensor.detach(), place)
+            for tensor, place in zip(tensors, places, strict=True)
+        ]
+        whole = {payload.place for payload in payloads}
+        check_records([place for place in places if place is not None and place not in whole])
+        return payloads
+
+    def contiguous(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors without values, each with a storage of its own.
+
+        Those that are the same memory in the same shape are one.
+        """
+        payloads = self.payloads_of(list(tensors.values()))
+        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors.values()]
+        made: dict[Any, Tensor] = {}
+        result: dict[str, Tensor] = {}
+        for name, tensor, payload, empty in zip(
+            tensors, tensors.values(), payloads, unfilled_tensors(kinds), strict=True
+        ):
+            key = (payload, *kinds[len(result)]) if payload.nbytes else name
+            result[name] = stand_in = made.setdefault(key, empty)
+            place = StoragePlace(payload.source, payload.offset, payload.nbytes)
+            self.put(stand_in.untyped_storage(), payload.place or place)
+            self.copy_location(tensor, stand_in)
+        return result
+
+    def scratch_for(self, status: os.stat_result) -> int | None:
+        """Return a temporary file if the file with this status is a source; else None."""
+        files = (item[0] for item in self._items if len(item) == 2)
+        if not any(os.path.samestat(os.fstat(fd), status) for fd in files):
+            return None
+        return TemporaryFile(self._folder, self._stack).descriptor
+
+    def copy_location(self, tensor: Tensor, stand_in: Tensor) -> None:
+        """Remember that what stands for a tensor was saved from the same device."""
+        location = self.locations.get(tensor.untyped_storage()._cdata)
+        if location is not None:
+            self.locations[stand_in.untyped_storage()._cdata] = location
+
+    def _payload_of(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
+        if tensor.numel() == 0:
+            return Payload(0)
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return self._spooled(tensor, place)
+        if place is None:
+            place = self.memory(tensor.untyped_storage())
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        is_whole = tensor.nbytes == place.nbytes
+        at = place.offset + offset
+        return Payload(tensor.nbytes, place.source, at, place if is_whole else None)
+
+    def memory(self, storage: torch.UntypedStorage) -> StoragePlace:
+        """Add a storage that is in memory, and return its place."""
+        number = self._add((storage.data_ptr(), storage.nbytes(), b"memory"))
+        place = StoragePlace(number, 0, storage.nbytes())
+        self.put(storage, place)
+        return place
+
+    def _spooled(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
+        contents = None if place is None else place.contents
+        if self._spool is None:
+            self._spool = TemporaryFile(self._folder, self._stack)
+            self._spool_number = self.add_file(self._spool.descriptor, "temporary file")
+        self._opened = None  # whose size is that of now
+        begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
+        for view in _pieces(tensor):
+            values = view if contents is None else contents.read_slice(view, ..., False)
+            flat = _bytes_in(values.resolve_conj().resolve_neg().contiguous())
+            self._spool.write_all(memory_of(flat))
+        return Payload(tensor.nbytes, self._spool_number, begin)
+
+
+class TemporaryFile:
+    """A file without a name, which is gone when it is closed, or with the process.
+
+    Parameters
+    ----------
+    folder : str
+        Whose disk it is on; where no files can be made there, it is that of ``$TMPDIR``.
+    stack : contextlib.ExitStack
+        Closes it.
+
+    Raises
+    ------
+    SaveError
+        If it cannot be made.
+    """
+
+    def __init__(self, folder: str, stack: ExitStack) -> None:
+        self._folder = folder
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            self._folder = tempfile.gettempdir()
+        try:
+            file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise SaveError.from_os_error(error, self._folder) from None
+        self._file = stack.enter_context(file)
+        self.descriptor = int(self._file.fileno())
+
+    def begin_aligned(self, alignment: int) -> int:
+        """Go on at a multiple of `alignment`, and return where that is."""
+        return int(self._file.seek(-(-self._file.tell() // alignment) * alignment))
+
+    def write_all(self, data: bytes | memoryview) -> None:
+        """Write bytes at the end.
+
+        Raises
+        ------
+        SaveError
+            If there is no room, or another reason; it names the folder.
+        """
+        rest = memoryview(data)
+        try:
+            while rest.nbytes:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise SaveError.from_os_error(error, self._folder) from None
+
+
+def check_records(places: Iterable[StoragePlace]) -> None:
+    """Compare the records that are at these places with their checksums.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If one does not match.
+    """
+    found: dict[UnreadContents, set[int]] = {}
+    for place in places:
+        if place.crc is not None and place.contents is not None:
+            found.setdefault(place.contents, set()).add(place.record)
+    for contents, records in found.items():
+        contents.check(sorted(records))
+
+
+def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
+    """Return tensors of these dtypes and shapes that stand for bytes which are elsewhere."""
+    sizes = [prod(shape) * dtype.itemsize for dtype, shape in kinds]
+    storages = _C.untyped_storages(_C.unfilled_storages(sizes))
+    tensors = []
+    for (dtype, shape), storage in zip(kinds, storages, strict=True):
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensors.append(tensor.set_(storage, 0, tuple(shape), _contiguous_stride(shape)))
+    return tensors
+
+
+def _bytes_in(values: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
+    offset = int(values.storage_offset()) * values.itemsize
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(values.untyped_storage(), offset, (values.nbytes,), (1,))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield parts that, one after another, are the tensor."""
+    if tensor.nbytes <= _PIECE_NBYTES:
+        yield tensor
+        return
+    dim = next(dim for dim, n in enumerate(tensor.shape) if n > 1)
+    n_rows = tensor.shape[dim]
+    step = max(_PIECE_NBYTES * n_rows // tensor.nbytes, 1)
+    for begin in range(0, n_rows, step):
+        yield from _pieces(tensor.narrow(dim, begin, min(step, n_rows - begin)))
+
+
+def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlace:
+    engine = contents.reader.engine
+    record = engine.record(number)
+    verify = contents.reader.verify and engine.storages_have_crcs
+    return StoragePlace(
+        source,
+        contents.reader.get_record_offset(record.name),
+        record.nbytes,
+        record.crc if verify else None,
+        contents,
+        number,
+    )
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = [1]
+    for n in reversed(shape[1:]):
+        stride.append(stride[-1] * max(n, 1))
+    return tuple(reversed(stride[: len(shape)]))

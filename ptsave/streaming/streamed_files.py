@@ -1,0 +1,338 @@
+"""Files written from payloads that are elsewhere, and compared with checksums on the way."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.archive.damage import RecordDamage, damage_of
+from ptsave.archive.format_errors import raise_corrupt
+from ptsave.contents.contents import UnreadContents
+from ptsave.contents.safetensors_header import DTYPES, let_library_read, stored_shape
+from ptsave.errors import SaveError
+from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace
+from ptsave.support.progress import ProgressCallback
+from ptsave.tree.view_blocks import span_of
+from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import plan_archive
+from ptsave.writing.targets import FileWriter
+
+__all__ = [
+    "PicklePlan",
+    "SafetensorsPlan",
+    "StreamedPlan",
+    "check_safetensors",
+    "safetensors_dtypes",
+    "write_bytes",
+    "write_safetensors",
+]
+
+_HEADER_ALIGNMENT = 8
+
+
+class StreamedPlan:
+    """A file that is planned, and what its payloads have to be.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    sources : PayloadSources
+        What its payloads are read from.
+
+    Attributes
+    ----------
+    nbytes : int
+        The size of the file.
+    """
+
+    nbytes: int
+    _plan: _C.WritePlan | _C.PackedPlan
+    _places: Mapping[Any, StoragePlace]  # of payloads that are whole records, by their keys
+    _has_crcs = True  # whether the file has checksums, or its payloads have something to match
+
+    def __init__(self, path: str, sources: PayloadSources) -> None:
+        self.path = path
+        self._sources = sources
+
+    def write(self, *, fsync: bool, progress: ProgressCallback | None) -> None:
+        """Write the file.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If a record is not what its checksum says; there is no file then.
+        SaveError
+            If it cannot be written.
+        """
+        writer = FileWriter(
+            self._plan,
+            compute_crcs=self._has_crcs,
+            fsync=fsync,
+            atomic=True,
+            progress=progress,
+            scratch_for=self._sources.scratch_for,
+        )
+        try:
+            writer.write_path(self.path)
+        except _C.FormatError as error:
+            self._raise_damage(error)
+
+    def _raise_damage(self, error: _C.FormatError) -> NoReturn:
+        damaged: dict[UnreadContents, list[RecordDamage]] = {}
+        for key, crc in self._plan.damaged:
+            place = self._places[key]
+            assert place.contents is not None
+            record = place.contents.reader.engine.record(place.record)
+            each = RecordDamage(record.name, place.offset, record.crc, crc)
+            damaged.setdefault(place.contents, []).append(each)
+        for contents, records in damaged.items():
+            raise damage_of(contents.reader, records)
+        raise_corrupt(error, "a source")
+
+
+class PicklePlan(StreamedPlan):
+    """What :func:`torch.save` would write of an object whose storages are elsewhere.
+
+    Parameters
+    ----------
+    obj : object
+        What to save.
+    path : str
+        Where.
+    sources : PayloadSources
+        Where the bytes of its storages are; those that it does not know are in memory.
+    """
+
+    def __init__(self, obj: Any, path: str, sources: PayloadSources) -> None:
+        super().__init__(path, sources)
+        data, storages = pickle_object(obj, pickle, 2, sources.locations)
+        plan = plan_archive(path, data, storages, False)
+        self._storages = storages
+        places = sources.places_of(_C.untyped_storages(storages))
+        self._places = {f"data/{i}": place for i, place in enumerate(places) if place is not None}
+        if self._places:
+            plan.read_from(
+                sources.open(),
+                [(name, p.source, p.offset, p.crc) for name, p in self._places.items()],
+            )
+        self._plan = plan
+        self.nbytes = plan.nbytes
+
+
+class SafetensorsPlan(StreamedPlan):
+    """What ``safetensors.torch.save_file`` would write of tensors whose storages are elsewhere.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        Strided ones, of dtypes that the format has.
+    path : str
+        Where.
+    sources : PayloadSources
+        Where the bytes of their storages are.
+    metadata : mapping of str to str
+        The ``__metadata__``.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        path: str,
+        sources: PayloadSources,
+        metadata: Mapping[str, str],
+    ) -> None:
+        super().__init__(path, sources)
+        if sys.byteorder != "little":
+            raise NotImplementedError("safetensors files are little-endian, this machine is not")
+        _check_names(tensors)
+        names = sorted(tensors, key=lambda name: _order_of(name, tensors[name]))
+        payloads = sources.payloads_of([tensors[name] for name in names])
+        header = _header({name: tensors[name] for name in names}, metadata)
+        self._places = {
+            i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
+        }
+        self._plan = _packed_plan(header, sources, payloads)
+        self._has_crcs = any(payload.crc is not None for payload in payloads)
+        self.nbytes = self._plan.nbytes
+        _check_header(header, self.nbytes, path)
+
+
+# ------------------------------------------------------------------------------ tensors with values
+
+
+def write_safetensors(
+    tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str], *, fsync: bool = False
+) -> None:
+    """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
+
+    Unlike that function it takes tensors that share memory or are not contiguous.  What is not
+    contiguous CPU memory already is copied there, for as long as the call takes.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        Strided ones on any device.
+    path : str
+        Replaced atomically, as by :func:`ptsave.save`: the file gets the mode of the one it
+        replaces, or what the umask leaves of 0666, and a symbolic link is followed.
+    metadata : mapping of str to str
+        The ``__metadata__``.
+    fsync : bool, default False
+        Whether the file is on the disk, past all caches, when the call returns.
+
+    Raises
+    ------
+    TypeError
+        If safetensors files have no such dtype, or a tensor has no memory.
+    ValueError
+        If they cannot have such a name or shape.
+    SaveError
+        If the file cannot be written; the one that was there is unchanged.
+    """
+    check_safetensors(tensors)
+    with ExitStack() as stack:
+        sources = PayloadSources(stack, os.path.dirname(path) or ".")
+        plain = {name: _in_host_memory(tensor) for name, tensor in tensors.items()}
+        SafetensorsPlan(plain, path, sources, metadata).write(fsync=fsync, progress=None)
+
+
+def write_bytes(
+    path: str, head: bytes, values: Tensor | None = None, *, fsync: bool = False
+) -> None:
+    """Replace a file atomically, as :func:`ptsave.save` does.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    head : bytes
+        What it begins with.
+    values : torch.Tensor, optional
+        What follows: all bytes of a contiguous tensor on the CPU.
+    fsync : bool, default False
+        Whether the file is on the disk, past all caches, when the call returns.
+
+    Raises
+    ------
+    SaveError
+        If it cannot be written; the file that was there is unchanged.
+    """
+    with ExitStack() as stack:
+        sources = PayloadSources(stack, os.path.dirname(path) or ".")
+        payloads = sources.payloads_of([] if values is None else [values])
+        plan = _packed_plan(head, sources, payloads)
+        FileWriter(plan, compute_crcs=False, fsync=fsync, atomic=True, progress=None).write_path(
+            path
+        )
+
+
+def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
+    """Raise what `write_safetensors` raises for tensors that the format cannot hold."""
+    _check_names(tensors)
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise TypeError(
+                f"safetensors files hold dense tensors, and {name!r} is {layout}: write a .pt file"
+            )
+        if tensor.dtype not in safetensors_dtypes():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"safetensors files hold no {dtype}, which {name!r} is: write a .pt file"
+            )
+        stored_shape(tensor.dtype, tensor.shape)
+        storage = tensor.untyped_storage()
+        if tensor.numel() and (tensor.is_meta or span_of(tensor)[1] > storage.nbytes()):
+            raise TypeError(f"{name!r} has no memory for its values: nothing to write")
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _packed_plan(
+    head: bytes, sources: PayloadSources, payloads: Iterable[Payload]
+) -> _C.PackedPlan:
+    each = [(payload.nbytes, payload.source, payload.offset, payload.crc) for payload in payloads]
+    return _C.PackedPlan(head, sources.open(), each)
+
+
+# ------------------------------------------------------------------------------------- safetensors
+
+
+@functools.cache
+def safetensors_dtypes() -> dict[torch.dtype, str]:
+    """Return the dtypes that the library writes, in its order, with its names for them."""
+    try:
+        from safetensors.torch import save
+    except ImportError:
+        raise ImportError(
+            "safetensors files are written with the help of: pip install safetensors"
+        ) from None
+    found = {name: getattr(torch, text, None) for name, text in DTYPES.items()}
+    dtypes: dict[str, torch.dtype] = {name: dtype for name, dtype in found.items() if dtype}
+    known = {name: dtype for name, dtype in dtypes.items() if _can_write(save, dtype)}
+    data = save({name: torch.empty(0, dtype=dtype) for name, dtype in known.items()})
+    header = json.loads(data[8:])
+    return {known[name]: fields["dtype"] for name, fields in header.items()}
+
+
+def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except Exception:  # it says so in many ways
+        return False
+    return True
+
+
+def _order_of(name: str, tensor: Tensor) -> tuple[int, bytes]:
+    return list(safetensors_dtypes()).index(tensor.dtype), name.encode()
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if name == "__metadata__":
+            raise ValueError("safetensors files have no tensor called '__metadata__': rename it")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"safetensors files have no tensor called {name!r}, which is not Unicode: rename it"
+            ) from None
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return what a file of these tensors, in this order, begins with, as the library writes it."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        dtype = safetensors_dtypes()[tensor.dtype]
+        shape = stored_shape(tensor.dtype, tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_header(header: bytes, nbytes: int, path: str) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        let_library_read(header, nbytes, path)
+    except SafetensorError as error:
+        raise ValueError(f"safetensors cannot hold these tensors: {error}") from None
+    except OSError as error:
+        raise SaveError.from_os_error(error, path) from None

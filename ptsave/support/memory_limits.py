@@ -1,0 +1,219 @@
+"""How much memory this process may use: the machine's, its control groups', its share of both.
+
+A container's limit is that of a control group (cgroup).  Both versions of them are looked at, as
+both may be mounted: a group's limit binds every group in it, so all ancestors count that the mounts
+show.  What these files say is not trusted: what is absent or malformed is no limit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+__all__ = [
+    "available_nbytes",
+    "limit_nbytes",
+    "local_world_size",
+    "share_nbytes",
+    "share_of_available_nbytes",
+]
+
+_ROOT = Path("/")
+_MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Where one version of control groups keeps what."""
+
+    filesystem: str
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, ...]  # lines of memory.stat: what is given back before anything is killed
+
+
+_V1 = _Version(
+    "cgroup",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+# Above memory.high nothing is killed, but everything is slowed down to a crawl.
+_V2 = _Version(
+    "cgroup2",
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("inactive_file", "active_file"),
+)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One control group that this process is in, itself or through a descendant."""
+
+    folder: Path
+    version: _Version
+    is_own: bool
+
+    def limit_nbytes(self) -> int:
+        limits = [_number(self.folder / name) for name in self.version.limits]
+        if self.is_own and self.version is _V1:  # the limits of ancestors that no mount shows
+            limits.append(self._statistics().get("hierarchical_memory_limit"))
+        return min((limit for limit in limits if limit), default=sys.maxsize)
+
+    def available_nbytes(self) -> int:
+        """Return how much its limit leaves; what it caches of files counts as free."""
+        limit = self.limit_nbytes()
+        if limit >= _physical_nbytes():
+            return limit
+        used = _number(self.folder / self.version.usage)
+        if used is None:
+            return limit
+        statistics = self._statistics()
+        cached = sum(statistics.get(name, 0) for name in self.version.cached)
+        return max(0, limit - max(0, used - cached))
+
+    def _statistics(self) -> dict[str, int]:
+        text = _text(self.folder / "memory.stat")
+        return {name: int(value) for name, value in re.findall(r"^(\w+) (\d{1,19})$", text, re.M)}
+
+
+def limit_nbytes(root: Path = _ROOT) -> int:
+    """Return the bytes of memory that the machine and the control groups of this process allow.
+
+    Parameters
+    ----------
+    root : Path
+        Where ``proc`` and the mounts are: another than ``/`` for tests.
+
+    Examples
+    --------
+    >>> from ptsave.support import memory_limits
+    >>> 0 < memory_limits.share_nbytes() <= memory_limits.limit_nbytes()
+    True
+    """
+    groups = [group.limit_nbytes() for group in _groups(root)]
+    return min([_physical_nbytes(), *groups])
+
+
+def available_nbytes(root: Path = _ROOT) -> int:
+    """Return how many of these bytes are free now, or hold only what files are cached in."""
+    match = re.search(r"^MemAvailable: +(\d{1,16}) kB$", _text(root / "proc/meminfo"), re.M)
+    free = int(match[1]) * 1024 if match else _physical_nbytes()
+    return min([free, *(group.available_nbytes() for group in _groups(root))])
+
+
+def share_nbytes(root: Path = _ROOT) -> int:
+    """Return the part of `limit_nbytes` that is one rank's, and what the process's own limits are.
+
+    ``LOCAL_WORLD_SIZE``, which torchrun sets, says how many ranks there are.
+    """
+    limit = _limit_of_machine() if root == _ROOT else limit_nbytes(root)
+    return max(1, min(limit // local_world_size(), _own_limit_nbytes()))
+
+
+def share_of_available_nbytes(root: Path = _ROOT) -> int:
+    """Return the part of `available_nbytes` that is one rank's."""
+    return available_nbytes(root) // local_world_size()
+
+
+@cache
+def _limit_of_machine() -> int:
+    # Each save and load asks.
+    return limit_nbytes()
+
+
+os.register_at_fork(after_in_child=_limit_of_machine.cache_clear)
+
+
+def _physical_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _own_limit_nbytes() -> int:
+    """Return the limits of this process alone (``ulimit -v``, ``-d``), whatever other ranks do."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+
+
+def local_world_size() -> int:
+    """Return how many ranks of a job are on this machine, as ``LOCAL_WORLD_SIZE`` says; else 1."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
+
+
+# --------------------------------------------------------------------------------- control groups
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """Yield the groups with a memory controller that this process is in, with their ancestors."""
+    paths = dict(_own_paths(_text(root / "proc/self/cgroup")))
+    mounts = list(_mounts(_text(root / "proc/self/mountinfo")))
+    for version, path in paths.items():
+        own = [(source, target) for kind, source, target in mounts if kind is version]
+        # A container may see its own group only, under a name that the path does not have: the
+        # path is that of the host, the mount that of the container, or the other way round.
+        inside = [
+            (path.relative_to(source), target)
+            for source, target in own
+            if path.is_relative_to(source) and ".." not in path.parts
+        ]
+        for below, target in inside or [(PurePosixPath(), target) for _, target in own]:
+            mount = root / target.relative_to("/")
+            for part in (below, *below.parents):
+                yield _Group(mount / part, version, is_own=part == below)
+
+
+def _own_paths(text: str) -> Iterator[tuple[_Version, PurePosixPath]]:
+    """Parse ``/proc/self/cgroup``: lines of number, controllers and path, with colons between."""
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path.startswith("/"):
+            continue
+        if number == "0" and not controllers:
+            yield _V2, PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            yield _V1, PurePosixPath(path)
+
+
+def _mounts(text: str) -> Iterator[tuple[_Version, PurePosixPath, PurePosixPath]]:
+    """Parse ``/proc/self/mountinfo``: which part of a hierarchy of groups is mounted where."""
+    for line in text.splitlines():
+        place, _, kind = line.partition(" - ")
+        if not kind.startswith(_V1.filesystem):
+            continue
+        fields, types = place.split(" "), kind.split(" ")
+        if len(fields) < 5 or len(types) < 3:
+            continue
+        source, target = (PurePosixPath(_unescaped(field)) for field in fields[3:5])
+        if not (source.is_absolute() and target.is_absolute()):
+            continue
+        if types[0] == _V2.filesystem:
+            yield _V2, source, target
+        elif types[0] == _V1.filesystem and "memory" in types[2].split(","):
+            yield _V1, source, target
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for "max", and for what is no number or no file."""
+    text = _text(path).strip()
+    return int(text) if re.fullmatch("[0-9]{1,20}", text) else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return os.fsdecode(file.read(_MAX_FILE_NBYTES))
+    except (OSError, ValueError):  # ValueError: a null character in a path
+        return ""

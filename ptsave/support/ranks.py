@@ -1,0 +1,81 @@
+"""Which of a job's processes this one is, as torch.distributed or a launcher's environment says."""
+
+from __future__ import annotations
+
+from torch import distributed
+
+from ptsave.support.config import read_integer
+
+__all__ = ["check_rank_is_named", "check_rank_saves"]
+
+
+def check_rank_is_named(directory: str, rank: int | None) -> None:
+    """Refuse a directory of checkpoints that all ranks of a job would save to.
+
+    Parameters
+    ----------
+    directory : str
+        Where the checkpoints are.
+    rank : int or None
+        The rank whose checkpoints these are, if somebody has said so.
+
+    Raises
+    ------
+    RuntimeError
+        Nobody has, and there are several ranks.
+    ValueError
+        ``WORLD_SIZE`` is no positive integer.
+    """
+    if rank is not None:
+        return
+    n_ranks = _n_ranks()
+    if n_ranks > 1:
+        raise RuntimeError(
+            f"{directory}: of the {n_ranks} ranks of this job, each would replace the others' "
+            "checkpoints, which have the same names: if all have the same values (DDP), make "
+            "AsyncCheckpointer(directory, rank=0) on all of them and call save() on rank 0 only; "
+            "if each has its own, give each a directory, AsyncCheckpointer(f'{directory}/rank-"
+            "{rank}', rank=rank)"
+        )
+
+
+def check_rank_saves(directory: str, rank: int | None) -> None:
+    """Refuse a save to checkpoints of another rank; arguments as of `check_rank_is_named`.
+
+    Raises
+    ------
+    RuntimeError
+        This process is another rank of a job of several, or nobody has said whose they are.
+    ValueError
+        ``WORLD_SIZE`` or ``RANK`` is no such number.
+    """
+    check_rank_is_named(directory, rank)
+    own = _own_rank() if _n_ranks() > 1 else None
+    if own not in (None, rank):
+        raise RuntimeError(
+            f"{directory}: this process is rank {own}, and the checkpoints are those of rank "
+            f"{rank}: call save() there only, or give each rank a directory of its own"
+        )
+
+
+def _n_ranks() -> int:
+    """Return how many processes the job has; 1 if nobody says.
+
+    Of the process group and ``WORLD_SIZE``, the larger number counts: one process of several may
+    have made a group for itself.
+    """
+    n_in_group = distributed.get_world_size() if _has_group() else 1
+    if n_in_group > 1:
+        return n_in_group
+    return read_integer("WORLD_SIZE", 1, minimum=1)
+
+
+def _own_rank() -> int | None:
+    if _has_group() and distributed.get_world_size() > 1:
+        return distributed.get_rank()
+    rank = read_integer("RANK", -1, minimum=0)
+    return None if rank < 0 else rank
+
+
+def _has_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()

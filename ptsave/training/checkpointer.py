@@ -1,0 +1,387 @@
+"""Checkpoints of a training run, saved in the background, a few of them kept."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from ptsave.background.async_save import async_save
+from ptsave.background.save_future import SaveFuture
+from ptsave.errors import CheckpointWarning, add_note
+from ptsave.serialization import wants_mmap
+from ptsave.support.ranks import check_rank_is_named, check_rank_saves
+from ptsave.training.checkpoint import entries_of, restore_entries
+from ptsave.training.directory import CheckpointDirectory, create_directory
+from ptsave.training.named_options import check_restoring, check_saving
+
+__all__ = ["AsyncCheckpointer"]
+
+
+class AsyncCheckpointer:
+    """Saves the checkpoints of a training run in the background and keeps the newest ones.
+
+    The checkpoint of a step is the file ``step-<number>.pt`` in one directory, as
+    :func:`ptsave.save_checkpoint` writes it.  A file of that name is whole at any moment: whatever
+    kills the process, the next one goes on from :meth:`latest`.
+
+    Parameters
+    ----------
+    directory : str or os.PathLike
+        Where the checkpoints are; made if it is not there.
+    keep : int or None, default 3
+        How many checkpoints stay.  After each save the lowest steps above that number are removed;
+        never the one just saved, the highest one, or one that this object is restoring.  None
+        keeps all.
+    rank : int, optional
+        In a job of several ranks: whose checkpoints these are.  Only that rank saves, and all may
+        restore.  Ranks that have different values need a directory each.
+    fsync : bool, default True
+        Whether older checkpoints are removed only when the new one survives power loss.  With
+        False it survives the death of the process, not that of the machine.
+    staging, max_staged_bytes, when_full
+        As for :func:`ptsave.async_save`.
+
+    Raises
+    ------
+    SaveError
+        An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
+        URL.
+    TypeError, ValueError
+        `keep` is neither None nor at least 1, or `rank` neither None nor at least 0.
+    RuntimeError
+        The job has several ranks, by torch.distributed or by ``WORLD_SIZE`` in the environment, and
+        no `rank` is given.
+
+    Notes
+    -----
+    Files of other names are left alone.  What a killed process has left of a checkpoint
+    (``.step-<number>.pt.<16 hex digits>.ptsave``) is removed at the beginning and after each save,
+    unless a process holds its lock, which is to say is writing it.  Several processes may use one
+    directory.  If they run on several hosts, its file system must take ``flock`` to all of them, or
+    one host can make another's save fail.
+
+    With DistributedDataParallel all ranks have the same values.  Each makes
+    ``AsyncCheckpointer(directory, rank=0)`` and restores from it, before the first save, and rank 0
+    calls :meth:`save`.  Where each rank has values of its own (parts of a sharded model), it makes
+    ``AsyncCheckpointer(f"{directory}/rank-{rank}", rank=rank)`` and saves there; the ranks then
+    agree on the step that all of them have before they restore it.
+
+    The interpreter waits for pending saves before it exits, whether or not :meth:`close` is called.
+    In a forked process no save is pending.
+
+    Examples
+    --------
+    >>> import tempfile, torch, ptsave
+    >>> model = torch.nn.Linear(2, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with ptsave.AsyncCheckpointer(folder.name, keep=2) as checkpointer:
+    ...     for step in range(1, 5):
+    ...         _ = checkpointer.save(step, model=model, optimizer=optimizer, loss=0.5)
+    >>> checkpointer.steps()
+    [3, 4]
+    >>> checkpointer.latest().name
+    'step-00000004.pt'
+    >>> checkpointer.restore(model=model, optimizer=optimizer)
+    {'loss': 0.5}
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        rank: int | None = None,
+        fsync: bool = True,
+        staging: Literal["blocking", "background"] = "blocking",
+        max_staged_bytes: int | None = None,
+        when_full: Literal["wait", "raise"] = "wait",
+    ) -> None:
+        self._keep = None if keep is None else _checked(keep, "keep", 1)
+        self._rank = None if rank is None else _checked(rank, "rank", 0)
+        check_rank_is_named(os.fsdecode(directory), self._rank)
+        self._fsync = bool(fsync)
+        self._staging: dict[str, Any] = {
+            "staging": staging,
+            "max_staged_bytes": max_staged_bytes,
+            "when_full": when_full,
+        }
+        self._closed = False
+        self._announced: int | None = None  # the highest step of which a warning was given
+        self._start_afresh(create_directory(directory, fsync=fsync))
+        self._directory.remove_leftovers()
+
+    # ------------------------------------------------------------------------------------- saving
+
+    def save(
+        self,
+        step: int,
+        /,
+        *,
+        fsync: bool | None = None,
+        atomic: bool = True,
+        progress: bool = False,
+        **objects: Any,
+    ) -> SaveFuture:
+        """Save objects under names, in the background, as the checkpoint of a step.
+
+        Everything that has a ``state_dict`` method is saved as its state dict.  When the call
+        returns, everything may be changed again (with ``staging="background"``: after the future's
+        ``wait_staged()``).  A checkpoint of the same step is replaced, all at once.
+
+        Parameters
+        ----------
+        step : int
+            The checkpoint's number, at least 0.  Positional only, so that an object may be called
+            `step`.
+        fsync : bool, optional
+            Whether this checkpoint must survive power loss; by default as the checkpointer's.
+        atomic : bool, default True
+            As for :func:`ptsave.save`.  With False, :meth:`latest` may be a file that is still
+            being written, or that a killed process has left unfinished.
+        progress : bool, default False
+            Whether to show a progress bar.
+        **objects : object
+            Models, optimizers, schedulers, and anything that can be saved, under any names but
+            those of the options.
+
+        Returns
+        -------
+        SaveFuture
+            Its exception is the :class:`OSError` that stopped the save: disk full, directory gone,
+            ...  Checkpoints that were there are unchanged then.  Old ones are removed after it is
+            done; :meth:`wait` waits for that as well.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The step is no int, or negative; an object has the name of an option, or is an option
+            of something else (``staging="background"``).
+        RuntimeError
+            The checkpointer is closed, or its checkpoints are those of another rank.
+        Exception
+            Whatever ``state_dict()`` and :func:`ptsave.async_save` raise in the call.
+
+        Warns
+        -----
+        CheckpointWarning
+            A higher step is there: training went back.  :meth:`latest` still is that one.  Also,
+            from the thread that writes, if an old checkpoint cannot be removed.
+        """
+        self._check_process()
+        step = _checked(step, "step", 0)
+        if self._closed:
+            raise RuntimeError("the checkpointer is closed: make another one to save more")
+        check_rank_saves(os.fspath(self._directory.path), self._rank)
+        options: dict[str, Any] = {
+            "fsync": self._fsync if fsync is None else fsync,
+            "atomic": atomic,
+            "progress": progress,
+        }
+        check_saving("AsyncCheckpointer.save", objects, **options)
+        future = self._begin(step, entries_of(objects), options)
+        with self._changed:
+            self._pending[future] = step
+        # Not the future's own method: then somebody would count as knowing the outcome.
+        Future.add_done_callback(future, lambda _: self._finish(step, future))
+        return future
+
+    def _begin(self, step: int, entries: dict[str, Any], options: dict[str, Any]) -> SaveFuture:
+        try:
+            path, highest = self._directory.place(step)
+            self._warn_if_lower(step, highest)
+            return async_save(entries, os.fspath(path), **options, **self._staging)
+        except OSError as error:  # the directory is gone: no reason to end a training here
+            return _failed_save(str(self._directory.path), error)
+
+    def _warn_if_lower(self, step: int, highest: int | None) -> None:
+        with self._changed:
+            highest = max([highest or 0, *self._pending.values()])
+        if step < highest != self._announced:
+            self._announced = highest
+            message = (
+                f"{self._directory.path}: a checkpoint of step {highest} is there already, so "
+                f"latest() and restore() will not be step {step}, which is being saved. To go on "
+                "from here, remove the checkpoints of higher steps"
+            )
+            warnings.warn(message, CheckpointWarning, stacklevel=4)
+
+    def _finish(self, step: int, future: SaveFuture) -> None:
+        """Clean up after a save; runs on the thread that writes."""
+        failed = not future.cancelled() and Future.exception(future) is not None
+        try:
+            if not (failed or future.cancelled()):
+                self._tidy(step)
+        finally:
+            with self._changed:
+                del self._pending[future]
+                if failed:
+                    self._failed.append(future)
+                self._changed.notify_all()
+
+    def _tidy(self, step: int) -> None:
+        try:
+            if self._keep is not None:
+                self._directory.prune(self._keep, step)
+            self._directory.remove_leftovers()
+        except OSError as error:
+            message = f"{self._directory.path}: old checkpoints cannot be looked for: {error}"
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+    # ------------------------------------------------------------------------------ what is there
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, lowest first."""
+        return self._directory.steps()
+
+    def latest(self) -> Path | None:
+        """Return the path of the complete checkpoint with the highest step, None if there is none.
+
+        A save that is pending does not count yet.  Another process that saves to the directory may
+        remove the file at any time: :meth:`restore` chooses again then.
+        """
+        return self._directory.latest()
+
+    def path(self, step: int, /) -> Path:
+        """Return the path of a step's checkpoint, whether or not it is there.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The step is no int, or negative.
+        """
+        return self._directory.path_of(_checked(step, "step", 0))
+
+    def restore(self, step: int | None = None, /, **targets: Any) -> dict[str, Any]:
+        """Restore objects in place, and return the other entries of the checkpoint.
+
+        Parameters
+        ----------
+        step : int or None
+            Which checkpoint; None is the latest complete one (call :meth:`wait` before if saves
+            are pending).  If another process removes that one before it is open, the choice is
+            made again.  Positional only: ``restore(1000, model=model)``.
+        **targets : object
+            What to restore, under the names it was saved with.
+
+        Returns
+        -------
+        dict
+            The entries that are no target's.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no checkpoint (of that step).
+        TypeError
+            A target is an option of :func:`ptsave.load_checkpoint` (``strict=False``).
+        KeyError, RuntimeError, CorruptCheckpointError
+            As from :func:`ptsave.load_checkpoint`, which also has options for what does not fit
+            or is not to be trusted: ``load_checkpoint(checkpointer.latest(), strict=False, ...)``.
+
+        Examples
+        --------
+        >>> import tempfile, torch, ptsave
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with ptsave.AsyncCheckpointer(folder) as checkpointer:
+        ...         _ = checkpointer.save(7, model=model, step=7)
+        ...     checkpointer.restore(7, model=model)
+        {'step': 7}
+        """
+        self._check_process()
+        if isinstance(targets.get("step"), int):
+            raise TypeError(
+                "step=... names something to restore; the number of a checkpoint is given first: "
+                f"restore({targets['step']}, ...)"
+            )
+        check_restoring("AsyncCheckpointer.restore", targets)
+        step = None if step is None else _checked(step, "step", 0)
+        with self._directory.opened(step) as stream:
+            # torch maps paths only, if it is told to map by default.
+            return restore_entries(stream.name if wants_mmap(None) else stream, targets)
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def wait(self) -> None:
+        """Wait until no save is pending, and old checkpoints have been removed.
+
+        Raises
+        ------
+        Exception
+            The error of the first save that failed and that nobody has learned of yet (from its
+            future, or here); another call raises the next one.
+        """
+        self._check_process()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+            unknown = [future for future in self._failed if not future.observed()]
+            self._failed[:] = unknown[1:]
+        if unknown:
+            unknown[0].result()
+
+    def close(self) -> None:
+        """Refuse further saves, and :meth:`wait`.  The checkpoints can still be restored."""
+        self._closed = True
+        self.wait()
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        while True:  # the errors of saves one by one: that of the block is what went wrong first
+            try:
+                self.close()
+                return
+            except Exception as failure:
+                if failure is not error:
+                    add_note(error, f"a checkpoint was not saved either: {failure}")
+
+    # -------------------------------------------------------------------------------------- fork
+
+    def _start_afresh(self, path: Path) -> None:
+        self._pid = os.getpid()
+        self._directory = CheckpointDirectory(path)
+        self._changed = threading.Condition()
+        self._pending: dict[SaveFuture, int] = {}
+        self._failed: list[SaveFuture] = []
+
+    def _check_process(self) -> None:
+        """Forget the saves and the locks of the process that this one was forked from."""
+        if self._pid != os.getpid():
+            self._start_afresh(self._directory.path)
+
+
+def _failed_save(target: str, error: OSError) -> SaveFuture:
+    """Return the future of a save that could not begin."""
+    future = SaveFuture(target, 0, lambda: False)
+    future.set_staged(error)
+    future.set_exception(error)
+    return future
+
+
+def _checked(value: Any, name: str, minimum: int) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {number}")
+    return number

@@ -1,0 +1,1 @@
+"""The tree of a saved object: names, leaves, views; no file."""

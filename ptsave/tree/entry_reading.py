@@ -1,0 +1,136 @@
+"""A part of a saved object with its tensors read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave.tree.containers import attributes_of, items_of, set_attributes, values_of
+
+__all__ = ["leaves_of", "read_entry", "require_picklable", "tensor_over"]
+
+
+def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
+    """Return an entry of an archive, with values.
+
+    Parameters
+    ----------
+    entry : object
+        Its tensors and storages may have no values.  What it shares within, the result does, too.
+    read : callable
+        Returns tensors with values for some without.
+    """
+    leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
+    found = read([tensor_over(leaf) for leaf in leaves.values()])
+    made: dict[int, Any] = {
+        key: _back(leaf, values) for (key, leaf), values in zip(leaves.items(), found, strict=True)
+    }
+    return _copy(entry, made)
+
+
+def leaves_of(entry: Any) -> Iterator[Any]:
+    """Yield the tensors and storages of an entry."""
+    seen: set[int] = set()
+    pending = [entry]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (Tensor, torch.UntypedStorage, torch.TypedStorage)):
+            yield value
+        elif id(value) not in seen and _is_container(value):
+            seen.add(id(value))
+            pending += reversed([*values_of(value), *attributes_of(value).values()])
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict, list, tuple)
+
+
+def require_picklable(entry: Any, path: str) -> None:
+    """Refuse containers whose attributes take the place of methods that pickling calls.
+
+    Raises
+    ------
+    ValueError
+        Pickling an ``OrderedDict`` asks for its ``items``: an attribute of that name would be asked
+        instead, and the entries be lost.
+    """
+    for container in _containers_in(entry):
+        for name in attributes_of(container):
+            if hasattr(type(container), name):
+                raise ValueError(
+                    f"{path}: a {type(container).__name__} has an attribute {name!r} in place of a "
+                    "method, and would lose its entries when it is written: load the file, "
+                    "and save a dict of what is in it"
+                )
+
+
+def tensor_over(leaf: Any) -> Tensor:
+    """Return a tensor, or one of all the bytes of a storage."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    untyped = leaf if isinstance(leaf, torch.UntypedStorage) else leaf._untyped_storage
+    return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+
+
+def _back(leaf: Any, values: Tensor) -> Any:
+    if isinstance(leaf, Tensor):
+        return values
+    untyped = values.untyped_storage()
+    if isinstance(leaf, torch.UntypedStorage):
+        return untyped
+    return torch.TypedStorage(wrap_storage=untyped, dtype=leaf.dtype, _internal=True)
+
+
+def _copy(entry: Any, made: dict[int, Any]) -> Any:
+    """Return a copy of containers around what is made already; deep ones need no recursion."""
+    containers = list(_containers_in(entry))
+    for container in containers:
+        if type(container) is not tuple:
+            made[id(container)] = type(container)()
+    for container in containers:
+        if type(container) is tuple:
+            _make_tuple(container, made)
+    for container in containers:
+        copy = made[id(container)]
+        if type(container) is list:
+            copy += (_made(part, made) for part in container)
+        elif type(container) is not tuple:
+            for key, part in items_of(container):
+                copy[key] = _made(part, made)
+            attributes = attributes_of(container).items()  # `_metadata` of state dicts
+            set_attributes(copy, {name: _made(part, made) for name, part in attributes})
+    return _made(entry, made)
+
+
+def _made(part: Any, made: dict[int, Any]) -> Any:
+    return made.get(id(part), part)
+
+
+def _make_tuple(value: tuple[Any, ...], made: dict[int, Any]) -> None:
+    """Make the copy of a tuple after those of the tuples in it."""
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        inner = [part for part in last if type(part) is tuple and id(part) not in made]
+        if inner:
+            pending += inner
+            continue
+        pending.pop()
+        made.setdefault(id(last), tuple([_made(part, made) for part in last]))
+
+
+def _containers_in(entry: Any) -> Iterator[Any]:
+    """Yield every container of an entry once."""
+    seen: set[int] = set()
+    pending = [entry]
+    while pending:
+        value = pending.pop()
+        if _is_container(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending += values_of(value)
+            pending += attributes_of(value).values()

@@ -1,0 +1,148 @@
+"""An object as the flat dict of tensors that some formats hold, and what that leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ptsave.tree.containers import attributes_of, is_container, items_of
+from ptsave.tree.paths import MAX_DEPTH, Path, dotted
+
+__all__ = ["Flattened", "flatten", "some_of"]
+
+_N_NAMED = 5
+
+
+@dataclass
+class Flattened:
+    """The tensors of an object.
+
+    Attributes
+    ----------
+    tensors : dict of str to torch.Tensor
+        By dotted name, in the order of the object.
+    losses : list of str
+        What has no place, each with the reason.
+    remarks : list of str
+        What is kept, but not as it was.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def flatten(
+    obj: Any, dtypes: Collection[torch.dtype] | None, *, keeps_ties: bool = False
+) -> Flattened:
+    """Return the tensors of an object by dotted name.
+
+    Parameters
+    ----------
+    obj : object
+        Dicts, lists and tuples are looked into.
+    dtypes : collection of torch.dtype or None
+        What the format has; None for all.
+    keeps_ties : bool, default False
+        Whether contiguous tensors that are the same memory in the same shape stay so.
+
+    Raises
+    ------
+    ValueError
+        If two entries have the same dotted name, or if containers are nested too deep.
+    """
+    result = Flattened()
+    paths: dict[str, Path] = {}
+    n_nested = n_with_gradients = n_not_contiguous = 0
+    storages: dict[int, str] = {}
+    sharing: list[str] = []
+    tied: set[tuple[Any, ...]] = set()
+    for path, value in _leaves(obj, result):
+        name = dotted(path)
+        reason = _reason_against(value, dtypes)
+        if reason is None and not path:
+            reason = "it has no name: save a dict of it"
+        if reason is not None:
+            result.losses.append(f"{name or 'the object itself'} ({reason})")
+            continue
+        if name in result.tensors:
+            raise ValueError(f"{paths[name]!r} and {path!r} are both called {name!r} when flat")
+        paths[name] = path
+        result.tensors[name] = value
+        n_nested += len(path) > 1 or not isinstance(path[0], str)
+        n_with_gradients += isinstance(value, Parameter) or value.requires_grad
+        n_not_contiguous += not value.is_contiguous()
+        if value.numel() == 0:
+            continue
+        storage = value.untyped_storage().data_ptr()
+        place = (storage, value.storage_offset(), value.shape, value.dtype)
+        if storages.setdefault(storage, name) != name and place not in tied:
+            sharing.append(name)
+        if keeps_ties and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
+            tied.add(place)
+    _remark(result, n_nested, "from within containers: their names are the paths, with dots")
+    _remark(result, n_with_gradients, "parameters or with requires_grad, which is not kept")
+    _remark(result, n_not_contiguous, "not contiguous: written contiguously")
+    if sharing:
+        share = "shares" if len(sharing) == 1 else "share"
+        result.remarks.append(
+            f"{some_of(sharing, _N_NAMED)} {share} memory with others: "
+            "written in full for every name"
+        )
+    return result
+
+
+def _remark(result: Flattened, n: int, what: str) -> None:
+    if n:
+        result.remarks.append(f"{n} tensor{' is' if n == 1 else 's are'} {what}")
+
+
+def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
+    """Yield what is no container with its path; each container is looked into once."""
+    seen: dict[int, Path] = {}
+    pending: list[tuple[Path, Any]] = [((), obj)]
+    while pending:
+        path, value = pending.pop()
+        if not is_container(value):
+            yield path, value
+            continue
+        first = seen.setdefault(id(value), path)
+        if first is not path:
+            result.losses.append(f"{dotted(path)} (it is {dotted(first) or 'the whole'} again)")
+            continue
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
+        if attributes_of(value).get("_metadata"):
+            result.remarks.append(f"_metadata of {dotted(path) or 'the state dict'} is not kept")
+        items = list(items_of(value))
+        if not items and path:
+            result.losses.append(f"{dotted(path)} (an empty {type(value).__name__})")
+        pending += [((*path, key), child) for key, child in reversed(items)]
+
+
+def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str | None:
+    """Return why a format of plain tensors cannot hold something; None if it can."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout != torch.strided:
+        return f"a {str(value.layout).removeprefix('torch.')} tensor"
+    if value.is_quantized:
+        return "a quantized tensor"
+    if value.is_meta and value.numel():
+        return "a tensor on the meta device, without values"
+    if type(value) not in (Tensor, Parameter):
+        return f"a tensor of type {type(value).__name__}"
+    if dtypes is not None and value.dtype not in dtypes:
+        return f"dtype {str(value.dtype).removeprefix('torch.')}"
+    return None
+
+
+def some_of(texts: Sequence[str], n: int) -> str:
+    """Return the first `n` texts, and how many more there are."""
+    more = len(texts) - n
+    return ", ".join(texts[:n]) + (f" and {more} more" if more > 0 else "")

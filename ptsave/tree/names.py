@@ -1,0 +1,182 @@
+"""What the entries of a saved object are called, and which one a name means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ptsave.errors import EntryNotFoundError
+from ptsave.tree.containers import is_container, items_of
+from ptsave.tree.paths import MAX_DEPTH, Path, dotted
+from ptsave.tree.tree import EntryTree
+
+__all__ = ["EntryNames", "entry_not_found"]
+
+_MAX_COMPARED = 20_000
+_MAX_SUGGESTED = 3
+
+
+class EntryNames:
+    """The names of the tensors of an object, and the way from a name to an entry.
+
+    Parameters
+    ----------
+    obj : object
+        Dicts, lists and tuples are looked into, each of them once, however often it is there.
+    path : str
+        What to call the file in messages.
+
+    Attributes
+    ----------
+    tensors : list of torch.Tensor
+        In the order of the file.
+    names : list of (str or tuple)
+        Of these tensors: dotted, but for those that would have the name of another.
+    """
+
+    def __init__(self, obj: Any, path: str) -> None:
+        self._obj = obj
+        self._path = path
+        self.tensors: list[Tensor] = []
+        self.names: list[str | Path] = []
+        self._numbers: dict[str | Path, int] = {}  # by dotted name, and by name
+        self._ambiguous: dict[str, list[Path]] = {}
+        for number, (dotted_name, entry, tensor) in enumerate(_tensors_of(obj, path)):
+            self.tensors.append(tensor)
+            self.names.append(dotted_name)
+            first = self._numbers.setdefault(dotted_name, number)
+            if first != number:
+                self._ambiguous.setdefault(dotted_name, []).append(entry)
+        if self._ambiguous:
+            self._tell_apart()
+
+    def _tell_apart(self) -> None:
+        """Give every tensor whose dotted name is another's, too, the tuple for a name."""
+        for number, (name, entry, _) in enumerate(_tensors_of(self._obj, self._path)):
+            if name in self._ambiguous:
+                if self._numbers[name] == number:
+                    self._ambiguous[name].insert(0, entry)
+                self.names[number] = entry
+                self._numbers[entry] = number
+
+    def find(self, name: str | Path) -> Any:
+        """Return the entry that a name means.
+
+        Raises
+        ------
+        KeyError
+            If there is none, or if several have the same dotted name.
+        TypeError
+            If it is no name.
+        """
+        if isinstance(name, tuple):
+            return self._follow(name)
+        if not isinstance(name, str):
+            raise TypeError(f"a name is a str or a tuple of keys, not {type(name).__name__}")
+        number = self._numbers.get(name)
+        if number is not None and name not in self._ambiguous:
+            return self.tensors[number]
+        paths = self._ambiguous.get(name) or list(_paths_to(self._obj, name))
+        if len(paths) > 1:
+            choices = " or ".join(map(repr, paths))
+            raise EntryNotFoundError(
+                f"{self._path}: {name!r} may be any of several entries: ask for {choices}"
+            )
+        if not paths:
+            raise self._missing(name)
+        return self._follow(paths[0])
+
+    def number_of(self, name: str | Path, tensor: Tensor) -> int:
+        """Return the number of a tensor that `find` has found."""
+        for each in (name, dotted(name) if isinstance(name, tuple) else name):
+            number = self._numbers.get(each)
+            if number is not None and self.tensors[number] is tensor:
+                return number
+        # A second way to a container.
+        return next(i for i, other in enumerate(self.tensors) if other is tensor)
+
+    def _follow(self, path: Path) -> Any:
+        value = self._obj
+        for key in path:
+            if not is_container(value):
+                raise self._missing(path)
+            try:
+                if isinstance(value, Mapping) and key not in value:  # a Counter has all
+                    raise KeyError(key)
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                raise self._missing(path) from None
+        return value
+
+    def _missing(self, name: str | Path) -> EntryNotFoundError:
+        return entry_not_found(self._path, name, [node.name for node in EntryTree(self._obj).nodes])
+
+
+def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
+    """Return what to raise for a name that is none of `names`: it suggests similar ones."""
+    nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
+    hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return items_of(value) if is_container(value) else ()
+
+
+def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
+    """Yield dotted name, path and value of every tensor."""
+    if isinstance(obj, Tensor):
+        yield "", (), obj
+        return
+    seen = {id(obj)}
+    pending: list[tuple[Iterator[tuple[Any, Any]], Path, str]] = [(iter(_items(obj)), (), "")]
+    while pending:
+        items, path, prefix = pending[-1]
+        for key, value in items:
+            if isinstance(value, Tensor):
+                yield f"{prefix}{key}", (*path, key), value
+            elif is_container(value) and id(value) not in seen:
+                if len(pending) > MAX_DEPTH:
+                    raise ValueError(
+                        f"{file}: containers are nested deeper than {MAX_DEPTH} levels"
+                    )
+                seen.add(id(value))
+                pending.append((iter(_items(value)), (*path, key), f"{prefix}{key}."))
+                break
+        else:
+            pending.pop()
+
+
+def _paths_to(obj: Any, name: str) -> Iterator[Path]:
+    """Yield every path that is written as `name`; keys may hold dots themselves."""
+    if not name:
+        yield ()
+        return
+    parts = name.split(".")
+    pending: list[tuple[Path, Any, int]] = [((), obj, 0)]
+    while pending:
+        path, value, begin = pending.pop()
+        if begin == len(parts):
+            yield path
+            continue
+        for end in range(begin + 1, len(parts) + 1):
+            for key in _keys_called(value, ".".join(parts[begin:end])):
+                pending.append(((*path, key), value[key], end))
+
+
+def _keys_called(value: Any, text: str) -> list[Any]:
+    """Return the keys of a container that are written as `text`: text, or a whole number."""
+    is_number = text.isdecimal() and text.isascii() and len(text) < 19 and str(int(text)) == text
+    if isinstance(value, Mapping):
+        return [key for key in ([text, int(text)] if is_number else [text]) if key in value]
+    if isinstance(value, (list, tuple)) and is_number and int(text) < len(value):
+        return [int(text)]
+    return []
+
+
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
+    similar = [other for other in names if 2 * abs(len(other) - len(name)) <= len(name) + 8]
+    return difflib.get_close_matches(name, similar[:_MAX_COMPARED], n=_MAX_SUGGESTED)

@@ -1,0 +1,34 @@
+"""Paths of entries: keys from the outermost container inwards, and their text with dots."""
+
+from __future__ import annotations
+
+import ast
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+__all__ = ["MAX_DEPTH", "Path", "dotted", "path_in"]
+
+Path: TypeAlias = tuple[Any, ...]
+
+# The limit of everything that names entries: a file says how deep its object is, and each level
+# makes the names below it longer.  torch.save reaches 970 levels before a RecursionError.
+MAX_DEPTH = 1000
+
+
+def dotted(path: Path) -> str:
+    """Return a path as it is written with dots."""
+    return ".".join(map(str, path))
+
+
+def path_in(text: str) -> Path | None:
+    """Return the keys of a name that is written as Python's tuple; None for any other text.
+
+    >>> path_in("('a.b', 0)"), path_in("a.b")
+    (('a.b', 0), None)
+    """
+    if text.startswith("(") and text.endswith(")"):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            path = ast.literal_eval(text)
+            if isinstance(path, tuple):
+                return path
+    return None

@@ -1,0 +1,1 @@
+"""An object becomes a pickle, a plan and a file."""

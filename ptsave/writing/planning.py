@@ -1,0 +1,111 @@
+"""Which records an archive has, in torch's order, and where the bytes of its storages come from."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch.serialization import _get_storage_alignment, _serialization_tls
+
+from ptsave import _C
+from ptsave.writing.targets import root_for_path
+
+__all__ = ["engine_can_save", "plan_archive"]
+
+_Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
+
+_SERIALIZATION_ID_NBYTES = 40
+# The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
+_MAX_ALIGNMENT = 32768
+
+
+def engine_can_save(new_format: bool) -> bool:
+    """Decide who saves: the engine writes the zip format, torch the one before it."""
+    return new_format and _get_storage_alignment() <= _MAX_ALIGNMENT
+
+
+def plan_archive(
+    target: object, data: bytes, storages: _C.StorageList, no_byte_order: bool
+) -> _C.WritePlan:
+    """Plan the archive of a pickle and its storages.
+
+    Parameters
+    ----------
+    target : str or file-like
+        What it will be written to: the root folder has the name of a path.
+    data : bytes
+        The record ``data.pkl``.
+    storages : _C.StorageList
+        The records ``data/0``, ``data/1``, ...  They must live until the archive is written.
+    no_byte_order : bool
+        Whether the Python part of torch would leave out the byte order, which its C++ part then
+        adds in another place.
+    """
+    records = _records_before_storages(data, no_byte_order)
+    records += _storage_records(storages)
+    records += _records_after_storages(no_byte_order)
+    root = root_for_path(target) if isinstance(target, str) else "archive"
+    return _C.WritePlan(root, records, _get_storage_alignment())
+
+
+def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]:
+    alignment = str(_get_storage_alignment()).encode()
+    records: list[_Records] = [
+        ("data.pkl", data, len(data)),
+        (".format_version", b"1", 1),
+        (".storage_alignment", alignment, len(alignment)),
+    ]
+    return records if no_byte_order else [*records, _byte_order_record()]
+
+
+def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
+    # torch's C++ writer adds what the Python part has left out.
+    byte_order = [_byte_order_record()] if no_byte_order else []
+    return [
+        ("version", b"3\n", 2),
+        *byte_order,
+        (".data/serialization_id", b"", _SERIALIZATION_ID_NBYTES),
+    ]
+
+
+def _byte_order_record() -> _C.PlannedRecord:
+    return ("byteorder", sys.byteorder.encode(), len(sys.byteorder))
+
+
+def _storage_records(storages: _C.StorageList) -> list[_Records]:
+    skip_data = _serialization_tls.skip_data
+    if storages.in_reach and not skip_data:
+        return [storages]
+    records: list[_Records] = []
+    staged: list[torch.UntypedStorage] = []  # at most one: the CPU copy being written
+    for i, storage in enumerate(_C.untyped_storages(storages)):
+        payload: int | Callable[[], int] | None
+        if skip_data:
+            payload = None
+        elif storage.device.type == "cpu":
+            payload = storage.data_ptr() or None
+        else:
+            payload = functools.partial(_stage, storage, staged)
+        records.append((f"data/{i}", payload, storage.nbytes()))
+    return records
+
+
+def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:
+    """Copy a storage to CPU memory, dropping the copy of the one before; returns its address."""
+    from torch.utils.serialization import config
+
+    staged.clear()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    same_device = accelerator is not None and accelerator.type == storage.device.type
+    if config.save.use_pinned_memory_for_d2h and same_device:
+        pinned = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        copy = pinned.untyped_storage()
+        copy.copy_(storage)
+        torch.accelerator.current_stream(storage.device.index).synchronize()
+    else:
+        copy = storage.cpu()
+    staged.append(copy)
+    return copy.data_ptr()

@@ -1,0 +1,437 @@
+"""Where a checkpoint's bytes go: a path, a real file, memory, or anything with ``write``."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ptsave import _C
+from ptsave.errors import SaveError, operation_of
+from ptsave.sources.local import real_file
+from ptsave.support import config, memory_limits
+from ptsave.support.progress import ProgressCallback
+
+__all__ = ["ArchiveWriter", "FileWriter", "resolve_target", "root_for_path"]
+
+# Errors of rename that say "not this file, not here", as opposed to "the disk failed".
+_RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
+# Below this a durable save is one write and one sync either way.
+_MIN_DIRECT_NBYTES = 16 << 20
+# A chunk that is staged needs a few bytes more than it has, and page-locked memory comes in powers
+# of two.  A multiple of any disk's block.
+_STAGING_SLACK = 64 << 10
+
+
+def root_for_path(path: str) -> str:
+    """Return the archive's root folder for a file saved at `path`: its stem, as torch takes it."""
+    if not path.isascii():
+        return "archive"  # torch opens such files in Python, and so does not see the name
+    name = path.replace("\\", "/").rpartition("/")[2]
+    stem, dot, _ = name.rpartition(".")
+    return stem if dot else name
+
+
+def check_path(path: str) -> None:
+    """Raise now what writing to `path` would raise later, before the object is pickled."""
+    if "\0" in path:
+        raise ValueError("embedded null byte")
+    if not root_for_path(path):
+        raise RuntimeError(f"invalid file name: {path}")
+    parent = os.path.dirname(path) or "."
+    if not os.path.isdir(parent):
+        message = f"Parent directory {parent} does not exist."
+        raise SaveError(errno.ENOENT, message, path)
+    if os.path.isdir(path):
+        message = f"File {path} cannot be opened: open file failed with strerror: Is a directory"
+        raise SaveError(errno.EISDIR, message, path)
+
+
+def resolve_target(f: Any) -> Any:
+    """Return `f` as a str if it is a path, and raise now what writing to it would raise later."""
+    if isinstance(f, os.PathLike):
+        f = os.fspath(f)
+    if isinstance(f, str):
+        check_path(f)
+    else:
+        check_stream(f)
+    return f
+
+
+def check_stream(stream: object) -> None:
+    """Refuse an object that cannot be written to, as torch does."""
+    if callable(getattr(stream, "write", None)):
+        return
+    message = f"Buffer of {str(type(stream)).strip('<>')} has no callable attribute 'write'"
+    if not hasattr(stream, "write"):
+        raise AttributeError(message)
+    raise TypeError(message)
+
+
+class FileWriter:
+    """Writes one planned file to one path.
+
+    Parameters
+    ----------
+    plan : _C.WritePlan or _C.PackedPlan
+        What is in the file, and where.
+    compute_crcs : bool
+        False writes zeros for every checksum, as torch can be told to.
+    fsync, atomic : bool
+        See :func:`ptsave.save`.
+    progress : ProgressCallback or None
+        Called about ten times a second with the bytes written so far.
+    scratch_for : callable, optional
+        Returns the descriptor of an empty file if the plan reads from the file that has this
+        status, which therefore cannot be overwritten meanwhile; else None.
+    """
+
+    def __init__(
+        self,
+        plan: _C.WritePlan | _C.PackedPlan,
+        *,
+        compute_crcs: bool,
+        fsync: bool,
+        atomic: bool,
+        progress: ProgressCallback | None,
+        scratch_for: Callable[[os.stat_result], int | None] = lambda _: None,
+    ) -> None:
+        self._plan = plan
+        self._compute_crcs = compute_crcs
+        self._fsync = fsync
+        self._atomic = atomic
+        self._progress = progress
+        self._scratch_for = scratch_for
+        self._config = config.current()
+
+    def write_path(self, path: str) -> None:
+        """Write to a path: atomically where a regular file is or will be there.
+
+        Other savers may replace or remove the file at any moment.  So whether it can be replaced is
+        decided by what no saver changes: links, the directory, who owns it.
+        """
+        with _translated_errors(path):
+            status = _status(path)
+            is_special = status is not None and not stat.S_ISREG(status.st_mode)
+            if status is not None and not is_special:
+                status = _writable_status(path)
+            target = None if is_special else _resolved(path)
+            can_replace = target is not None and _can_replace(target, status)
+        if is_special:
+            self._write_special(path)
+        elif target is None:
+            self._write_in_place(path, path)
+        elif can_replace and (self._atomic or _is_mapped(target)):
+            self._replace(target, path)
+        else:
+            self._write_in_place(target, path)
+
+    def _write_special(self, path: str) -> None:
+        raise SaveError(errno.EINVAL, "not a regular file", path)
+
+    def _replace(self, target: str, path: str) -> None:
+        direct = self._config.direct_io and not self._plan.has_holes and self._wants_direct()
+        try:
+            self._plan.write_file(
+                os.fsencode(target),
+                os.fsencode(path),
+                durable=self._fsync,
+                direct=direct,
+                options=self._options(direct=direct),
+                progress=self._progress,
+            )
+        except OSError as error:
+            if operation_of(error) != "rename" or not _is_refused(error.errno, target):
+                raise SaveError.from_os_error(error, path) from None
+            self._write_in_place(target, path)
+
+    def _write_in_place(self, target: str, path: str) -> None:
+        with _translated_errors(path):
+            if _is_mapped(target):
+                message = (
+                    "tensors of this process are mapped from the file, which can be overwritten "
+                    "but not replaced: save to another file, or load them without mmap"
+                )
+                raise SaveError(errno.EBUSY, message, path)
+            status = _status(target)
+            scratch = None if status is None else self._scratch_for(status)
+            self._plan.write_in_place(
+                os.fsencode(target),
+                scratch=scratch,
+                durable=self._fsync,
+                options=self._options(),
+                progress=self._progress,
+            )
+
+    def _wants_direct(self) -> bool:
+        # The page cache is faster as long as it only has to remember; once the kernel makes writers
+        # wait for the disk, or the caller does, going past it is.
+        nbytes = self._plan.nbytes
+        return nbytes >= _MIN_DIRECT_NBYTES and (self._fsync or nbytes > _dirty_limit_nbytes() // 2)
+
+    def _options(self, *, direct: bool = False) -> _C.WriteOptions:
+        n_threads = self._config.n_direct_writers if direct else self._config.n_threads
+        chunk_nbytes = self._config.write_chunk_nbytes
+        return _C.WriteOptions(
+            compute_crcs=self._compute_crcs,
+            n_threads=0 if self._plan.is_sequential else n_threads,
+            chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_staged else 0),
+            max_pinned_nbytes=self._config.max_pinned_nbytes,
+        )
+
+
+class ArchiveWriter(FileWriter):
+    """Writes one planned archive to one target, a path or a file-like object.
+
+    Parameters
+    ----------
+    plan : _C.WritePlan
+        The records and their places.
+    compute_crcs, fsync, atomic, progress
+        As for `FileWriter`.
+    """
+
+    _plan: _C.WritePlan
+
+    def begin_staging(self) -> None:
+        """Fix the values of what is on accelerators: those the caller's streams leave there now."""
+        self._plan.begin_staging(options=self._options())
+
+    def write(self, target: Any) -> None:
+        """Write to a path or to a file-like object."""
+        if isinstance(target, str):
+            self.write_path(target)
+        else:
+            self.write_object(target)
+
+    def _write_special(self, path: str) -> None:
+        with _translated_errors(path), open(path, "wb", buffering=0) as stream:
+            self._write_stream(stream.write, _zero_writer(stream.write))
+
+    def write_object(self, stream: Any) -> None:
+        """Write to a file-like object at its current position."""
+        raw = real_file(stream)
+        if type(stream) is io.BytesIO:
+            self._write_bytesio(stream)
+        elif raw is not None and _is_plain(raw):
+            self._write_descriptor(raw)
+        else:
+            self._write_stream(stream.write, lambda nbytes: stream.seek(nbytes, os.SEEK_CUR))
+        stream.flush()
+
+    def _write_bytesio(self, stream: io.BytesIO) -> None:
+        begin = stream.tell()
+        end = begin + self._plan.nbytes
+        old_nbytes = stream.getbuffer().nbytes
+        try:
+            if old_nbytes < end:
+                stream.seek(end - 1)
+                stream.write(b"\0")
+            with stream.getbuffer() as view:
+                self._plan.write_memory(
+                    view[begin:end], options=self._options(), progress=self._progress
+                )
+        except BaseException:
+            stream.truncate(max(old_nbytes, begin))
+            stream.seek(begin)
+            raise
+        stream.seek(end)
+
+    def _write_descriptor(self, stream: Any) -> None:
+        stream.flush()
+        begin = stream.tell()
+        with _translated_errors(str(stream.name)):
+            self._plan.write_descriptor(
+                stream.fileno(),
+                begin,
+                os.fsencode(str(stream.name)),
+                durable=self._fsync,
+                options=self._options(),
+                progress=self._progress,
+            )
+        stream.seek(begin + self._plan.nbytes)
+
+    def _write_stream(
+        self, write: Callable[[memoryview], object], skip: Callable[[int], object]
+    ) -> None:
+        self._plan.write_stream(
+            _complete_writer(write),
+            skip,
+            options=self._options(),
+            progress=self._progress,
+        )
+
+
+@contextmanager
+def _translated_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        raise SaveError.from_os_error(error, path) from None
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _writable_status(path: str) -> os.stat_result | None:
+    """Return the status of a file that may be written; None if it has been removed meanwhile.
+
+    One that may not be written is not replaced either, though its directory would allow it.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        number = error.errno or errno.EACCES
+        reason = f"File {path} cannot be opened: open file failed with strerror"
+        raise SaveError(number, f"{reason}: {os.strerror(number)}", path) from None
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _resolved(path: str) -> str | None:
+    """Return the absolute name of what `path` links to; None for a link to an open file."""
+    target = _C.resolve_links(os.fsencode(path))
+    return None if target is None else os.path.join(os.getcwd(), os.fsdecode(target))
+
+
+def _can_replace(target: str, status: os.stat_result | None) -> bool:
+    """Whether a new file can take the place of `target`: its directory must allow it."""
+    if status is None:
+        return True  # if not, creating it says why
+    parent = os.path.dirname(target)
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        return False
+    directory = os.stat(parent)
+    owners = {0, directory.st_uid, status.st_uid}
+    return not directory.st_mode & stat.S_ISVTX or os.geteuid() in owners
+
+
+def _is_refused(number: int | None, target: str) -> bool:
+    """Whether the error of a rename means that this file cannot ever be replaced."""
+    if number in _UNSUPPORTED:
+        return True
+    if number == errno.EBUSY:  # which network file systems say of files that others use just now
+        return _mount_of(target) != _mount_of(os.path.dirname(target))
+    return number in _RENAME_REFUSED and os.path.exists(target)
+
+
+def _mount_of(path: str) -> str:
+    """Return the number of the mount that a file or directory is reached by; "" if not known."""
+    try:
+        with _located(path) as descriptor:
+            fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((field for field in fields if field.startswith("mnt_id:")), "")
+
+
+def _is_mapped(target: str) -> bool:
+    """Whether this process has the file memory-mapped."""
+    try:
+        with _located(target) as descriptor:
+            status = os.fstat(descriptor)
+            name = os.readlink(f"/proc/self/fd/{descriptor}")  # as the list of mappings has it
+    except FileNotFoundError:
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        # Filesystems with devices of their own (btrfs, overlayfs) are listed under another one.
+        return any(
+            fields[4] == str(status.st_ino) and (fields[3] == device or fields[-1] == name)
+            for fields in (line.rstrip("\n").split(maxsplit=5) for line in maps)
+        )
+
+
+@contextmanager
+def _located(path: str) -> Iterator[int]:
+    """Open a file or directory only to ask where it is."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_plain(stream: Any) -> bool:
+    """Whether a file object is an open regular file that can be written at any position."""
+    import fcntl
+
+    if not stream.writable() or not stream.seekable():
+        return False
+    flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
+    if flags & (os.O_APPEND | os.O_DIRECT):
+        return False
+    return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+
+def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
+    """Return a function that writes all of its argument, however little `write` takes at a time.
+
+    What `write` returns counts only if it can be a number of bytes: many file-like objects return
+    None or something else.
+    """
+
+    def write_all(view: memoryview) -> None:
+        rest = view
+        while rest.nbytes:
+            n = write(rest)
+            if not isinstance(n, int) or n >= rest.nbytes or n < 0:
+                break
+            if n == 0:
+                raise OSError(errno.EIO, "write() took none of the bytes")
+            rest = rest[n:]
+        # The memory behind the view is about to be reused: whoever kept it gets an error instead.
+        _release(rest)
+        _release(view)
+
+    return write_all
+
+
+def _release(view: memoryview) -> None:
+    # A view that something still uses stays, as it could with torch's own writer.
+    with suppress(BufferError):
+        view.release()
+
+
+def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]:
+    """Return a function that writes `nbytes` zeros, for targets that cannot seek."""
+    write_all = _complete_writer(write)
+    zeros = bytes(1 << 20)
+
+    def write_zeros(nbytes: int) -> None:
+        while nbytes:
+            piece = min(nbytes, len(zeros))
+            write_all(memoryview(zeros)[:piece])
+            nbytes -= piece
+
+    return write_zeros
+
+
+def _dirty_limit_nbytes() -> int:
+    """Return how much written data the kernel holds in memory before writers must wait."""
+    try:
+        limit = int(Path("/proc/sys/vm/dirty_bytes").read_text())
+        if limit > 0:
+            return limit
+        ratio = int(Path("/proc/sys/vm/dirty_ratio").read_text())
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 1 << 30
+    # A control group's part: of what its limit leaves. Not by rank: what others write is gone.
+    return min(free, memory_limits.available_nbytes()) * ratio // 100

@@ -1,0 +1,142 @@
+"""The rooms of ptsave: one direction of imports, no circles, and what is public."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import ptsave
+
+ROOT = Path(ptsave.__file__).parent
+# Each may import from those before it, and none from those behind it (ARCHITECTURE.md).
+ROOMS = (
+    "_C",
+    "_torch_build",
+    "errors",
+    "support",
+    "tree",
+    "sources",
+    "archive",
+    "writing",
+    "state",
+    "serialization",
+    "restoring",
+    "contents",
+    "streaming",
+    "background",
+    "training",
+    "models",
+    "inspection",
+    "comparison",
+    "conversion",
+    "installation",
+    "lazy_buffers",
+    "__init__",
+    "bench",
+    "cli",
+    "__main__",
+)
+
+
+def modules() -> dict[str, Path]:
+    """Return the modules of ptsave, by what an import calls them."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts)] = path
+    return found
+
+
+def imports_of(name: str, path: Path) -> Iterator[str]:
+    """Yield the modules that a module imports, at its beginning or in a function."""
+    known = modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for each in wanted:
+            first, _, rest = each.partition(".")
+            if first != "ptsave":
+                continue
+            # A module, a name in one, or a name in a package or at the top.
+            for candidate in (rest, rest.rpartition(".")[0]):
+                if candidate in known or candidate in ("_C", "_torch_build"):
+                    yield candidate
+                    break
+                if f"{candidate}.__init__" in known:
+                    yield f"{candidate}.__init__"
+                    break
+            else:
+                assert "." not in rest, f"{name} imports {each}, which is not there"
+                yield "__init__"
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_room_is_listed() -> None:
+    found = {room_of(name) for name in modules()} | {"_C", "_torch_build"}
+    assert found == set(ROOMS)
+
+
+def test_imports_have_one_direction() -> None:
+    upwards = [
+        f"{name} -> {imported}"
+        for name, path in modules().items()
+        for imported in imports_of(name, path)
+        if ROOMS.index(room_of(imported)) > ROOMS.index(room_of(name))
+    ]
+    assert not upwards
+
+
+def test_no_circles() -> None:
+    graph = {name: set(imports_of(name, path)) - {name} for name, path in modules().items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_packages_import_nothing() -> None:
+    """What a room holds is asked for by its module: importing one does not import the others."""
+    for name, path in modules().items():
+        if name.endswith(".__init__"):
+            assert not list(imports_of(name, path)), name
+
+
+# What users may rely on: a name that is added or taken away changes this list and CHANGELOG.md.
+PUBLIC = """
+    Archive AsyncCheckpointer CheckpointWarning Compaction Comparison Conversion
+    CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights NotCheckpointError
+    SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters UnsupportedUrlError
+    __version__ add_prefix async_save compact compare convert install installed load load_checkpoint
+    load_into load_model load_optimizer_state_dict load_state_dict open register_lazy_buffer
+    release_staging_memory save save_checkpoint save_model strip_prefix uninstall
+"""
+
+
+def test_exported_members() -> None:
+    assert sorted(ptsave.__all__) == sorted(PUBLIC.split())
+    for name in ptsave.__all__:
+        exported = getattr(ptsave, name)
+        assert getattr(exported, "__doc__", None), f"{name} has no documentation"
+
+
+def test_no_private_names_at_the_top() -> None:
+    """Beside what is public there are rooms and modules only."""
+    others = {name for name in vars(ptsave) if not name.startswith("_")} - set(ptsave.__all__)
+    assert others <= {room_of(name) for name in modules()}
+
+
+def test_the_path_that_files_name() -> None:
+    """A module that was saved whole names the hook of a lazy buffer by where it used to be."""
+    from ptsave.state.lazy_buffers import LazyBufferHook
+
+    assert b"cptsave.lazy_buffers\nLazyBufferHook\n" in pickle.dumps(LazyBufferHook("x"), 2)
+    old = b"\x80\x02cptsave.lazy_buffers\nLazyBufferHook\n)\x81}X\x04\0\0\0nameX\x01\0\0\0xsb."
+    assert pickle.loads(old).name == "x"
