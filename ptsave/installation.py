@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
-from torch.jit import _builtins as operators
 
 from ptsave import serialization
-from ptsave.support import torch_functions as stock
+from ptsave.support import torch_serialization as stock
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -46,7 +45,7 @@ def install() -> None:
         _depth += 1
         if _depth == 1:
             for old, new in _NAMES.values():
-                operators._register_builtin(new, operators._find_builtin(old))
+                stock.register_builtin(new, stock.find_builtin(old))
             _replace({name: (old, new) for name, (old, new) in _NAMES.items()})
 
 
@@ -66,7 +65,7 @@ def uninstall() -> None:
         if _depth == 0:
             _replace({name: (new, old) for name, (old, new) in _NAMES.items()})
             for _, new in _NAMES.values():
-                operators._get_builtin_table().pop(id(new), None)
+                stock.builtin_operators().pop(id(new), None)
 
 
 @contextmanager

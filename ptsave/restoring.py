@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, _weights_only_unpickler
+from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.checks import check_small_records, check_version
@@ -29,6 +29,7 @@ from ptsave.serialization import load, reader_for, resolve_weights_only, unpickl
 from ptsave.sources.local import describe
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.torch_serialization import restricted_unpickler
 
 __all__ = ["check_locations", "restoring"]
 
@@ -67,7 +68,7 @@ def restoring(
         any exception that leaves the block say which entries hold new values.
     """
     restricted = resolve_weights_only(weights_only, None)  # which may warn, once
-    module = _weights_only_unpickler if restricted else pickle
+    module = restricted_unpickler if restricted else pickle
     reader = _reader_to_defer(f, map_location, module, verify) if deferred else None
     if reader is None:
         obj = load(f, map_location, weights_only=restricted, verify=verify, progress=progress)

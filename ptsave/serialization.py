@@ -12,14 +12,9 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
-from torch import _weights_only_unpickler
 from torch.serialization import (
     DEFAULT_PROTOCOL,
     UNSAFE_MESSAGE,
-    _check_dill_version,
-    _check_save_filelike,
-    _default_to_weights_only,
-    _is_path,
     get_crc32_options,
     get_default_mmap_options,
 )
@@ -35,9 +30,19 @@ from ptsave.sources.kinds import HEAD_NBYTES, is_of_another_program, what_it_sur
 from ptsave.sources.local import describe
 from ptsave.sources.remote_errors import named_errors
 from ptsave.sources.urls import refuse_url, refuse_url_target
-from ptsave.support import torch_functions as stock
+from ptsave.support import torch_serialization as stock
 from ptsave.support.progress import progress_bar
-from ptsave.support.torch_features import IGNORES_CASE_OF_VARIABLES, WARNS_OF_UNUSED_ARGUMENTS
+from ptsave.support.torch_serialization import (
+    IGNORES_CASE_OF_VARIABLES,
+    WARNS_OF_UNUSED_ARGUMENTS,
+    ArchiveFileReader,
+    check_dill_version,
+    check_save_filelike,
+    defaults_to_weights_only,
+    is_path,
+    log_api_usage,
+    restricted_unpickler,
+)
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import ArchiveWriter, resolve_target
@@ -110,9 +115,9 @@ def save(
     ...     torch.load(path)
     {'weight': tensor([1., 1., 1.])}
     """
-    _check_dill_version(pickle_module)
-    _check_save_filelike(f)
-    if _is_path(f):
+    check_dill_version(pickle_module)
+    check_save_filelike(f)
+    if is_path(f):
         refuse_url_target(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         return stock.save(
@@ -123,7 +128,7 @@ def save(
             _use_new_zipfile_serialization,
             _disable_byteorder_record,
         )
-    torch._C._log_api_usage_once("torch.save")
+    log_api_usage("torch.save")
     f = resolve_target(f)
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     plan = plan_archive(f, data, storages, _disable_byteorder_record)
@@ -208,7 +213,7 @@ def load(
     >>> ptsave.load(stream)
     [tensor([0, 1, 2]), 'three']
     """
-    begin = None if _is_path(f) else _position(f)
+    begin = None if is_path(f) else _position(f)
     reader = reader_for(f, mmap, verify)
     restricted = resolve_weights_only(weights_only, pickle_module)
     if reader is not None and reader.has_record("constants.pkl"):
@@ -220,8 +225,8 @@ def load(
             check_compressed_members(reader)
         reader = None
         if not fills_storages(map_location):  # torch would swap bytes that are not there
-            module = _weights_only_unpickler if restricted else pickle_module or pickle
-            archive = torch._C.PyTorchFileReader(os.fspath(f) if _is_path(f) else f)
+            module = restricted_unpickler if restricted else pickle_module or pickle
+            archive = ArchiveFileReader(os.fspath(f) if is_path(f) else f)
             with unpickling_errors(module):
                 return unpickle_without_bytes(archive, map_location, module, pickle_load_args)
     if reader is None:
@@ -234,16 +239,16 @@ def load(
                 mmap=mmap,
                 **pickle_load_args,
             )
-    torch._C._log_api_usage_once("torch.load")
+    log_api_usage("torch.load")
     if pickle_load_args and restricted and WARNS_OF_UNUSED_ARGUMENTS:
         warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
-    module = _weights_only_unpickler if restricted else pickle_module or pickle
+    module = restricted_unpickler if restricted else pickle_module or pickle
     pickle_load_args.setdefault("encoding", "utf-8")
     with (
         closing(reader),
         progress_bar(progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
-        _check_dill_version(pickle_module)
+        check_dill_version(pickle_module)
         overall_storage = _map_file(reader, map_location) if wants_mmap(mmap) else None
         result = _load_archive(reader, map_location, module, overall_storage, pickle_load_args)
         end = None if begin is None else begin + reader.end_of_storages()
@@ -273,7 +278,7 @@ def unpickling_errors(pickle_module: Any) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        if pickle_module is not _weights_only_unpickler or isinstance(error, RuntimeError):
+        if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
             raise
         raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
 
@@ -285,7 +290,7 @@ def _naming_what_it_is(f: Any) -> Iterator[None]:
     torch's own words, about pickles and ``weights_only=False``, come after that, because programs
     may look for them; not where the file is another program's.
     """
-    begin = None if _is_path(f) else _position(f)
+    begin = None if is_path(f) else _position(f)
     try:
         yield
     except (OSError, MemoryError, CorruptCheckpointError):
@@ -310,7 +315,7 @@ def _position(f: Any) -> Any:
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
     """Return the first bytes of what was to be loaded, and its size; as of a pickle if unknown."""
     try:
-        if _is_path(f):
+        if is_path(f):
             with open(f, "rb") as stream:
                 return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
         nbytes = f.seek(0, os.SEEK_END) - begin
@@ -328,7 +333,7 @@ def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
     position; and it raises the error for arguments that do not go together.
     """
-    if _is_path(f):
+    if is_path(f):
         refuse_url(f)
     elif wants_mmap(mmap):
         return None
@@ -356,7 +361,7 @@ def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
             "Only one of `TORCH_FORCE_WEIGHTS_ONLY_LOAD` or `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` "
             "should be set, but both were set."
         )
-    restricted = _default_to_weights_only(pickle_module) if weights_only is None else weights_only
+    restricted = defaults_to_weights_only(pickle_module) if weights_only is None else weights_only
     if force:
         restricted = True
     elif force_not and weights_only is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -140,3 +141,38 @@ def test_the_path_that_files_name() -> None:
     assert b"cptsave.lazy_buffers\nLazyBufferHook\n" in pickle.dumps(LazyBufferHook("x"), 2)
     old = b"\x80\x02cptsave.lazy_buffers\nLazyBufferHook\n)\x81}X\x04\0\0\0nameX\x01\0\0\0xsb."
     assert pickle.loads(old).name == "x"
+
+
+def private_names_in(path: Path, attributes: set[str]) -> Iterator[str]:
+    """Yield each use of a private name of torch: what is imported, and attributes by their name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            words = [node.module or "", *(alias.name for alias in node.names)]
+            if any(re.search(r"(^|\.)_[a-z]", word) for word in words):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            of_torch = re.match(r"torch(\.\w+)*\._[a-z]", text) is not None
+            if of_torch or (node.attr in attributes and ast.unparse(node.value) != "self"):
+                yield f"{node.lineno}: {text}"
+
+
+def test_private_names_of_torch_have_one_home() -> None:
+    """Whoever ports ptsave to another torch reads support/torch_*.py, and nothing else."""
+    adapters = {name: path for name, path in modules().items() if name.startswith("support.torch_")}
+    constants = (
+        str(node.value)
+        for path in adapters.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+    )
+    attributes = {text for text in constants if re.fullmatch(r"_[a-z]\w*", text)}
+    assert {"_buffers", "_cdata", "_load_state_dict_pre_hooks"} <= attributes
+    assert any(True for path in adapters.values() for _ in private_names_in(path, attributes))
+    strays = [
+        f"{name}:{use}"
+        for name, path in modules().items()
+        if name not in adapters
+        for use in private_names_in(path, attributes)
+    ]
+    assert not strays

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.serialization import LoadEndianness
 
+from ptsave.support.torch_tensors import set_checkpoint_offset
+
 __all__ = ["NativeOrderReader", "is_native_byte_order"]
 
 _RECORD = "byteorder"
@@ -64,5 +66,5 @@ class NativeOrderReader:
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
         """Make a storage as torch does for the meta device, where an older torch would read it."""
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        tensor.untyped_storage()._checkpoint_offset = self.get_record_offset(name)
+        set_checkpoint_offset(tensor.untyped_storage(), self.get_record_offset(name))
         return tensor

@@ -7,13 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.serialization import _serialization_tls
 
 from ptsave import _C
 from ptsave.archive.byte_order import NativeOrderReader
 from ptsave.archive.reader import RecordReader
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support.torch_features import META_LOADS_KEEP_OFFSETS
+from ptsave.support.torch_serialization import (
+    META_LOADS_KEEP_OFFSETS,
+    load_archive,
+    options,
+    restricted_unpickler,
+)
+from ptsave.support.torch_tensors import checkpoint_offset_of, parts_of_sparse_coo
+from ptsave.support.torch_tensors import storage_id as storage_key
 from ptsave.tree.tree import EntryTree
 
 __all__ = [
@@ -82,18 +88,18 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
 
 def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[str, str]]:
     """Return what `entries_using` does, each with every record that it is stored in."""
-    location = _serialization_tls.map_location
+    location = options.map_location
     try:
         names: dict[int | None, str] = {
             reader.get_record_header_offset(name): name for name in records
         }
         plain = _PlainReader(reader)
-        obj = torch.serialization._load(plain, _NOWHERE, torch._weights_only_unpickler)
+        obj = load_archive(plain, _NOWHERE, restricted_unpickler)
         found = _collect(obj, names.keys(), _offset)
     except Exception:  # the message is better without entries than not raised
         return []
     finally:
-        _serialization_tls.map_location = location  # torch leaves it behind if unpickling fails
+        options.map_location = location  # torch leaves it behind if unpickling fails
     return [(entry, names[offset]) for entry, offset in found]
 
 
@@ -113,7 +119,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
 def storage_id(tensor: torch.Tensor) -> int | None:
     """Return what tells a tensor's storage from others; None if it has none of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(storage_key(tensor.untyped_storage()))
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors
         return None
 
@@ -150,7 +156,7 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if is_lazy(tensor):
         return []  # nothing, until it is initialized
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return parts_of_sparse_coo(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -160,6 +166,6 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _offset(tensor: torch.Tensor) -> int | None:
     try:
-        return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        return checkpoint_offset_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
         return None

@@ -10,6 +10,7 @@ import torch
 from ptsave import _C
 from ptsave.archive.filling import fill
 from ptsave.archive.reader import RecordReader
+from ptsave.support.torch_serialization import location_rules, restore_location
 
 __all__ = ["Placement", "may_reach_accelerator"]
 
@@ -44,7 +45,7 @@ def _follows_torchs_rules() -> bool:
     """Whether nobody has registered a way of their own to bring storages to devices."""
     return all(
         _function_of(deserialize).__module__ == "torch.serialization"
-        for _, _, deserialize in torch.serialization._package_registry
+        for _, _, deserialize in location_rules
     )
 
 
@@ -70,7 +71,7 @@ class Placement:
     def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
         self._reader = reader
         self._verify = verify
-        self._restore = torch.serialization._get_restore_location(map_location)
+        self._restore = restore_location(map_location)
         self._devices: dict[str, torch.device] = {}
 
     def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:

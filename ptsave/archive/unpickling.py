@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import _weights_only_unpickler
 
 from ptsave import _C
 from ptsave.archive.byte_order import NativeOrderReader, is_native_byte_order
@@ -36,8 +35,16 @@ from ptsave.archive.placing import Placement, may_reach_accelerator
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.errors import MalformedPickleError
-from ptsave.support.torch_features import is_meta_location
-from ptsave.tree.plain_tensors import modes_are_active
+from ptsave.support.torch_serialization import (
+    cpu_rule,
+    fake_mode,
+    is_meta_location,
+    load_archive,
+    location_rules,
+    options,
+    restricted_unpickler,
+)
+from ptsave.support.torch_tensors import modes_are_active
 
 __all__ = [
     "can_defer_reading",
@@ -72,7 +79,7 @@ def unpickle(
     map_location : callable, device, str, dict or None
         As for :func:`torch.load`.
     pickle_module : module
-        ``torch._weights_only_unpickler`` for the restricted machine.
+        ``torch.restricted_unpickler`` for the restricted machine.
     overall_storage : torch.UntypedStorage or None
         The memory-mapped file, with ``mmap=True``.
     pickle_load_args : dict
@@ -205,21 +212,17 @@ def _load(
     """Let torch load, with our reader and a stand-in for its unpickler."""
     shown = reader if fills_storages(map_location) else NativeOrderReader(reader)
     try:
-        return torch.serialization._load(
+        return load_archive(
             shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
         )
     finally:
         # torch leaves it behind when unpickling fails.
-        torch.serialization._serialization_tls.map_location = None
+        options.map_location = None
 
 
 def fills_storages(map_location: Any) -> bool:
     """Whether loading puts bytes into storages at all, as it does not on the meta device."""
-    return not (
-        is_meta_location(map_location)
-        or torch.serialization._serialization_tls.skip_data
-        or torch._guards.detect_fake_mode(None) is not None
-    )
+    return not (is_meta_location(map_location) or options.skip_data or fake_mode() is not None)
 
 
 def _stay_on_cpu(map_location: Any) -> bool:
@@ -245,7 +248,7 @@ def _gains_by_overlap(reader: RecordReader) -> bool:
 
 def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
     """Whether unpickling may start before the bytes have arrived."""
-    if pickle_module not in (pickle, _weights_only_unpickler):
+    if pickle_module not in (pickle, restricted_unpickler):
         return False
     if not _storages_are_plain(reader):
         return False
@@ -259,8 +262,8 @@ def _is_cpu(map_location: Any) -> bool:
 
 def _restores_cpu_blindly() -> bool:
     """Whether torch's own rule for CPU storages, which returns them as they are, comes first."""
-    _, _, deserialize = torch.serialization._package_registry[0]
-    return deserialize is torch.serialization._cpu_deserialize
+    _, _, deserialize = location_rules[0]
+    return deserialize is cpu_rule
 
 
 def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
@@ -287,7 +290,7 @@ def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
 
 
 class Unpickler:
-    """What takes the place of ``torch._weights_only_unpickler.Unpickler``, for one archive."""
+    """What takes the place of ``torch.restricted_unpickler.Unpickler``, for one archive."""
 
     reader: RecordReader
     storages_are_plain: bool
@@ -317,7 +320,7 @@ class Unpickler:
 
 def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool) -> Any:
     """Return a stand-in for torch's restricted unpickler, and any other module as it is."""
-    if pickle_module is not _weights_only_unpickler or not _knows_torchs_machine():
+    if pickle_module is not restricted_unpickler or not _knows_torchs_machine():
         return pickle_module
     # A class lives until the next garbage collection: nothing of it may keep the archive open.
     attributes = {"reader": reader, "storages_are_plain": storages_are_plain}
@@ -343,11 +346,11 @@ def _knows_torchs_machine() -> bool:
 
     A torch to come may know more opcodes, and somebody may have replaced it: then it runs itself.
     """
-    machine = _weights_only_unpickler.Unpickler
+    machine = restricted_unpickler.Unpickler
     return machine is _TORCHS_MACHINE and _opcodes_of(machine) == _OPCODES
 
 
-_TORCHS_MACHINE = _weights_only_unpickler.Unpickler
+_TORCHS_MACHINE = restricted_unpickler.Unpickler
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ptsave.archive.spans import Span, SpanReader
+from ptsave.support.torch_tensors import negated_view
 from ptsave.tree.view_blocks import blocks_of
 
 __all__ = ["bytes_of", "new_storage", "read_view", "view_as"]
@@ -82,4 +83,4 @@ def view_as(
     tensor.set_(storage, offset, like.shape, stride)
     if like.is_conj():
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return negated_view(tensor) if like.is_neg() else tensor

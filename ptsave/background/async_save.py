@@ -8,14 +8,8 @@ import pickle
 from contextlib import ExitStack
 from typing import Any, Literal
 
-import torch
 from torch.serialization import (
     DEFAULT_PROTOCOL,
-    _check_dill_version,
-    _check_save_filelike,
-    _get_storage_alignment,
-    _is_path,
-    _serialization_tls,
     get_crc32_options,
 )
 
@@ -24,6 +18,14 @@ from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
 from ptsave.sources.urls import refuse_url_target
 from ptsave.support import config
+from ptsave.support.torch_serialization import (
+    check_dill_version,
+    check_save_filelike,
+    is_path,
+    log_api_usage,
+    options,
+    storage_alignment,
+)
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import resolve_target
@@ -110,23 +112,23 @@ def async_save(
     """
     _check_options(staging, when_full)
     limit = _staging_limit(max_staged_bytes)
-    _check_dill_version(pickle_module)
-    _check_save_filelike(f)
-    if _is_path(f):
+    check_dill_version(pickle_module)
+    check_save_filelike(f)
+    if is_path(f):
         refuse_url_target(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         raise ValueError(
             "async_save writes only torch's zip format, with storages aligned to at most 32 KiB; "
             "use ptsave.save for any other"
         )
-    torch._C._log_api_usage_once("torch.save")
+    log_api_usage("torch.save")
     named = target = resolve_target(f)
     if isinstance(named, str) and not os.path.isabs(named):
         target = os.path.join(os.getcwd(), named)  # not normalized: links decide what ".." is
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
-    skip_data = _serialization_tls.skip_data
+    skip_data = options.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
-        nbytes = 0 if skip_data else storages.staging_nbytes(_get_storage_alignment())
+        nbytes = 0 if skip_data else storages.staging_nbytes(storage_alignment())
         reservation = background.reserve(nbytes, limit, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _reserve_memory(storages, nbytes, skip_data)

@@ -19,6 +19,7 @@ from ptsave.cli.text import (
 )
 from ptsave.contents.tensor_info import Facts
 from ptsave.inspection.listing import FileListing, Totals
+from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.tree import EntryTree, Node, is_plain
 
 __all__ = ["lines_by_size", "totals_lines", "tree_lines"]
@@ -177,7 +178,7 @@ def value_text(value: Any) -> str:
     ('[0, 1, 2, ..., 997, 998, 999]', '(0.9, 0.999)', "'text'")
     """
     if isinstance(value, torch.TypedStorage):
-        value = value._untyped_storage  # asking itself would warn
+        value = untyped_of(value)  # asking itself would warn
     if isinstance(value, torch.UntypedStorage):
         return size_text(value.nbytes())
     if isinstance(value, (torch.dtype, torch.device)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ptsave.comparison.numbers import NumberDifference, Tolerance
+from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, is_container, items_of
 from ptsave.tree.paths import MAX_DEPTH
 
@@ -223,7 +224,7 @@ def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
 def _opened(value: Any) -> Any:
     """Return storages as the tensors over them."""
     if isinstance(value, torch.TypedStorage):
-        dtype, value = value.dtype, value._untyped_storage
+        dtype, value = value.dtype, untyped_of(value)
         if dtype in _QUANTIZED:  # tensors of which need more than a storage
             dtype = torch.uint8
         return torch.empty(0, dtype=dtype, device=value.device).set_(value)

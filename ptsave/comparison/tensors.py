@@ -20,6 +20,7 @@ from ptsave.comparison.sides import ComparedCheckpoint
 from ptsave.contents.contents import as_saved
 from ptsave.support import config
 from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.torch_tensors import n_values_of_sparse
 from ptsave.tree.expansion import ADVICE, default_limit, stored_nbytes_of
 
 __all__ = ["are_empty", "compare_tensors"]
@@ -402,7 +403,10 @@ def _of_same_pattern(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return a.values(), b.values()
     places, numbers = torch.unique(both, dim=1, return_inverse=True)
     rows = []
-    for x, its_numbers in ((a, numbers[: a._nnz()]), (b, numbers[a._nnz() :])):
+    for x, its_numbers in (
+        (a, numbers[: n_values_of_sparse(a)]),
+        (b, numbers[n_values_of_sparse(a) :]),
+    ):
         row = torch.zeros((places.shape[1], *x.values().shape[1:]), dtype=x.dtype)
         row[its_numbers] = x.values()
         rows.append(row)

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, _weights_only_unpickler
+from torch import Tensor
 from torch.nn import Parameter
 
 from ptsave.archive.damage import damage_of, storage_id
@@ -20,6 +20,7 @@ from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
 from ptsave.errors import CheckpointWarning
 from ptsave.serialization import unpickling_errors
 from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.plain_tensors import shares_bytes
 from ptsave.tree.view_blocks import span_of
 
@@ -81,9 +82,9 @@ class UnreadContents:
         # The unpickler keeps its reader until the next garbage collection.
         with (
             closing(RecordReader(reader.engine, reader.path, verify=reader.verify)) as unpickled,
-            unpickling_errors(_weights_only_unpickler),
+            unpickling_errors(restricted_unpickler),
         ):
-            self.obj = unpickle_unread(unpickled, _weights_only_unpickler, set(), self._first_at)
+            self.obj = unpickle_unread(unpickled, restricted_unpickler, set(), self._first_at)
         self.metadata = metadata_of(reader)
         self.kind = self.metadata["format"]
         self._spans = spans_of(reader)

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pickle import UnpicklingError
 from typing import Any
 
-from torch import _weights_only_unpickler
-
 from ptsave.archive.checks import check_compressed_members, check_version
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
@@ -35,6 +33,8 @@ from ptsave.sources.local import real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
 from ptsave.sources.remote_errors import named_errors
 from ptsave.sources.urls import is_url, refuse_url
+from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_tensors import storage_id
 
 __all__ = ["open_contents", "reporting_damage", "require_saved_object"]
 
@@ -154,7 +154,7 @@ def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Conte
             open_stream(), {"format": "pt, compressed"}, reader.engine.nbytes, verify
         )
     check_version(reader)
-    if not can_defer_reading(reader, _weights_only_unpickler):
+    if not can_defer_reading(reader, restricted_unpickler):
         return _load_whole(open_stream(), metadata_of(reader), reader.engine.nbytes, verify)
     return UnreadContents(reader)
 
@@ -178,7 +178,7 @@ def _load_whole(
     locations: dict[int, str] = {}
 
     def stay(storage: Any, location: str) -> Any:
-        locations[storage._cdata] = location
+        locations[storage_id(storage)] = location
         return storage
 
     with opened as stream:

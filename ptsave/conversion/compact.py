@@ -27,6 +27,7 @@ from ptsave.streaming.payload_sources import (
 )
 from ptsave.streaming.streamed_files import PicklePlan
 from ptsave.support.progress import progress_bar
+from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
@@ -260,11 +261,11 @@ def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the numbers of tensors that may get another storage, by the one that they have."""
     others = [tensor for tensor in tensors if not _is_plain(tensor)]
     _, storages = pickle_object(others, pickle, 2)  # which knows what such tensors consist of
-    stays = {storage._cdata for storage in _C.untyped_storages(storages)}
+    stays = {storage_id(storage) for storage in _C.untyped_storages(storages)}
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if _is_plain(tensor) and tensor.untyped_storage()._cdata not in stays:
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+        if _is_plain(tensor) and storage_id(tensor.untyped_storage()) not in stays:
+            groups.setdefault(storage_id(tensor.untyped_storage()), []).append(i)
     return list(groups.values())
 
 

@@ -30,6 +30,7 @@ from ptsave.streaming.streamed_files import (
 )
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.sizes import parse_size
+from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of
 from ptsave.tree.expansion import check_expansion
 from ptsave.tree.flat import Flattened, flatten, some_of
@@ -305,7 +306,7 @@ def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors but for those that are the same contiguous memory in the same shape."""
     found: dict[Any, Tensor] = {}
     for tensor in tensors:
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+        place = (storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
         key = (*place, tensor.dtype) if tensor.is_contiguous() else id(tensor)
         found.setdefault(key, tensor)
     return list(found.values())

@@ -10,9 +10,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-import torch
-from torch import _weights_only_unpickler
-
 from ptsave.archive.checks import check_compressed_members
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
@@ -31,6 +28,12 @@ from ptsave.sources.local import describe
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.remote_errors import named_errors
 from ptsave.sources.urls import is_url, refuse_url
+from ptsave.support.torch_serialization import (
+    ArchiveFileReader,
+    allowed_globals,
+    blocked_modules,
+    user_allowed_globals,
+)
 
 __all__ = [
     "code_to_allow",
@@ -120,7 +123,7 @@ def _pickle_of(f: Any, stream: BinaryIO, path: str) -> bytes:
         return reader.get_record("data.pkl")
     check_compressed_members(reader)
     stream.seek(0)
-    data: bytes = torch._C.PyTorchFileReader(stream).get_record("data.pkl")
+    data: bytes = ArchiveFileReader(stream).get_record("data.pkl")
     return data
 
 
@@ -195,14 +198,14 @@ def unsafe_globals(names: Iterable[str]) -> list[str]:
     names : iterable of str
         As from `required_globals`.
     """
-    allowed = {*_weights_only_unpickler._get_allowed_globals()}
-    allowed |= _weights_only_unpickler._get_user_allowed_globals().keys()
+    allowed = {*allowed_globals()}
+    allowed |= user_allowed_globals().keys()
     return sorted(name for name in names if name not in allowed)
 
 
 def never_allowed(module: str) -> bool:
     """Whether torch refuses what is in a module even if it is on the list."""
-    return module in ("", *_weights_only_unpickler._blocklisted_modules)
+    return module in ("", *blocked_modules)
 
 
 def code_to_allow(modules: Mapping[str, str]) -> str:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pickle import UnpicklingError
 from typing import Any, BinaryIO, NamedTuple
 
-from torch import _weights_only_unpickler
-
 from ptsave.archive.checks import check_version
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
@@ -34,6 +32,7 @@ from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.remote_errors import named_errors
 from ptsave.sources.urls import is_url, refuse_url
 from ptsave.support.progress import ProgressCallback, progress_from
+from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.paths import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
@@ -346,7 +345,7 @@ def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return _Tensors([], {})
     check_version(reader)
-    if not can_defer_reading(reader, _weights_only_unpickler):
+    if not can_defer_reading(reader, restricted_unpickler):
         return _tensors_made_of_values(f, reader, is_damaged)
     contents = UnreadContents(reader)
     tree = EntryTree(contents.obj)

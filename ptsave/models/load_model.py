@@ -23,6 +23,8 @@ from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, Wei
 from ptsave.sources.urls import refuse_url
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.torch_modules import buffers_of, parameters_of
+from ptsave.support.torch_tensors import make_subclass
 from ptsave.tree.plain_tensors import PLAIN_TYPES
 
 __all__ = ["load_model"]
@@ -172,7 +174,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old one, too: its id must stay its own
     for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None or not tensor.is_meta:
@@ -186,7 +188,7 @@ def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
     with torch.no_grad():
         memory = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter) or type(tensor) is not Tensor:
-        memory = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
+        memory = make_subclass(type(tensor), memory, tensor.requires_grad)
     memory.__dict__.update(tensor.__dict__)
     return memory
 

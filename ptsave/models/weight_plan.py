@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
+from ptsave.support.torch_modules import non_persistent_buffers_of
 from ptsave.tree.expansion import ADVICE, default_limit
 
 __all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loader_of"]
@@ -82,7 +83,7 @@ class ModelTensors:
 
 def _left_out_of_state_dicts(model: nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name in module._non_persistent_buffers_set:
+        for name in non_persistent_buffers_of(module):
             yield f"{prefix}.{name}" if prefix else name
 
 

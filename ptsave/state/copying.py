@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ptsave.support.torch_tensors import set_grad_enabled, untyped_of
 from ptsave.tree.containers import attributes_of, values_of
 
 __all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
@@ -82,11 +83,11 @@ class CopyNow:
     def copy(self, target: Tensor, source: Tensor) -> None:
         # As torch.no_grad() does it, whose own Python code would take longer than a small copy.
         was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             target.copy_(source)
         finally:
-            torch._C._set_grad_enabled(was_enabled)
+            set_grad_enabled(was_enabled)
 
     def replace(self, replacement: Replacement) -> None:
         if replacement.new is not None and replacement.source is not None:
@@ -160,7 +161,7 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
             if not is_lazy(value):
                 yield value
         elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
-            untyped = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
+            untyped = untyped_of(value) if isinstance(value, torch.TypedStorage) else value
             yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
         elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
             seen.add(id(value))

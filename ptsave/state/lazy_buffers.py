@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _WrappedHook
 from torch.nn.parameter import is_lazy
 
 from ptsave.state.load_errors import failure_message
+from ptsave.support.torch_modules import (
+    WrappedHook,
+    buffers_of,
+    non_persistent_buffers_of,
+    pre_hooks_of,
+)
 
 __all__ = ["LazyBufferHook", "lazy_buffer_hooks", "new_buffer", "register_lazy_buffer"]
 
@@ -61,7 +66,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     >>> fresh.seen
     tensor([0, 1, 2])
     """
-    if name not in module._buffers:
+    if name not in buffers_of(module):
         attributes = vars(module)
         present = {name: attributes.pop(name)} if name in attributes else {}
         try:
@@ -69,7 +74,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
         except (KeyError, TypeError):
             attributes.update(present)
             raise
-    elif name in module._non_persistent_buffers_set:
+    elif name in non_persistent_buffers_of(module):
         raise ValueError(
             f"the buffer {name!r} is left out of state dicts: register it with persistent=True, "
             "or not at all, before register_lazy_buffer"
@@ -80,11 +85,11 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
 
 def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
     """Return those of a module's load pre-hooks that `register_lazy_buffer` has registered."""
-    hooks = module._load_state_dict_pre_hooks.values()
+    hooks = pre_hooks_of(module).values()
     return [
         hook.hook
         for hook in hooks
-        if type(hook) is _WrappedHook and type(hook.hook) is LazyBufferHook
+        if type(hook) is WrappedHook and type(hook.hook) is LazyBufferHook
     ]
 
 
@@ -104,7 +109,7 @@ class LazyBufferHook:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
         """Put in place what torch will copy or assign to, when the later hooks have run."""
-        hooks = module._load_state_dict_pre_hooks
+        hooks = pre_hooks_of(module)
         keys = [*hooks]
         own = (at for at, hook in enumerate(hooks.values()) if getattr(hook, "hook", None) is self)
         later = keys[next(own, len(keys)) + 1 :]
@@ -129,7 +134,7 @@ class LazyBufferHook:
     ) -> None:
         """Load the buffer when the hooks with the keys `later` have run."""
         if later:
-            hooks = module._load_state_dict_pre_hooks
+            hooks = pre_hooks_of(module)
             hooks[later[0]] = _Relay(self, later, module, was_there)
         else:
             self._load(module, was_there, *arguments)
@@ -146,17 +151,17 @@ class LazyBufferHook:
         key = prefix + self.name
         if was_there and key not in state_dict:
             return  # a later hook has taken it out
-        present = module._buffers.get(self.name)
+        present = buffers_of(module).get(self.name)
         saved = self.wanted(state_dict, key, present)
         if saved is present:
             return
         if saved is None:
-            module._buffers[self.name] = None
+            buffers_of(module)[self.name] = None
         elif local_metadata.get("assign_to_params_buffers", False):
-            module._buffers[self.name] = saved.detach()
+            buffers_of(module)[self.name] = saved.detach()
         else:
             try:
-                module._buffers[self.name] = _loaded(module, present, saved)
+                buffers_of(module)[self.name] = _loaded(module, present, saved)
             except Exception as error:
                 error_msgs: list[str] = key_lists[-1]
                 error_msgs.append(failure_message(key, saved, saved, error))
@@ -179,7 +184,7 @@ class _Relay:
     def __init__(
         self, lazy: LazyBufferHook, later: list[int], module: nn.Module, was_there: bool
     ) -> None:
-        hook: Any = module._load_state_dict_pre_hooks[later[0]]
+        hook: Any = pre_hooks_of(module)[later[0]]
         if type(hook) is _Relay and hook.lazy is lazy:  # that of a load that was interrupted
             hook = hook.hook
         self.lazy = lazy
@@ -189,7 +194,7 @@ class _Relay:
         self._was_there = was_there
 
     def __call__(self, *arguments: Any) -> None:
-        self._module._load_state_dict_pre_hooks[self._later[0]] = self.hook
+        pre_hooks_of(self._module)[self._later[0]] = self.hook
         self.hook(*arguments)
         self.lazy._wait_for(self._later[1:], self._module, self._was_there, *arguments)
 

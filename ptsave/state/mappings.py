@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from ptsave.state.copying import Copier, tensors_in
@@ -18,15 +17,17 @@ from ptsave.state.load_errors import (
     raise_load_errors,
     require_mapping,
 )
+from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
+from ptsave.support.torch_tensors import modes_are_active
 from ptsave.tree.containers import items_of
-from ptsave.tree.plain_tensors import copies_plainly, modes_are_active, shares_bytes
+from ptsave.tree.plain_tensors import copies_plainly, shares_bytes
 
 __all__ = ["check_mapping", "load_mapping"]
 
 
 def load_mapping(
     target: Mapping[Any, Any], saved: Any, strict: bool, copier: Copier
-) -> _IncompatibleKeys:
+) -> TorchsIncompatibleKeys:
     """Fill the tensors of `target` with those under the same keys of `saved`.
 
     Values that are no tensors are replaced.  Nothing is changed unless everything fits.
@@ -44,7 +45,7 @@ def load_mapping(
 
     Returns
     -------
-    _IncompatibleKeys
+    TorchsIncompatibleKeys
         Dotted paths of entries that only `target` or only `saved` has.
 
     Raises
@@ -74,7 +75,7 @@ def load_mapping(
         copier.show({"": values})
     for container, key, value in filling.replacements:
         container[key] = value
-    return _IncompatibleKeys(filling.missing, filling.unexpected)
+    return TorchsIncompatibleKeys(filling.missing, filling.unexpected)
 
 
 def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from torch.overrides import is_tensor_like
 
 from ptsave.state.copying import Copier, CopyNothing, CopyNow, Replacement, tensors_in
@@ -40,13 +39,24 @@ from ptsave.state.trusted_loading import (
     sets_extra_state,
     takes_part,
 )
+from ptsave.support.torch_modules import (
+    EXTRA_STATE_KEY_SUFFIX,
+    buffers_of,
+    children_of,
+    load_method_of,
+    post_hooks_of,
+    pre_hooks_of,
+    register_pre_hook,
+    set_metadata,
+)
+from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
+from ptsave.support.torch_tensors import modes_are_active
 from ptsave.tree.containers import items_of
-from ptsave.tree.plain_tensors import modes_are_active
 
 __all__ = ["IncompatibleKeys", "check_module", "load_module", "load_state_dict"]
 
 
-class IncompatibleKeys(_IncompatibleKeys):
+class IncompatibleKeys(TorchsIncompatibleKeys):
     """What torch returns, ``(missing_keys, unexpected_keys)``, and what did not fit.
 
     Attributes
@@ -85,7 +95,7 @@ def load_state_dict(
     assign: bool = False,
     *,
     ignore_mismatched_sizes: bool = False,
-) -> _IncompatibleKeys:
+) -> TorchsIncompatibleKeys:
     """Copy a state dict into a module, as ``module.load_state_dict`` does, in linear time.
 
     Hooks, overridden methods, extra state, metadata, warnings and messages are the same.
@@ -106,7 +116,7 @@ def load_state_dict(
 
     Returns
     -------
-    torch.nn.modules.module._IncompatibleKeys
+    torch.nn.modules.module.TorchsIncompatibleKeys
         The keys ``(missing_keys, unexpected_keys)``; with `ignore_mismatched_sizes`, an
         `IncompatibleKeys`, which has ``mismatched_keys`` too.
 
@@ -149,7 +159,7 @@ def load_module(
     *,
     ignore_mismatched_sizes: bool = False,
     check_first: bool = False,
-) -> _IncompatibleKeys:
+) -> TorchsIncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive.
 
     With `check_first`, what is known to be wrong is raised before other people's code runs, which
@@ -163,13 +173,13 @@ def load_module(
             )
         copier.show(state_dict)
         options = {"assign": assign} if assign else {}
-        result: _IncompatibleKeys = module.load_state_dict(state_dict, strict, **options)
+        result: TorchsIncompatibleKeys = module.load_state_dict(state_dict, strict, **options)
         return result
     require_mapping(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))
     if metadata is not None:
-        entries._metadata = metadata  # type: ignore[attr-defined]
+        set_metadata(entries, metadata)
     loading = _Loading(metadata, assign, copier, ignore_mismatched_sizes)
     if check_first:
         checking = _Checking(metadata, copier, ignore_mismatched_sizes)
@@ -188,7 +198,7 @@ def load_module(
     loading.raise_errors(module, strict)
     if ignore_mismatched_sizes:
         return IncompatibleKeys(loading.missing, loading.unexpected, loading.mismatched)
-    return _IncompatibleKeys(loading.missing, loading.unexpected)
+    return TorchsIncompatibleKeys(loading.missing, loading.unexpected)
 
 
 def check_module(module: nn.Module, state_dict: Any, strict: bool, copier: Copier) -> None:
@@ -240,14 +250,14 @@ class _Loading:
             metadata["assign_to_params_buffers"] = self.assign
         part = StateDictPart(entries, prefix)
         self._load_own(module, part, metadata)
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None:
                 child_prefix = prefix + name + "."
                 child_entries = part.of_child(name, child_prefix, self.foreign_runs)
                 self.load(child, child_entries, child_prefix)
-        hooks = module._load_state_dict_post_hooks
+        hooks = post_hooks_of(module)
         if hooks:
-            keys = _IncompatibleKeys(self.missing, self.unexpected)
+            keys = TorchsIncompatibleKeys(self.missing, self.unexpected)
             for hook in hooks.values():
                 self._show({})
                 if hook(module, keys) is not None:
@@ -301,12 +311,12 @@ class _Loading:
 
         A module that has several places in the model may have been planned for one of them already.
         """
-        if not module._load_state_dict_pre_hooks:
+        if not pre_hooks_of(module):
             return {}
         planned = self._lazy_buffers.setdefault(id(module), {})
         for hook in lazy_buffer_hooks(module):
             name = hook.name
-            present = planned[name] if name in planned else module._buffers.get(name)
+            present = planned[name] if name in planned else buffers_of(module).get(name)
             saved = hook.wanted(entries, prefix + name, present)
             if saved is not present:
                 planned[name] = None if saved is None else make(module, present, saved)
@@ -320,7 +330,7 @@ class _Loading:
         for name, new in lazy_buffers.items():
             if new is None or id(new) in sources:
                 source = None if new is None else sources[id(new)]
-                self.copier.replace(Replacement(module._buffers, name, new, source))
+                self.copier.replace(Replacement(buffers_of(module), name, new, source))
         new_ones = {id(new) for new in lazy_buffers.values()}
         plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
 
@@ -343,7 +353,7 @@ class _Loading:
     ) -> None:
         """Let torch's code load the module, after showing what it passes to anybody else's."""
         entries, prefix = part.entries, part.prefix
-        names = [*own, _EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
+        names = [*own, EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
         seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
         # Only where all values are there is nothing to be read first, whatever the metadata says.
         plainly &= self.assign
@@ -359,7 +369,7 @@ class _Loading:
         self, module: nn.Module, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
     ) -> int:
         """Load a module's extra state; returns how many entries that are no tensor's it was."""
-        key = prefix + _EXTRA_STATE_KEY_SUFFIX
+        key = prefix + EXTRA_STATE_KEY_SUFFIX
         found = key in entries
         if sets_extra_state(module):
             if found:
@@ -369,7 +379,7 @@ class _Loading:
                 self.missing.append(key)
         elif found:
             self.unexpected.append(key)
-        return int(found and _EXTRA_STATE_KEY_SUFFIX not in own)
+        return int(found and EXTRA_STATE_KEY_SUFFIX not in own)
 
     def _find_unexpected(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
@@ -379,12 +389,12 @@ class _Loading:
         if len(entries) == n_found:
             return
         groups = part.groups(self.foreign_runs)
-        modules = module._modules
+        modules = children_of(module)
         if groups is not None and all(name in modules for name in groups):
             n_found += sum(map(len, groups.values()))
             if len(entries) == n_found:
                 return
-        extra_state_key = prefix + _EXTRA_STATE_KEY_SUFFIX
+        extra_state_key = prefix + EXTRA_STATE_KEY_SUFFIX
         for key in entries:
             if key.startswith(prefix) and key != extra_state_key:
                 name, dot, _ = key[len(prefix) :].partition(".")
@@ -409,7 +419,7 @@ class _Loading:
         """Call the module's own method, and note whether anybody keeps the dict it was given."""
         n_references = sys.getrefcount(part.entries)
         with self._skipping_mismatched(module):
-            module._load_from_state_dict(
+            load_method_of(module)(
                 part.entries,
                 part.prefix,
                 metadata,
@@ -445,7 +455,7 @@ class _Loading:
                     self.mismatched.append((key, entries[key].shape, target.shape))
                     entries[key] = target
 
-        handle = module._register_load_state_dict_pre_hook(replace)
+        handle = register_pre_hook(module, replace)
         try:
             yield
         finally:
@@ -469,7 +479,7 @@ class _Checking(_Loading):
         self.load(module, OrderedDict(items_of(entries)), "")
         # Hooks and overrides may declare that nothing is missing, but sizes are what they are.
         keys_are_final = not any(
-            each._load_state_dict_post_hooks or gives_lists_away(each) for each in module.modules()
+            post_hooks_of(each) or gives_lists_away(each) for each in module.modules()
         )
         certain = strict and keys_are_final
         if not self.errors and not (certain and (self.missing or self.unexpected)):
@@ -485,7 +495,7 @@ class _Checking(_Loading):
             return
         part = StateDictPart(entries, prefix)
         self._load_own(module, part, metadata)
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None:
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, 0), child_prefix)
@@ -534,12 +544,12 @@ class _Report(_Checking):
             self._lend(entries)
             hook(entries, prefix, metadata, True, self.missing, self.unexpected, self.errors)
         self._load_by_torch(module, self._own_tensors(module, entries, prefix), part)
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None:
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
-        keys = _IncompatibleKeys(self.missing, self.unexpected)
-        for hook in module._load_state_dict_post_hooks.values():
+        keys = TorchsIncompatibleKeys(self.missing, self.unexpected)
+        for hook in post_hooks_of(module).values():
             self._lend({})
             if hook(module, keys) is not None:
                 _raise_for_result_of_hook()
@@ -547,7 +557,7 @@ class _Report(_Checking):
     def _own_tensors(
         self, module: nn.Module, entries: dict[str, Any], prefix: str
     ) -> dict[str, Tensor]:
-        present = module._buffers
+        present = buffers_of(module)
         wanted: dict[str, Any] = {
             hook.name: hook.wanted(entries, prefix + hook.name, present.get(hook.name))
             for hook in lazy_buffer_hooks(module)
@@ -557,11 +567,11 @@ class _Report(_Checking):
     def _load_extra_state(
         self, module: nn.Module, own: dict[str, Tensor], entries: dict[str, Any], prefix: str
     ) -> int:
-        key = prefix + _EXTRA_STATE_KEY_SUFFIX
+        key = prefix + EXTRA_STATE_KEY_SUFFIX
         found = key in entries
         if found != sets_extra_state(module):
             (self.unexpected if found else self.missing).append(key)
-        return int(found and _EXTRA_STATE_KEY_SUFFIX not in own)
+        return int(found and EXTRA_STATE_KEY_SUFFIX not in own)
 
     def _lend(self, entries: dict[str, Any]) -> None:
         self.lender.lend(entries)

@@ -18,11 +18,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier
+from ptsave.support.torch_modules import optimizer_policy
+from ptsave.support.torch_tensors import has_internal_overlap, storage_id
 from ptsave.tree.containers import items_of, values_of
 
 __all__ = ["PresentState", "StateCaster"]
 
-_TORCHS_POLICY = Optimizer._process_value_according_to_param_policy
+_TORCHS_POLICY = optimizer_policy()
 _TORCHS_TYPES = (Tensor, Parameter)
 # Their order of looking through a group is the same as that of looking up a hash.
 _PLAIN_IDS = (int, str)
@@ -132,7 +134,7 @@ class StateCaster:
         return rebuild(self._cast(owner, v, None, None) for v in value)
 
     def _cast_tensor(self, owner: _Owner, value: Tensor, key: Hashable, present: Any) -> Tensor:
-        policy = Optimizer._process_value_according_to_param_policy
+        policy = optimizer_policy()
         if policy is not _TORCHS_POLICY or type(value) not in _TORCHS_TYPES:
             self._copier.show({key: value})
             return policy(owner.param, value, owner.param_id, owner.groups, key)
@@ -190,7 +192,7 @@ def _address(tensor: Tensor) -> _Place:
 
 def _place_in_storage(tensor: Tensor) -> _Place:
     """Two storages of a file never share memory, and these may have none yet."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _overlapping(tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]) -> set[int]:
@@ -240,5 +242,5 @@ def _is_writable(tensor: Tensor) -> bool:
         _is_real(tensor)
         and not (tensor.is_inference() or tensor.requires_grad)
         and not (tensor.is_conj() or tensor.is_neg())
-        and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0)
+        and (tensor.is_contiguous() or has_internal_overlap(tensor) == 0)
     )

@@ -13,6 +13,7 @@ from ptsave.state.copying import Copier, CopyNothing, CopyNow
 from ptsave.state.optimizer_cast import PresentState, StateCaster
 from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
 from ptsave.state.optimizer_names import match_by_name
+from ptsave.support.torch_modules import optimizer_post_hooks_of, optimizer_pre_hooks_of
 from ptsave.tree.containers import items_of
 
 __all__ = ["check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
@@ -194,7 +195,7 @@ def check_optimizer(optimizer: Any, state_dict: Any) -> None:
     """Raise what `load_optimizer` is certain to raise, changing nothing."""
     if _overrides_load_state_dict(optimizer):
         return
-    has_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    has_hooks = optimizer_pre_hooks_of(optimizer)
     if not has_hooks and type(state_dict) in (dict, OrderedDict):
         match_by_order(optimizer, state_dict["param_groups"], CopyNothing())
 
@@ -215,7 +216,7 @@ def _show(copier: Copier, obj: Any) -> None:
 
 
 def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    hooks = optimizer_pre_hooks_of(optimizer)
     if hooks or type(state_dict) not in (dict, OrderedDict):
         _show(copier, state_dict)
     state_dict = state_dict.copy()
@@ -242,5 +243,5 @@ def _set_state(optimizer: Any, new: dict[str, Any], copier: Copier) -> None:
     # From here on the optimizer has its new state: all of it has to be there, whatever comes next.
     copier.show(new)
     optimizer.__setstate__(new)
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for post_hook in optimizer_post_hooks_of(optimizer).values():
         post_hook(optimizer)

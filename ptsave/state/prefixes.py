@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ptsave.support.torch_modules import metadata_of, set_metadata
 from ptsave.tree.containers import items_of
 
 __all__ = ["add_prefix", "strip_prefix"]
@@ -110,9 +111,9 @@ def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> Ord
             )
         origins[new_key] = key
         result[new_key] = entry
-    metadata = getattr(state_dict, "_metadata", None)
+    metadata = metadata_of(state_dict)
     if metadata is not None:
-        result._metadata = _renamed_metadata(metadata, rename)  # type: ignore[attr-defined]
+        set_metadata(result, _renamed_metadata(metadata, rename))
     return result
 
 

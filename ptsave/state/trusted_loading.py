@@ -13,13 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.modules import module as module_module
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import _WrappedHook
 from torch.overrides import is_tensor_like
 
 from ptsave.state.lazy_buffers import LazyBufferHook
+from ptsave.support.torch_modules import (
+    LOAD_METHOD,
+    InstanceNorm,
+    NormBase,
+    WrappedHook,
+    buffers_of,
+    lazy_load_hook,
+    load_method_of,
+    non_persistent_buffers_of,
+    parameters_of,
+    post_hooks_of,
+    pre_hooks_of,
+    registration_hooks,
+)
 from ptsave.tree.plain_tensors import PLAIN_TYPES
 
 __all__ = [
@@ -44,15 +54,11 @@ def _torchs(function: Any, home: ModuleType) -> Any:
 
 # Who replaces one of these, before or after ptsave is imported, wants it called.
 _LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
-_MODULE = _torchs(nn.Module._load_from_state_dict, module_module)
-_NORM = _torchs(_NormBase._load_from_state_dict, batchnorm)
-_INSTANCE_NORM = _torchs(_InstanceNorm._load_from_state_dict, instancenorm)
+_MODULE = _torchs(load_method_of(nn.Module), module_module)
+_NORM = _torchs(load_method_of(NormBase), batchnorm)
+_INSTANCE_NORM = _torchs(load_method_of(InstanceNorm), instancenorm)
 _SET_ATTRIBUTE = (nn.Module.__setattr__, nn.RNNBase.__setattr__)
 _REGISTER = (nn.Module.register_parameter, nn.Module.register_buffer)
-_registration_hooks = (
-    module_module._global_parameter_registration_hooks,
-    module_module._global_buffer_registration_hooks,
-)
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:
@@ -79,10 +85,10 @@ def own_tensors(
         Buffers that are to be others than they are now.
     """
     own: dict[str, Tensor]
-    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    if module._buffers:
-        hidden = module._non_persistent_buffers_set
-        buffers = {**module._buffers, **lazy_buffers} if lazy_buffers else module._buffers
+    own = {name: tensor for name, tensor in parameters_of(module).items() if tensor is not None}
+    if buffers_of(module):
+        hidden = non_persistent_buffers_of(module)
+        buffers = {**buffers_of(module), **lazy_buffers} if lazy_buffers else buffers_of(module)
         for name, buffer in buffers.items():
             if buffer is not None and name not in hidden:
                 own[name] = buffer
@@ -105,7 +111,7 @@ def loads_plainly(
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
         return False
-    hooks = module._load_state_dict_pre_hooks
+    hooks = pre_hooks_of(module)
     return not hooks or all(
         _is_trusted_hook(hook, module, entries, prefix) for hook in hooks.values()
     )
@@ -116,22 +122,19 @@ def runs_torchs_method(
 ) -> bool:
     """Return whether a module loads its own entries as `loads_plainly` says, but for its hooks."""
     cls = type(module)
-    found = getattr(cls, "_load_from_state_dict", None)
+    found = getattr(cls, LOAD_METHOD, None)
     if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
         return False
-    return (
-        "_load_from_state_dict" not in vars(module)
-        and cls.__getattribute__ is object.__getattribute__
-    )
+    return LOAD_METHOD not in vars(module) and cls.__getattribute__ is object.__getattribute__
 
 
 def takes_part(module: nn.Module) -> bool:
     """Return whether code of the module's own may take part in loading it."""
     return bool(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or getattr(type(module), "_load_from_state_dict", None) is not _MODULE
-        or "_load_from_state_dict" in vars(module)
+        pre_hooks_of(module)
+        or post_hooks_of(module)
+        or getattr(type(module), LOAD_METHOD, None) is not _MODULE
+        or LOAD_METHOD in vars(module)
         or sets_extra_state(module)
     )
 
@@ -141,13 +144,13 @@ def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
 
     Those are lazy buffers' and lazy modules'.
     """
-    hooks: Mapping[int, Any] = module._load_state_dict_pre_hooks
+    hooks: Mapping[int, Any] = pre_hooks_of(module)
     return [hook for hook in hooks.values() if not _only_gives_shapes(hook)]
 
 
 def _only_gives_shapes(hook: Any) -> bool:
-    hook = hook.hook if type(hook) is _WrappedHook else hook
-    is_lazy_modules = getattr(hook, "__func__", None) is LazyModuleMixin._lazy_load_hook
+    hook = hook.hook if type(hook) is WrappedHook else hook
+    is_lazy_modules = getattr(hook, "__func__", None) is lazy_load_hook
     return type(hook) is LazyBufferHook or is_lazy_modules
 
 
@@ -155,15 +158,15 @@ def run_trusted_code(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Do what comes first in the ``_load_from_state_dict`` of a module that loads plainly."""
-    if type(module)._load_from_state_dict is not _MODULE:
+    if load_method_of(type(module)) is not _MODULE:
         _add_batch_count(module, entries, prefix, metadata)
 
 
 def gives_lists_away(module: nn.Module) -> bool:
     """Return whether code that is not torch's gets the lists of keys, and so may edit them."""
-    name = "_load_from_state_dict"
+    name = LOAD_METHOD
     code = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
-    code += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    code += [getattr(hook, "hook", hook) for hook in pre_hooks_of(module).values()]
     return name in vars(module) or not all(
         (getattr(each, "__module__", None) or "").startswith(("torch.", "ptsave.")) for each in code
     )
@@ -175,7 +178,7 @@ def assigns_plainly(module: nn.Module) -> bool:
     return (
         cls.__setattr__ in _SET_ATTRIBUTE
         and (cls.register_parameter, cls.register_buffer) == _REGISTER
-        and not any(_registration_hooks)
+        and not any(registration_hooks)
     )
 
 
@@ -183,10 +186,10 @@ def _is_trusted_hook(
     hook: Callable[..., Any], module: nn.Module, entries: dict[str, Any], prefix: str
 ) -> bool:
     """Return whether this is a lazy buffer's hook that will see no tensors but plain ones."""
-    if type(hook) is not _WrappedHook or type(hook.hook) is not LazyBufferHook:
+    if type(hook) is not WrappedHook or type(hook.hook) is not LazyBufferHook:
         return False
     name = hook.hook.name
-    seen = (entries.get(prefix + name), module._buffers.get(name))
+    seen = (entries.get(prefix + name), buffers_of(module).get(name))
     return all(type(each) in PLAIN_TYPES or not is_tensor_like(each) for each in seen)
 
 
@@ -194,11 +197,7 @@ def _is_trusted_norm(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
     """Return whether the module is a norm of torch's that will do no more than add a count."""
-    overrides = [
-        vars(cls)["_load_from_state_dict"]
-        for cls in type(module).__mro__
-        if "_load_from_state_dict" in vars(cls)
-    ]
+    overrides = [vars(cls)[LOAD_METHOD] for cls in type(module).__mro__ if LOAD_METHOD in vars(cls)]
     if overrides == [_INSTANCE_NORM, _NORM, _MODULE]:
         # It refuses statistics that it does not track, in its own words.
         names = (prefix + "running_mean", prefix + "running_var")

@@ -18,6 +18,7 @@ from ptsave.archive.views import bytes_of
 from ptsave.contents.contents import LoadedContents, UnreadContents
 from ptsave.errors import SaveError
 from ptsave.support import config
+from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, tensor_over
 
 __all__ = [
@@ -132,7 +133,7 @@ class PayloadSources:
         tensors = [tensor_over(leaf) for leaf in leaves_of(contents.obj)]
         for tensor, (_, _, _, location) in zip(tensors, contents.places_of(tensors), strict=True):
             if location not in (None, "cpu"):
-                self.locations[tensor.untyped_storage()._cdata] = location
+                self.locations[storage_id(tensor.untyped_storage())] = location
 
     def add_loaded(self, contents: LoadedContents) -> None:
         """Add an object that is in memory: its storages are found by themselves."""
@@ -199,9 +200,9 @@ class PayloadSources:
 
     def copy_location(self, tensor: Tensor, stand_in: Tensor) -> None:
         """Remember that what stands for a tensor was saved from the same device."""
-        location = self.locations.get(tensor.untyped_storage()._cdata)
+        location = self.locations.get(storage_id(tensor.untyped_storage()))
         if location is not None:
-            self.locations[stand_in.untyped_storage()._cdata] = location
+            self.locations[storage_id(stand_in.untyped_storage())] = location
 
     def _payload_of(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
         if tensor.numel() == 0:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, items_of, set_attributes, values_of
 
 __all__ = ["leaves_of", "read_entry", "require_picklable", "tensor_over"]
@@ -72,7 +73,7 @@ def tensor_over(leaf: Any) -> Tensor:
     """Return a tensor, or one of all the bytes of a storage."""
     if isinstance(leaf, Tensor):
         return leaf
-    untyped = leaf if isinstance(leaf, torch.UntypedStorage) else leaf._untyped_storage
+    untyped = leaf if isinstance(leaf, torch.UntypedStorage) else untyped_of(leaf)
     return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
 
 

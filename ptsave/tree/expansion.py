@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ptsave.support.sizes import parse_size
+from ptsave.support.torch_tensors import storage_id
 
 __all__ = ["ADVICE", "check_expansion", "default_limit", "nbytes_of", "stored_nbytes_of"]
 
@@ -34,7 +35,7 @@ def stored_nbytes_of(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages[storage_id(storage)] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["PLAIN_TYPES", "copies_plainly", "modes_are_active", "shares_bytes"]
+from ptsave.support.torch_tensors import (
+    dispatch_keys_of,
+    has_internal_overlap,
+    is_alias_of,
+    names_of_keys,
+)
+
+__all__ = ["PLAIN_TYPES", "copies_plainly", "shares_bytes"]
 
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
@@ -28,15 +35,6 @@ _REAL_DTYPES = frozenset(
 )
 # Those of which torch makes quantized tensors; others smaller than a byte are saved as bytes.
 _SUB_BYTE_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
-
-
-def modes_are_active() -> bool:
-    """Return whether every call of torch goes to somebody's mode or transform first."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def shares_bytes(tensor: Tensor) -> bool:
@@ -66,9 +64,9 @@ def copies_plainly(target: Any, source: Any) -> bool:
     ):
         return False
     # copy_ refuses to write to one place twice, and to read what it overwrites.
-    if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:
+    if not target.is_contiguous() and has_internal_overlap(target) == 1:
         return False
-    if target is not source and torch._C._is_alias_of(target, source):  # type: ignore[attr-defined]
+    if target is not source and is_alias_of(target, source):
         return False
     return target.dtype is source.dtype or _converts_silently(source.dtype, target.dtype)
 
@@ -80,7 +78,7 @@ def _converts_silently(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _is_memory(tensor: Tensor, is_inference: bool = False) -> bool:
-    return _names_memory(torch._C._dispatch_keys(tensor).raw_repr(), is_inference)
+    return _names_memory(dispatch_keys_of(tensor), is_inference)
 
 
 @functools.cache
@@ -90,7 +88,7 @@ def _names_memory(dispatch_keys: int, is_inference: bool) -> bool:
     Every other kind has a key that says so: sparse, quantized and nested tensors, meta tensors,
     conjugates that are not computed yet, inference tensors (by a key that they lack), wrappers.
     """
-    names = set(str(torch._C.DispatchKeySet.from_raw_repr(dispatch_keys))[15:-1].split(", "))
+    names = names_of_keys(dispatch_keys)
     return any(
         ({device} if is_inference else {device, "ADInplaceOrView", f"Autograd{device}"})
         <= names

@@ -13,6 +13,7 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from ptsave import _C
+from ptsave.support.torch_tensors import numel_of_typed, storage_id, storage_type_name, untyped_of
 
 __all__ = ["pickle_object"]
 
@@ -31,10 +32,10 @@ class _StorageTable:
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         """Return torch's reference to a storage, or None for any other object."""
         if isinstance(obj, torch.storage.TypedStorage):
-            storage: Any = obj._untyped_storage
+            storage: Any = untyped_of(obj)
             dtype = obj.dtype
-            storage_type = getattr(torch, obj._pickle_storage_type())
-            numel = obj._size()
+            storage_type = getattr(torch, storage_type_name(obj))
+            numel = numel_of_typed(obj)
         elif torch.is_storage(obj):
             storage = obj
             dtype = torch.uint8
@@ -43,10 +44,10 @@ class _StorageTable:
         else:
             return None
         self._check_dtype(storage, dtype)
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        key = self._keys.setdefault(storage_id(storage), str(len(self._keys)))
         fake_device = getattr(obj, "_fake_device", None)
         location = str(fake_device) if fake_device is not None else location_tag(storage)
-        location = self._locations.get(storage._cdata, location)
+        location = self._locations.get(storage_id(storage), location)
         self.storages[key] = storage
         return ("storage", storage_type, key, location, numel)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-from torch.serialization import _get_storage_alignment, _serialization_tls
 
 from ptsave import _C
+from ptsave.support.torch_serialization import options, storage_alignment
 from ptsave.writing.targets import root_for_path
 
 __all__ = ["engine_can_save", "plan_archive"]
@@ -24,7 +24,7 @@ _MAX_ALIGNMENT = 32768
 
 def engine_can_save(new_format: bool) -> bool:
     """Decide who saves: the engine writes the zip format, torch the one before it."""
-    return new_format and _get_storage_alignment() <= _MAX_ALIGNMENT
+    return new_format and storage_alignment() <= _MAX_ALIGNMENT
 
 
 def plan_archive(
@@ -48,11 +48,11 @@ def plan_archive(
     records += _storage_records(storages)
     records += _records_after_storages(no_byte_order)
     root = root_for_path(target) if isinstance(target, str) else "archive"
-    return _C.WritePlan(root, records, _get_storage_alignment())
+    return _C.WritePlan(root, records, storage_alignment())
 
 
 def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]:
-    alignment = str(_get_storage_alignment()).encode()
+    alignment = str(storage_alignment()).encode()
     records: list[_Records] = [
         ("data.pkl", data, len(data)),
         (".format_version", b"1", 1),
@@ -76,7 +76,7 @@ def _byte_order_record() -> _C.PlannedRecord:
 
 
 def _storage_records(storages: _C.StorageList) -> list[_Records]:
-    skip_data = _serialization_tls.skip_data
+    skip_data = options.skip_data
     if storages.in_reach and not skip_data:
         return [storages]
     records: list[_Records] = []

@@ -1,0 +1,105 @@
+"""The private names of torch.nn.Module and torch.optim.Optimizer.
+
+Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one is missing,
+`private` makes ``import ptsave`` fail and names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.modules import lazy
+from torch.nn.modules import module as module_module
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.modules.module import _WrappedHook as WrappedHook
+from torch.optim import Optimizer
+
+from ptsave.support.torch_version import private
+
+__all__ = [
+    "EXTRA_STATE_KEY_SUFFIX",
+    "LOAD_METHOD",
+    "IncompatibleKeys",
+    "InstanceNorm",
+    "NormBase",
+    "WrappedHook",
+    "buffers_of",
+    "children_of",
+    "lazy_load_hook",
+    "load_method_of",
+    "metadata_of",
+    "non_persistent_buffers_of",
+    "optimizer_policy",
+    "optimizer_post_hooks_of",
+    "optimizer_pre_hooks_of",
+    "parameters_of",
+    "post_hooks_of",
+    "pre_hooks_of",
+    "register_pre_hook",
+    "registration_hooks",
+    "set_metadata",
+]
+
+_T = TypeVar("_T")
+_module = nn.Module()
+
+
+def _attribute(name: str) -> Any:
+    """Return a function that asks a module for an attribute, which every module has."""
+    private(_module, name)
+    return attrgetter(name)
+
+
+# The dicts of a module; they may be changed.
+parameters_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("_modules")
+non_persistent_buffers_of: Callable[[nn.Module], set[str]]
+non_persistent_buffers_of = _attribute("_non_persistent_buffers_set")
+pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_pre_hooks")
+post_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_post_hooks")
+
+# The method with which a module loads its own entries, and which some override.
+LOAD_METHOD = "_load_from_state_dict"
+load_method_of: Callable[[Any], Any] = attrgetter(LOAD_METHOD)
+private(_module, LOAD_METHOD)
+
+lazy_load_hook: Any = private(lazy.LazyModuleMixin, "_lazy_load_hook")
+# Of all modules: who is asked when a parameter or a buffer is set.
+registration_hooks: tuple[dict[int, Any], ...] = (
+    private(module_module, "_global_parameter_registration_hooks"),
+    private(module_module, "_global_buffer_registration_hooks"),
+)
+
+private(Optimizer, "_process_value_according_to_param_policy")
+optimizer_pre_hooks_of: Callable[[Any], dict[int, Any]]
+optimizer_pre_hooks_of = attrgetter("_optimizer_load_state_dict_pre_hooks")
+optimizer_post_hooks_of: Callable[[Any], dict[int, Any]]
+optimizer_post_hooks_of = attrgetter("_optimizer_load_state_dict_post_hooks")
+_METADATA = "_metadata"
+
+
+def optimizer_policy() -> Callable[..., Tensor]:
+    """Return what casts a value of an optimizer's state; somebody may have replaced it."""
+    return Optimizer._process_value_according_to_param_policy
+
+
+def register_pre_hook(module: nn.Module, hook: Callable[..., None]) -> Any:
+    """Register a load pre-hook that is not given the module; returns its handle."""
+    return module._register_load_state_dict_pre_hook(hook)
+
+
+def metadata_of(state_dict: Any) -> Any:
+    """Return the versions of modules that `state_dict` carries; None if it carries none."""
+    return getattr(state_dict, _METADATA, None)
+
+
+def set_metadata(state_dict: Any, metadata: Any) -> None:
+    """Make a state dict carry the versions of modules."""
+    state_dict._metadata = metadata

@@ -1,0 +1,129 @@
+"""The private names of torch.serialization, torch.jit and torch._C, and how its releases differ.
+
+Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one is missing,
+`private` makes ``import ptsave`` fail and names it.  Differences are found by looking at torch, not
+at its version number.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import serialization
+from torch.jit import _builtins
+from torch.serialization import load, save
+
+from ptsave.support.torch_version import private
+
+__all__ = [
+    "IGNORES_CASE_OF_VARIABLES",
+    "META_LOADS_KEEP_OFFSETS",
+    "WARNS_OF_UNUSED_ARGUMENTS",
+    "ArchiveFileReader",
+    "allowed_globals",
+    "blocked_modules",
+    "builtin_operators",
+    "check_dill_version",
+    "check_save_filelike",
+    "cpu_rule",
+    "defaults_to_weights_only",
+    "fake_mode",
+    "find_builtin",
+    "is_meta_location",
+    "is_path",
+    "load",
+    "load_archive",
+    "location_rules",
+    "log_api_usage",
+    "options",
+    "register_builtin",
+    "restore_location",
+    "restricted_unpickler",
+    "save",
+    "storage_alignment",
+    "user_allowed_globals",
+]
+
+# `load` and `save` are torch's own, as they were when ptsave was imported: for what is handed on.
+
+# Reads a zip archive with torch's C++ code.
+ArchiveFileReader: Any = private(torch._C, "PyTorchFileReader")
+# Rebuilds the object of an open archive: reader, map_location, pickle_module.
+load_archive: Callable[..., Any] = private(serialization, "_load")
+# The module of torch's unpickler for ``weights_only=True``, in the place of `pickle`.
+restricted_unpickler: Any = private(torch, "_weights_only_unpickler")
+allowed_globals: Callable[[], dict[str, Any]]
+allowed_globals = private(restricted_unpickler, "_get_allowed_globals")
+user_allowed_globals: Callable[[], dict[str, Any]]
+user_allowed_globals = private(restricted_unpickler, "_get_user_allowed_globals")
+# Modules of which torch builds nothing, whatever the user allows.
+blocked_modules: list[str] = private(restricted_unpickler, "_blocklisted_modules")
+
+# Of this thread: `skip_data` and `map_location`.
+options: Any = private(serialization, "_serialization_tls")
+check_dill_version: Callable[[Any], None] = private(serialization, "_check_dill_version")
+check_save_filelike: Callable[[Any], None] = private(serialization, "_check_save_filelike")
+defaults_to_weights_only: Callable[[Any], bool]
+defaults_to_weights_only = private(serialization, "_default_to_weights_only")
+storage_alignment: Callable[[], int] = private(serialization, "_get_storage_alignment")
+# Makes a function of storage and location from a `map_location`.
+restore_location: Callable[[Any], Callable[..., Any]]
+restore_location = private(serialization, "_get_restore_location")
+# (priority, tagger, deserializer) in the order in which torch asks them.
+location_rules: list[Any] = private(serialization, "_package_registry")
+cpu_rule: Callable[..., Any] = private(serialization, "_cpu_deserialize")
+log_api_usage: Callable[[str], None] = private(torch._C, "_log_api_usage_once")
+_detect_fake_mode: Callable[[Any], Any] = private(torch._guards, "detect_fake_mode")
+
+# TorchScript's table of functions that are operators of torch.
+register_builtin: Callable[[Any, str], None] = private(_builtins, "_register_builtin")
+find_builtin: Callable[[Any], Any] = private(_builtins, "_find_builtin")
+builtin_operators: Callable[[], dict[int, Any]] = private(_builtins, "_get_builtin_table")
+
+
+def is_path(f: Any) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether torch takes `f` for a path.
+
+    >>> is_path("model.pt"), is_path(b"model.pt")
+    (True, False)
+    """
+    return isinstance(f, (str, os.PathLike))
+
+
+def fake_mode() -> Any:
+    """Return the mode in which tensors are fake; None outside of any."""
+    return _detect_fake_mode(None)
+
+
+def _code_of_load() -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the names and constants in the code of torch.load, whatever decorates it."""
+    code = getattr(inspect.unwrap(load), "__code__", None)
+    return (code.co_names, code.co_consts) if code is not None else ((), ())
+
+
+_names, _constants = _code_of_load()
+
+# From 2.12 on "TRUE" sets TORCH_FORCE_WEIGHTS_ONLY_LOAD as "true" does.
+IGNORES_CASE_OF_VARIABLES = "lower" in _names
+
+# From 2.11 on torch.load(weights_only=True) warns of keyword arguments for the unpickler.
+WARNS_OF_UNUSED_ARGUMENTS = any("pickle_load_args only works" in str(each) for each in _constants)
+
+# From 2.11 on torch.load(map_location="meta") asks for no bytes, and the storages keep the
+# attribute _checkpoint_offset.  Before, it reads storages and moves them.
+META_LOADS_KEEP_OFFSETS = hasattr(torch.serialization, "_is_meta_location")
+
+
+def is_meta_location(map_location: Any) -> bool:
+    """Whether everything is loaded onto the meta device; a dict or a callable does not say so.
+
+    >>> is_meta_location("meta"), is_meta_location(torch.device("cpu")), is_meta_location(None)
+    (True, False, False)
+    """
+    if isinstance(map_location, torch.device):
+        return map_location.type == "meta"
+    return isinstance(map_location, str) and map_location == "meta"

@@ -1,0 +1,103 @@
+"""The private names of torch's tensors and storages.
+
+Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one is missing,
+`private` makes ``import ptsave`` fail and names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave.support.torch_version import private
+
+__all__ = [
+    "checkpoint_offset_of",
+    "dispatch_keys_of",
+    "has_internal_overlap",
+    "is_alias_of",
+    "make_subclass",
+    "modes_are_active",
+    "n_values_of_sparse",
+    "names_of_keys",
+    "negated_view",
+    "numel_of_typed",
+    "parts_of_sparse_coo",
+    "set_checkpoint_offset",
+    "set_grad_enabled",
+    "storage_id",
+    "storage_type_name",
+    "untyped_of",
+]
+
+_storage = torch.UntypedStorage(0)
+_PREFIX_OF_KEYS = len("DispatchKeySet(")
+
+# The address of the C++ object: equal for all Python objects of one storage, as long as it lives.
+storage_id: Callable[[Any], int] = attrgetter("_cdata")
+private(_storage, "_cdata")
+
+# Of a TypedStorage, whose public methods warn.
+untyped_of: Callable[[Any], torch.UntypedStorage] = attrgetter("_untyped_storage")
+numel_of_typed: Callable[[Any], int] = methodcaller("_size")
+storage_type_name: Callable[[Any], str] = methodcaller("_pickle_storage_type")
+private(torch.TypedStorage, "_size")
+private(torch.TypedStorage, "_pickle_storage_type")
+
+make_subclass: Callable[[type, Tensor, bool], Any] = private(Tensor, "_make_subclass")
+negated_view: Callable[[Tensor], Tensor] = private(torch, "_neg_view")
+# 0: no, 1: yes, 2: too hard to say.
+has_internal_overlap: Callable[[Tensor], int] = private(torch, "_debug_has_internal_overlap")
+is_alias_of: Callable[[Tensor, Tensor], bool] = private(torch._C, "_is_alias_of")
+set_grad_enabled: Callable[[bool], None] = private(torch._C, "_set_grad_enabled")
+n_values_of_sparse: Callable[[Tensor], int] = methodcaller("_nnz")
+private(Tensor, "_nnz")
+_n_dispatch_modes: Callable[[], int] = private(torch._C, "_len_torch_dispatch_stack")
+_n_function_modes: Callable[[], int] = private(torch._C, "_len_torch_function_stack")
+_transforms: Any = private(torch._C, "_functorch")
+_dispatch_keys: Callable[[Tensor], Any] = private(torch._C, "_dispatch_keys")
+_DispatchKeySet: Any = private(torch._C, "DispatchKeySet")
+_OFFSET = "_checkpoint_offset"
+
+
+def modes_are_active() -> bool:
+    """Return whether every call of torch goes to somebody's mode or transform first."""
+    return bool(
+        _n_dispatch_modes()
+        or _n_function_modes()
+        or _transforms.peek_interpreter_stack() is not None
+    )
+
+
+def dispatch_keys_of(tensor: Tensor) -> int:
+    """Return the dispatch keys of a tensor as one number; `names_of_keys` says which."""
+    return int(_dispatch_keys(tensor).raw_repr())
+
+
+def names_of_keys(dispatch_keys: int) -> set[str]:
+    """Return the names of dispatch keys, which torch tells in a repr only.
+
+    >>> "CPU" in names_of_keys(dispatch_keys_of(torch.ones(1)))
+    True
+    """
+    text = str(_DispatchKeySet.from_raw_repr(dispatch_keys))
+    return set(text[_PREFIX_OF_KEYS:-1].split(", "))
+
+
+def parts_of_sparse_coo(tensor: Tensor) -> list[Tensor]:
+    """Return indices and values of a COO tensor, coalesced or not."""
+    return [tensor._indices(), tensor._values()]
+
+
+def checkpoint_offset_of(storage: Any) -> int | None:
+    """Return where a storage on the meta device lies in the file; None if nobody has said."""
+    return getattr(storage, _OFFSET, None)
+
+
+def set_checkpoint_offset(storage: Any, offset: int) -> None:
+    """Say where a storage on the meta device lies in the file."""
+    setattr(storage, _OFFSET, offset)
