@@ -1,4 +1,4 @@
-"""What ptsave raises, and the one place where the engine's errors become it."""
+"""The exceptions and the warning that ptsave raises, and torch's types that they also have."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CorruptCheckpointError(RuntimeError):
 
 
 class NotCheckpointError(CorruptCheckpointError):
-    r"""A file is something else than a checkpoint: the message says what, and what to do.
+    r"""A file is something else than a checkpoint: the message names the format, and a remedy.
 
     Examples
     --------
@@ -75,15 +75,15 @@ class NotCheckpointError(CorruptCheckpointError):
 
 
 class _NotCheckpointPickleError(NotCheckpointError, pickle.UnpicklingError):
-    """Also what torch raises for most such files."""
+    """Also an UnpicklingError, which torch raises for most such files."""
 
 
 class _NotCheckpointEOFError(NotCheckpointError, EOFError):
-    """Also what torch raises for an empty file."""
+    """Also an EOFError, which torch raises for an empty file."""
 
 
 class _NotCheckpointKeyError(NotCheckpointError, KeyError):
-    """Also what torch raises for what it takes for a tar archive, such as zeros."""
+    """Also a KeyError, which torch raises for zeros, which it takes for a tar archive."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it
@@ -113,7 +113,7 @@ class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
 
 
 class MalformedPickleError(CorruptPickleError):
-    """Where the restricted unpickler could not go on, `offset` bytes into ``data.pkl``.
+    """The restricted unpickler could not go on, `offset` bytes into ``data.pkl``.
 
     The error is of torch's type as well: there is a subclass for each type that torch's unpickler
     raises without having meant to.
@@ -124,7 +124,7 @@ class MalformedPickleError(CorruptPickleError):
 
     @classmethod
     def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
-        """Return what to raise in place of an error at `offset`; None if it is fine as it is."""
+        """Return the error to raise in place of one at `offset`; None to let that one pass."""
         kind = type(error)
         malformed_type = _MALFORMED.get(kind)
         if malformed_type is None:
@@ -169,8 +169,8 @@ class SaveError(OSError, RuntimeError):
 
     (Unless it had to be overwritten in place, or ``atomic=False`` asked for that.)
 
-    An :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because that is
-    what :func:`torch.save` raises.  Where Python has a type of its own for the `errno`
+    An :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because
+    :func:`torch.save` raises one.  Where Python has a type of its own for the `errno`
     (:class:`PermissionError`, :class:`FileNotFoundError`, :class:`IsADirectoryError`, ...) the
     error is of that type, too.
 
@@ -207,7 +207,7 @@ def _save_error_type(kind: type[OSError]) -> type[SaveError]:
     return type(name, (SaveError, kind), {"__module__": __name__, "__qualname__": name})
 
 
-# BlockingIOError, PermissionError, ...: each is what OSError makes of some numbers.
+# BlockingIOError, PermissionError, ...: OSError(number, ...) makes an instance of one of them.
 _SAVE_ERRORS: dict[type[OSError], type[SaveError]] = {
     kind: _save_error_type(kind)
     for kind in {type(OSError(number, "")) for number in errno.errorcode} - {OSError}
@@ -250,9 +250,9 @@ class StagingFullError(RuntimeError):
     Attributes
     ----------
     nbytes : int
-        What this save needs, in bytes.
+        Bytes that this save needs.
     staged_nbytes : int
-        What unfinished saves hold.
+        Bytes that unfinished saves hold.
     max_staged_bytes : int
         The limit for all of them together.
 

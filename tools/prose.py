@@ -23,7 +23,7 @@ TREES = ("ptsave", "csrc")
 LIMIT = 2.0  # per 1,000 words
 WORST = 10
 
-WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+WORD = re.compile(r"[A-Za-z_][\w'-]*")
 # Raw strings, strings and characters are skipped, so that "http://" begins no comment.
 CPP_TOKEN = re.compile(
     r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"'

@@ -67,10 +67,10 @@ def async_save(
     max_staged_bytes : int or None
         How many bytes all unfinished saves together may hold.  None is
         ``PTSAVE_MAX_STAGED_BYTES`` in the environment, or half of the memory that this process may
-        use: the machine's, or what its container allows, divided by ``LOCAL_WORLD_SIZE``.  While
+        use: the machine's, or its container's limit, divided by ``LOCAL_WORLD_SIZE``.  While
         saves are unfinished it is also at most half of what is free.
     when_full : {"wait", "raise"}
-        What happens if that leaves no room now: "wait" for earlier saves to be written, or "raise".
+        If that leaves no room now: "wait" for earlier saves to be written, or "raise".
 
     Returns
     -------
@@ -88,9 +88,9 @@ def async_save(
         If nothing can ever be written to `f`: its directory does not exist, it is a directory, or a
         URL.
     ValueError
-        For an unknown option, and for what is not torch's current format
+        For an unknown option, and for formats other than torch's current one
         (``_use_new_zipfile_serialization=False``, a storage alignment above 32 KiB): only
-        :func:`ptsave.save` writes that.
+        :func:`ptsave.save` writes those.
 
     Notes
     -----
@@ -124,7 +124,7 @@ def async_save(
     log_api_usage("torch.save")
     named = target = resolve_target(f)
     if isinstance(named, str) and not os.path.isabs(named):
-        target = os.path.join(os.getcwd(), named)  # not normalized: links decide what ".." is
+        target = os.path.join(os.getcwd(), named)  # not normalized: links decide where ".." leads
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     skip_data = options.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept

@@ -1,4 +1,4 @@
-"""What a save in the background tells about itself."""
+"""`SaveFuture`: the progress and the outcome of a save in the background."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ class SaveFuture(concurrent.futures.Future[None]):
             raise self._staging_error
 
     def join_staging(self) -> BaseException | None:
-        """For the thread that writes: wait, and return what copying has raised."""
+        """Wait for the copy, and return its error; called by the thread that writes."""
         self._staged.wait()
         return self._staging_error
 
     # ------------------------------------------------------------------------------------- outcome
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the file; raises what writing it has raised."""
+        """Wait for the file; raises the error of writing it."""
         error = self.exception(timeout)
         try:
             if error is not None:
@@ -104,7 +104,7 @@ class SaveFuture(concurrent.futures.Future[None]):
             del error, self  # they refer to each other
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the file; returns what writing it has raised, or None."""
+        """Wait for the file; returns the error of writing it, or None."""
         error = super().exception(timeout)
         self._observe()
         return error

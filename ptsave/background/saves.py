@@ -1,4 +1,21 @@
-"""Saves that are not finished: their memory, their order, and what forks and exits mean to them."""
+"""Unfinished saves: their memory, their order, and their fate at forks and exits.
+
+* The call decides on the file's contents: pickle, layout, options of torch and the environment, the
+  directory that a relative path means.  Then storages are copied, by the call or by a lane of its
+  own (`_staging`), which a long write does not hold up.
+* One write at a time, in the order of the calls, because each uses all threads (`_writing`).  A
+  save in the lane has its memory already, so the lane never waits for room.  A callback that saves
+  again runs on the thread that makes room: it writes the next save instead of waiting.
+* The default budget has two bounds: half of the memory that this process may ever use, above which
+  a save is refused; and, while others are unfinished, half of the memory that would be free without
+  them.  The second is an estimate, so it can delay a save and never refuses one.
+* A traceback that somebody keeps refers to plans and snapshots, so these are told to release their
+  memory when a save ends, in whatever way.
+* Forked children do not have the pool's memory, begin with an empty queue and budget, and fail the
+  futures that they inherited.  Python's fork hooks hold the locks of lanes and budget meanwhile.
+* At exit the interpreter waits for the lanes' threads, which are no daemons, and an atexit callback
+  for saves that others' callbacks began; later saves are written by the call itself.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +108,7 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- staging
 
     def stage(self) -> None:
-        """Copy what the plan refers to."""
+        """Copy the storages of the plan."""
         try:
             with self._copying:
                 self._stop_if_cancelled(0)
@@ -119,7 +136,7 @@ class BackgroundSave:
     def write(self) -> None:
         """Write the file, or find out why not, and tell who waits for it.
 
-        Called again after a MemoryError, it ends what is not ended.
+        Called again after a MemoryError, it completes the steps that are still missing.
         """
         if self.future.done() and not self.future.cancelled():
             _unfinished.pop(self.future, None)
@@ -162,7 +179,7 @@ class BackgroundSave:
             if _staging.withdraw(self.stage_in_background):
                 self.future.set_staged(concurrent.futures.CancelledError())
             self.future.join_staging()  # not for long: see _stop_if_cancelled
-        except BaseException:  # interrupted: the lane ends what was begun
+        except BaseException:  # interrupted: the lane completes the save
             _unfinished[self.future] = self
             _writing.put(self.write)
             raise
@@ -196,8 +213,8 @@ class BackgroundSave:
 def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
     """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
 
-    Without a limit it is half of the memory that this process may use, and half of what is free of
-    that while other saves hold some.
+    Without a limit it is half of the memory that this process may use, and while other saves hold
+    some, also half of the memory that is free.
     """
     # A callback runs on the thread that makes room.
     help_out = _writing.run_next if _writing.runs_here() else None
@@ -210,13 +227,13 @@ def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
 
 
 def _room_nbytes() -> int:
-    """Return half of what would be free if nothing were staged; the other half is not ours."""
+    """Return half of the memory that would be free if nothing were staged: the rest is not ours."""
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
     return (staged_nbytes + memory_limits.share_of_available_nbytes()) // 2
 
 
 def _shrink_pool(nbytes: int) -> None:
-    """Give back what the pool keeps for later saves where that leaves too little for others."""
+    """Free the memory that the pool keeps for later saves if it leaves too little for others."""
     pool = _C.staging_statistics()
     kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
     if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():

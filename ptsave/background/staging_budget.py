@@ -1,4 +1,4 @@
-"""How many bytes may be staged and not yet written."""
+"""A budget of bytes that may be staged and not yet written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StagingBudget:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked process: nothing of what is staged is ours."""
+        """Begin anew, in a forked process: the staged bytes are the parent's."""
         self.changed = threading.Condition()
         self._held: dict[int, int] = {}  # bytes, by the numbers of reservations
         self._waiting: deque[int] = deque()
@@ -57,13 +57,13 @@ class StagingBudget:
         Parameters
         ----------
         nbytes, limit : int
-            How much, and what all reservations together may be, in bytes.
+            This reservation, and the limit of all reservations together, in bytes.
         wait : bool
             Whether to wait for room, or to raise.
         help_out : callable or None
             For the thread that makes room: does a part of that instead of waiting, and returns
-            whether there was anything to do.  Such a call comes before those that wait: one of them
-            may be what it was called from.
+            whether there was anything to do.  Such a call comes before those that wait, because it
+            may have been made by one of them.
         room : callable or None
             Returns how much all reservations together may be as memory is now, in bytes.  It is an
             estimate, which can delay a reservation: without any other there is nothing to wait for,
@@ -77,7 +77,7 @@ class StagingBudget:
         if nbytes > limit:
             raise StagingFullError.too_large(nbytes, limit)
         number = next(self._numbers)
-        reservation = Reservation(self, number)  # gives back what an interrupted call has got
+        reservation = Reservation(self, number)  # gives the bytes back if the call is interrupted
         with self.changed:
             is_next = help_out is not None or not self._waiting
             if self._fits(nbytes, limit, room) and (is_next or not wait):
@@ -93,7 +93,7 @@ class StagingBudget:
                 self._waiting.appendleft(number)
             while not self._take_turn(number, nbytes, limit, room, block=help_out is None):
                 if help_out is not None and not help_out():
-                    time.sleep(0.02)  # another thread is staging what it will hand over then
+                    time.sleep(0.02)  # another thread is staging a save that it will hand over then
         finally:
             with self.changed:
                 if number in self._waiting:

@@ -87,7 +87,7 @@ class WorkerLane:
         with self.changed:
             self.closed = True
             self.changed.wait_for(lambda: self._thread is None)
-        self._run()  # what a thread has left that was ended by force
+        self._run()  # calls that a thread has left that was ended by force
 
     def _run_on_thread(self, begun: Callable[[], None]) -> None:
         begun()

@@ -1,1 +1,1 @@
-"""Measuring saves and loads on this machine: what ``ptsave bench`` and the benchmarks share."""
+"""Measures saves and loads on this machine, for ``ptsave bench`` and the benchmarks."""

@@ -78,7 +78,7 @@ _IN_MEMORY = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is going to be measured.
+    """Measurements to make.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class Plan:
     workloads : dict of str to Workload
         By short names; a file system in memory has fewer.
     remarks : list of str
-        What is not measured, and why.
+        Measurements that are left out, and why.
     """
 
     directory: Path
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def n_files(self) -> int:
-        """How many files there are at once: those that are loaded, and the one that is saved."""
+        """Number of files at once: those that are loaded, and the one that is saved."""
         return 2 + (SAFETENSORS in self.contenders)
 
     @property
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def nbytes_written(self) -> int:
-        """How much is written in all."""
+        """Bytes that are written in all."""
         n_saves = sum(workload.action == "save" for workload in self.workloads.values())
         each_round = n_saves * (len(self.contenders) + _N_LIMIT_WRITES)
         return (self.n_files - 1 + self.rounds * each_round) * self.nbytes
@@ -122,7 +122,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured.
+    """Results of the measurements.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ class Measurement:
     results : dict of str to Results
         Of each of them.
     remarks : list of str
-        What was not measured, and why.
+        Measurements that were left out, and why.
     """
 
     workloads: dict[str, Workload]
@@ -140,15 +140,15 @@ class Measurement:
 
 
 def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Plan:
-    """Find out what can be measured in a directory, without writing anything.
+    """Plan the measurements that a directory allows, without writing anything.
 
     Parameters
     ----------
     directory : str
         One that exists.
     nbytes : int, optional
-        How many bytes of tensors to save and load: 1 GiB by default, but at most a quarter of what
-        is free, in memory and in the directory.
+        Bytes of tensors to save and load: 1 GiB by default, but at most a quarter of the free
+        memory, and of the free space in the directory.
     rounds : int, default 3
         How often.
 
@@ -207,12 +207,12 @@ def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memo
 
 
 def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
-    """Measure what is planned; everything that is written is removed, whatever happens.
+    """Carry out a plan; everything that is written is removed, whatever happens.
 
     Parameters
     ----------
     plan : Plan
-        What `plan_disk` has returned.
+        A plan from `plan_disk`.
     progress : bool, default False
         Whether to show a progress bar.
 

@@ -1,4 +1,4 @@
-"""What the hardware can do at best: threads that do nothing but read or write.
+"""Measures the hardware's limits, by threads that do nothing but read or write.
 
 ``python -m ptsave.bench.limits MODE PATH NBYTES THREADS...`` prints JSON.  MODE is one of
 
@@ -10,7 +10,7 @@
 
 Where the file system has no direct I/O, its files go through the page cache.  Python is fast enough
 for that, as each call moves 8 MiB, and needs no compiler where ptsave is installed from a wheel.
-What takes one (mapped pages, memcpy) is measured by ``benchmarks/cpp/io_limits.cpp`` alone.
+The limits that take one (mapped pages, memcpy) are in ``benchmarks/cpp/io_limits.cpp`` alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
     mode : str
         See the module.
     path : Path
-        What to read, or what to write and remove.
+        The file to read, or to write and remove.
     nbytes : int
         How much to write; a file is read as a whole.
 
@@ -144,7 +144,7 @@ def _read_cached(path: Path, nbytes: int, n_threads: int) -> float:
                     os.preadv(fd, [part], begin)
 
             _in_threads(nbytes, n_threads, read)
-        return time.perf_counter() - start  # what freeing the memory takes does not count
+        return time.perf_counter() - start  # the time to free the memory does not count
 
 
 @contextmanager

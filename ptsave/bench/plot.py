@@ -1,4 +1,4 @@
-"""A picture of what was measured."""
+"""Plots speeds as bars, by contender."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plot_speeds(
     results : mapping of str to Results
         Of each of them.
     title : str
-        What stands above it.
+        Title of the plot.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Tables of what was measured."""
+"""Tables of figures, for terminals and markdown."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int =
 
     Examples
     --------
-    >>> print(aligned(["what", "s"], [["save", "1.25"], ["load", "12.50"]]))
-    what      s
+    >>> print(aligned(["call", "s"], [["save", "1.25"], ["load", "12.50"]]))
+    call      s
     save   1.25
     load  12.50
     """

@@ -50,11 +50,11 @@ class Workload:
     Attributes
     ----------
     title : str
-        What it is called in tables.
+        Its name in tables.
     action : str
         ``"save"`` or ``"load"``.
     limit_mode, limit_title : str
-        What the hardware does at best, for `MeasureLimit` and for people.
+        The hardware's limit, as a mode of `MeasureLimit` and as words for tables.
     fsync : bool
         Whether a save has to be on the disk when it ends.
     page_cache : str
@@ -75,7 +75,7 @@ class Workload:
     on_tmpfs: bool = False
 
     def limit_label(self) -> str:
-        """Return what the row of the limit is called."""
+        """Return the label of the row with the limit."""
         return f"limit: {self.limit_title}"
 
 
@@ -147,7 +147,7 @@ class Bench:
     contenders : sequence of str
         Of `CONTENDERS`; stock is always among them.
     measure_limit : callable
-        Measures what the hardware can do.
+        Measures the hardware's limit.
     drop_all : bool, default False
         Whether all files may be dropped from the page cache, where one alone cannot be.
     """

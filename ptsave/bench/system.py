@@ -1,4 +1,4 @@
-"""What the benchmarks ask of Linux: the page cache, the memory peak, and what machine this is."""
+"""Linux interfaces for benchmarks: page cache, peak memory, a description of the machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_cold(path: Path, *, drop_all: bool = True) -> None:
 def make_warm(path: Path) -> None:
     """Read the whole file into the page cache; raise if it does not stay there."""
     buffer = bytearray(8 * MIB)
-    for _ in range(3):  # the kernel may drop a few pages of what was read first
+    for _ in range(3):  # the kernel may drop a few pages that were read first
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
@@ -64,7 +64,7 @@ def make_warm(path: Path) -> None:
 
 
 def sync_file_and_directory(path: Path) -> None:
-    """Do what it takes for a saved file to survive a power loss."""
+    """Sync a file and its directory, so that it survives a power loss."""
     for target in (path, path.parent):
         fd = os.open(target, os.O_RDONLY)
         try:
@@ -86,12 +86,12 @@ def _status_nbytes(field: str) -> int:
 
 
 def fetch_free_memory(nbytes: int) -> None:
-    """Touch and free as much memory, so that what is measured next does not wait for the host.
+    """Touch and free as much memory, so that the next measurement does not wait for the host.
 
     A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
-    times what the measurement does.  What was freed last is what the kernel hands out next.
+    times the measurement's own time.  The kernel hands out next the memory that was freed last.
     """
-    # Private: only private memory comes in the huge pages that are what the host takes back.
+    # Private, because only private memory comes in huge pages, which the host takes back.
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with suppress(OSError):  # kernels without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -106,7 +106,7 @@ class PeakMemory:
         self._baseline_nbytes = _status_nbytes("VmRSS")
 
     def above_baseline(self) -> int:
-        """Return the bytes by which the peak exceeds what was resident at construction."""
+        """Return the bytes by which the peak exceeds the resident memory at construction."""
         return _status_nbytes("VmHWM") - self._baseline_nbytes
 
 
@@ -138,7 +138,7 @@ def filesystem_of(directory: Path) -> str:
 
 
 def describe_machine(directory: Path, command: list[str]) -> str:
-    """Return a markdown list of what the figures depend on, without names of hosts or paths."""
+    """Return a markdown list of facts that figures depend on, without names of hosts or paths."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     facts = {

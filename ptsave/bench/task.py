@@ -1,4 +1,4 @@
-"""What travels between the benchmark and its workers: neither side's imports are the other's."""
+"""Messages between the benchmark and its workers, apart so that neither imports the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure."""
+    """One measurement to make, sent to a worker."""
 
     action: str  # "probe", "save" or "load"
     contender: str  # "stock", "ptsave" or "safetensors"
@@ -21,7 +21,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured."""
+    """One measured figure, sent back."""
 
     seconds: float
     nbytes: int  # of tensors

@@ -1,8 +1,8 @@
 """One figure, in a fresh process: ``python -m ptsave.bench.worker TASK`` (JSON) prints JSON.
 
-What comes before the timed call (imports, faulting in the tensors to save, bringing the file into
-the page cache or out of it, fetching free memory from the host of a virtual machine) and after it
-(checks, freeing memory) is not timed.
+Only the call is timed: not the steps before it (imports, faulting in the tensors to save, bringing
+the file into the page cache or out of it, fetching free memory from the host of a virtual machine),
+nor those after it (checks, freeing memory).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def touch_every_page(tensors: StateDict) -> int:
 
 
 def save_call(task: Task) -> Callable[[StateDict], None]:
-    """Return what the contender's user would call."""
+    """Return the call that the contender's user would make."""
     path = Path(task.path)
     if task.contender == "ptsave":
         import ptsave
@@ -110,7 +110,7 @@ def save_call(task: Task) -> Callable[[StateDict], None]:
 
 
 def load_call(task: Task) -> Callable[[], StateDict]:
-    """Return what the contender's user would call, with the contender's defaults."""
+    """Return the call that the contender's user would make, with the contender's defaults."""
     path = Path(task.path)
     options: dict[str, Any] = {"mmap": True} if task.mmap else {}
     if task.contender == "ptsave":
@@ -173,7 +173,7 @@ def probe(task: Task) -> Figure:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure the task on the command line."""
     task = Task(**json.loads(sys.argv[1]))
     measure = {"probe": probe, "save": measure_save, "load": measure_load}[task.action]
     print(json.dumps(asdict(measure(task))))

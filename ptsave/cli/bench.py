@@ -100,7 +100,7 @@ def command(
 
 
 def _require_plot(path: str) -> None:
-    """Raise now what would only be raised after minutes of measuring."""
+    """Raise now the errors of plotting, which would otherwise come after minutes of measuring."""
     refuse_url_target(path)
     figure = require_matplotlib()()
     formats = figure.canvas.get_supported_filetypes()

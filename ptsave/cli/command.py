@@ -1,4 +1,4 @@
-"""What all commands have in common: their options, their errors, their exit codes, progress."""
+"""Options, errors, exit codes and progress bars that all commands share."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _flush_output() -> None:
 
 
 def _discard_unwritable() -> None:
-    """Drop what is left to write if that is impossible, after the error has been reported."""
+    """Drop output that cannot be written, after the error has been reported."""
     try:
         _flush_output()
     except OSError:
@@ -134,7 +134,7 @@ def _discard_unwritable() -> None:
 
 
 def _discard_unwritten() -> None:
-    """Let what is left to write to standard output vanish, also when Python exits."""
+    """Let the rest of standard output vanish, also when Python exits."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
@@ -148,7 +148,7 @@ def _flag(*names: str, help: str) -> click.Option:  # noqa: A002 - as click call
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return the message of an error, in one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     elif isinstance(error, OSError) and error.strerror:  # of standard output
@@ -169,7 +169,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _short_refusal(message: str, path: str) -> str:
-    """Return what torch's restricted unpickler has refused in a file, without its advice."""
+    """Return the refusal of torch's restricted unpickler, without its advice."""
     needs = f"{path} needs more than torch.load(weights_only=True) allows"
     found = _REFUSED.search(message)
     if found:
@@ -179,7 +179,7 @@ def _short_refusal(message: str, path: str) -> str:
 
 
 def report_error(ctx: click.Context, error: Exception) -> None:
-    """Say in one line what has gone wrong; ``--debug`` shows where."""
+    """Print an error in one line; ``--debug`` prints the traceback."""
     if ctx.ensure_object(Settings).debug:
         traceback.print_exception(error)
     else:
@@ -197,10 +197,10 @@ def note(ctx: click.Context, text: str) -> None:
 
 
 def _remark_of(ctx: click.Context) -> Callable[..., None]:
-    """Return what shows a warning as a remark, if it is about the file.
+    """Return a hook that shows warnings about the file as remarks.
 
-    What libraries say to programmers, such as torch of storages and of quantized tensors that it
-    makes, is for ``--debug``.
+    Warnings to programmers, such as torch's about storages and quantized tensors that it makes,
+    are for ``--debug``.
     """
 
     def show(message: Warning | str, category: type[Warning], *place: object) -> None:
@@ -211,7 +211,7 @@ def _remark_of(ctx: click.Context) -> Callable[..., None]:
 
 
 def result(ctx: click.Context, text: str) -> None:
-    """Say what was done; ``--quiet`` leaves it out."""
+    """Print the result of a command; ``--quiet`` leaves it out."""
     if not ctx.ensure_object(Settings).quiet:
         click.echo(printable(text))
 

@@ -1,4 +1,4 @@
-"""``ptsave compact``: a checkpoint without what its tensors do not use."""
+"""``ptsave compact``: a checkpoint without the bytes that no tensor uses."""
 
 from __future__ import annotations
 

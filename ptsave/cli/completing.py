@@ -1,4 +1,4 @@
-"""What a shell completes: names of files, and of entries in them."""
+"""Completions for shells: names of files, and of entries in them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def complete_names(
             for node in list_file(path).tree.nodes:
                 if node.name.startswith(incomplete) and node.name.isprintable():
                     found[node.name] = None
-    except Exception:  # what is wrong with the file is said when the command runs
+    except Exception:  # the command reports the error when it runs
         return []
     return [CompletionItem(name) for name in list(found)[:_MAX_NAMES]]

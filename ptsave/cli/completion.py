@@ -1,4 +1,4 @@
-"""``ptsave completion``: what makes a shell complete the command."""
+"""``ptsave completion``: prints the script that makes a shell complete the command."""
 
 from __future__ import annotations
 

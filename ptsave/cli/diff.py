@@ -1,4 +1,4 @@
-"""``ptsave diff``: in what two checkpoints differ."""
+"""``ptsave diff``: the differences of two checkpoints."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _lines(a: str, b: str, found: Comparison, top: int | None) -> Iterator[str]:
 
 
 def _alone_lines(a: str, b: str, alone: list[EntryDifference]) -> Iterator[str]:
-    """Say what one side has alone, and what seems to have another prefix there."""
+    """Yield lines for entries that one side has alone, those that seem renamed first."""
     moved = [each for each in alone if each.moved is not None]
     prefixes: dict[tuple[str, str], list[EntryDifference]] = {}
     for each in moved:

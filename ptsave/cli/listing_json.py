@@ -2,18 +2,18 @@
 
 A file is an object with
 
-- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, what it says about itself;
+- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, its facts about itself;
 - ``tensors``: a list of objects with ``name`` (dotted), ``path`` (the keys; a tuple's, dict's or
   other object's as text), ``dtype``, ``shape`` and ``stride`` (in elements; no stride if it is not
   strided), ``nbytes`` (elements times their size), ``location`` (the device it was saved from),
   ``record`` and ``offset`` (where its first byte lies in the file), ``storage`` (a number;
   tensors with the same one share a storage) and ``storage_nbytes``;
-- ``values``: what is no tensor, with ``name``, ``path``, ``type`` and, where JSON has it,
+- ``values``: the other leaves, with ``name``, ``path``, ``type`` and, where JSON has it,
   ``value``;
 - ``totals`` of the whole file, whatever names were asked for: ``tensors``, ``tensor_nbytes``,
   ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``.
 
-What is not known is null.  A directory is an object with ``path``, ``index`` (the path of the
+Unknown facts are null.  A directory is an object with ``path``, ``index`` (the path of the
 index, or null), ``files`` (a list of such objects) and ``totals``.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["directory_json", "file_json"]
 
 
 def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
-    """Return what JSON says of some nodes of a file."""
+    """Return the JSON object for some nodes of a file."""
     nodes = listing.tree.nodes
     tensors = [number for number in numbers if nodes[number].tensor >= 0]
     values = [
@@ -52,7 +52,7 @@ def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
 
 
 def directory_json(path: str, index_path: str, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what JSON says of a directory of shards."""
+    """Return the JSON object for a directory of shards."""
     totals: dict[str, int] = {}
     for file in files:
         for key, value in file["totals"].items():

@@ -1,4 +1,4 @@
-"""How the entries of a file are written for people: a line each, in columns."""
+"""Formats the entries of a file for people: a line each, in columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AT_HOME = {None, "cpu"}
 
 
 def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | None) -> list[str]:
-    """Return the lines for some nodes, each container in front of what is in it.
+    """Return the lines for some nodes, each container in front of its contents.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def lines_by_size(listing: FileListing, numbers: Sequence[int]) -> list[str]:
 
 
 class _Table:
-    """The columns behind the names; what many tensors have in common is written once."""
+    """The columns behind the names; facts that many tensors share are written once."""
 
     def __init__(self, listing: FileListing) -> None:
         self._listing = listing
@@ -109,7 +109,7 @@ class _Table:
         return [at for at, i in enumerate(tensors) if i in sharing or i in away]
 
     def _columns_of(self, number: int) -> tuple[str, str, str, str]:
-        """Return the columns of what is no tensor."""
+        """Return the columns of a container or another value."""
         node = self._tree.nodes[number]
         if node.again is not None:
             return type_text(node.value), "", "", f"the same as {printable(node.again)}"
@@ -172,7 +172,7 @@ def type_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a short form of what is no tensor; nothing for types that only name themselves.
+    """Return a short form of a value; empty for types that only name themselves.
 
     >>> value_text([*range(1000)]), value_text((0.9, 0.999)), value_text("text")
     ('[0, 1, 2, ..., 997, 998, 999]', '(0.9, 0.999)', "'text'")
@@ -206,7 +206,7 @@ def _cut(text: str) -> str:
 
 
 def totals_lines(totals: Totals) -> list[str]:
-    """Return what there is in all."""
+    """Return the lines with the totals of a file."""
     sums = (
         f"{count_text(totals.n_tensors, 'tensor')}, {size_text(totals.tensor_nbytes)}",
         f"{count_text(totals.n_storages, 'storage')}, {size_text(totals.storage_nbytes)}",

@@ -1,4 +1,4 @@
-"""``ptsave ls``: what a checkpoint holds."""
+"""``ptsave ls``: lists the entries of a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_
     names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a
     path of keys. No tensor is read.
     """
-    gc.disable()  # what is made lives until the end
+    gc.disable()  # all objects live until the end, so the collector would search in vain
     shards = files_at(file)
     listings = [list_file(path) for path in (shards.paths if shards else [file])]
     _keep_until_exit(listings)

@@ -1,4 +1,4 @@
-"""Where the command line is started."""
+"""Starts the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sizes, shapes and dtypes are written for people."""
+"""Formats sizes, shapes and dtypes for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ptsave verify``: whether files are whole, and what of them is."""
+"""``ptsave verify``: checks that files are whole, and names the parts that are not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
 def _verify_model(
     ctx: click.Context, model: _Model, list_all: bool, progress: ProgressCallback | None
 ) -> int:
-    """Print what there is to say about what one argument names; return the exit code."""
+    """Print the findings about one argument; return the exit code."""
     codes = [0]
     problems = list(model.problems)
     done = 0
@@ -105,7 +105,7 @@ class _Model:
     name: str
     sets: list[ShardFiles]
     problems: list[Problem] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)  # what else is there, which is not looked at
+    rest: list[str] = field(default_factory=list)  # other files there, which are not looked at
 
     @property
     def paths(self) -> list[str]:

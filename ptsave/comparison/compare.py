@@ -1,4 +1,4 @@
-"""`compare`: in what two checkpoints differ."""
+"""`compare`: the differences of two checkpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _MAX_LISTED = 3
 
 @dataclass
 class Comparison:
-    """In what two checkpoints differ.
+    """The differences of two checkpoints.
 
     Attributes
     ----------
     differences : list of EntryDifference
         Everything that makes them different.
     within_tolerance : list of EntryDifference
-        Tensors whose values differ by no more than what was allowed.
+        Tensors whose values differ by no more than the tolerance.
     remarks : list of str
-        What is other in them, or was not compared, and does not make them different.
+        Differences that do not count, and entries that were not compared.
     n_tensors : int
         How many pairs of tensors had their values compared.
     nbytes : int
@@ -70,7 +70,7 @@ def compare(
     Two tensors are equal if they have the same bytes, element by element: 0.0 and -0.0 differ, and
     so do two NaNs of other bits, though by 0; NaN equals the same NaN.  With `rtol` or `atol`
     values count instead: 0.0 equals -0.0, and NaN any NaN.  Strides, devices, ``requires_grad`` and
-    the order of dicts are not compared.  What tensors share is compared, but only remarked upon.
+    the order of dicts are not compared.  Shared memory is compared, but only remarked upon.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class _Wanted:
 def _objects(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], result: Comparison
 ) -> tuple[Any, Any]:
-    """Return what to compare: the objects, or their tensors where one side has no more."""
+    """Return the objects to compare, or only their tensors where one side has no more."""
     if not any(source.is_flat for source in sources):
         return sources[0].obj, sources[1].obj
     for source in sources:
@@ -234,7 +234,7 @@ def _compare_values(
 
 
 def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
-    """Add to entries that one side has alone what the other side may call them."""
+    """Add to entries that one side has alone their likely names on the other side."""
     alone: dict[str, dict[str, Any]] = {"only in a": {}, "only in b": {}}
     for each in differences:
         value = each.a if each.kind == "only in a" else each.b

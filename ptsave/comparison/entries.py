@@ -1,4 +1,4 @@
-"""What two objects have in common: their entries side by side, without any values of tensors."""
+"""Compares two objects entry by entry, but for the values of tensors."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class EntryDifference:
     name : str
         The entry's dotted name; ``""`` for the whole object.
     a, b : object
-        What the two have: tensors without values, or anything else.  None where there is nothing.
+        The two values; tensors have no bytes.  None where a side has no such entry.
     top : str
         Of an entry that one side has alone: the name of the outermost container that is missing
         as a whole, or its own.
     moved : str or None
-        Of such an entry, too: what the other side calls it, as far as the names tell.
+        Of such an entry, too: its name on the other side, as far as the names tell.
     numbers : NumberDifference or None
-        How much values of tensors differ.
+        Size and place of the differences between values of tensors.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ class EntryComparer:
     Attributes
     ----------
     differences : list of EntryDifference
-        What was found, in the order of a; what b has alone comes where it would belong.
+        In the order of a; an entry that b has alone comes where it would belong.
     pairs : list of TensorPair
         Whose values remain to be compared.
     """
@@ -106,12 +106,12 @@ class EntryComparer:
         self._ignore_types = ignore_types
         self._tolerance = tolerance
         self._seen: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # what was made on the way: ids must stay those of one object
+        self._kept: list[Any] = []  # objects made on the way: while they live, no id is used again
         self.differences: list[EntryDifference] = []
         self.pairs: list[TensorPair] = []
 
     def compare(self, a: Any, b: Any) -> None:
-        """Compare two objects, and what is in them, each entry before the next."""
+        """Compare two objects and their contents, depth first, without recursion."""
         pending: list[Iterator[_Pair]] = [iter([(a, b, "")])]
         while pending:
             depth = len(pending) - 1
@@ -126,7 +126,7 @@ class EntryComparer:
                 pending.pop()
 
     def _compare_entry(self, a: Any, b: Any, name: str, depth: int) -> Iterator[_Pair] | None:
-        """Compare two entries; return the pairs of what is in them, if they are containers."""
+        """Compare two entries; return the pairs of their contents, if they are containers."""
         a, b = _opened(a), _opened(b)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return self._compare_tensors(a, b, name) if self._wanted(name) else None
@@ -146,7 +146,7 @@ class EntryComparer:
         return self._pairs_of(parts[0], parts[1], f"{name}." if depth else "")
 
     def _pairs_of(self, a: dict[Any, Any], b: dict[Any, Any], prefix: str) -> Iterator[_Pair]:
-        """Yield what is in both, noting in its place what is in one of them alone."""
+        """Yield the entries in both, noting in their places the entries in one of them alone."""
         for key, value in a.items():
             if key in b:
                 yield value, b[key], f"{prefix}{key}"
@@ -213,7 +213,7 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what turns the integers of a quantized tensor into numbers."""
+    """Return the parameters that turn the integers of a quantized tensor into numbers."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
@@ -242,7 +242,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         for name, attribute in attributes_of(value).items():  # such as `_metadata`
             parts[f"__dict__.{name}" if name in parts else name] = attribute
         return parts
-    # Without an idea of its own of what is equal, an object is what its attributes are.
+    # An object without an __eq__ of its own is equal to another if their attributes are.
     has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
     return None if has_equality else attributes_of(value) or None
 
@@ -252,7 +252,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is in a value; a container that is there twice is looked into once."""
+    """Yield the leaves of a value; a container that is there twice is looked into once."""
     seen: set[int] = set()
     pending = [iter([(name, value)])]
     while pending:

@@ -1,4 +1,4 @@
-"""Which names that only one of two checkpoints has are the other's under another prefix."""
+"""Pairs names that differ between two checkpoints only by a prefix."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Hashable, Mapping
 
 __all__ = ["moved_names", "prefixes_of"]
 
-# What wrappers put into names, at any depth.
+# Parts that wrappers put into names, at any depth.
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
 
 
 def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return which name in `b` each of the names in `a` has become, as far as that is clear.
+    """Return for names in `a` the names in `b` that they have become, as far as that is clear.
 
-    What wrappers put into names (``module.``, ``_orig_mod.``) is left out of the comparison.  Then
+    Parts from wrappers (``module.``, ``_orig_mod.``) are left out of the comparison.  Then
     one name has to end in the whole of the other (``model.fc.weight``, ``fc.weight``), or both
     in the same two parts or more; of several candidates, the longest common end decides.
 
     Parameters
     ----------
     a, b : mapping of str to hashable
-        Names, and what has to be equal for two to be the same entry: dtype and shape.
+        Names, and facts that have to be equal for two to be the same entry: dtype and shape.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[st
 
 
 def _ends(name: str) -> list[str]:
-    """Return what a name ends in, the longest first."""
+    """Return the dotted ends of a name, the longest first: ``a.b.c``, ``b.c``, ``c``."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return [".".join(parts[begin:]) for begin in range(len(parts))]
 
@@ -63,7 +63,7 @@ def _partner(candidates: list[list[str]]) -> str | None:
 
 
 def _one_to_one(moved: dict[str, str]) -> dict[str, str]:
-    """Leave out what several names would have become."""
+    """Leave out names that several others would have become."""
     count: dict[str, int] = {}
     for other in moved.values():
         count[other] = count.get(other, 0) + 1
@@ -71,7 +71,7 @@ def _one_to_one(moved: dict[str, str]) -> dict[str, str]:
 
 
 def prefixes_of(name: str, other: str) -> tuple[str, str]:
-    """Return what two names begin with where the common end of their parts begins.
+    """Return the beginnings of two names, in front of the common end of their parts.
 
     Examples
     --------

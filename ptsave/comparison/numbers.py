@@ -1,4 +1,4 @@
-"""How much two equally long rows of numbers differ, whatever their dtypes: pure arithmetic.
+"""Differences of two equally long rows of numbers, whatever their dtypes: pure arithmetic.
 
 Differences of whole numbers are exact; all others are computed in float64.
 """
@@ -25,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as equal: ``abs(a - b) <= atol + rtol * abs(b)``, as for assert_close."""
+    """Bounds of equality: ``abs(a - b) <= atol + rtol * abs(b)``, as for assert_close."""
 
     rtol: float
     atol: float
@@ -33,7 +33,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class NumberDifference:
-    """How much numbers differ; those of parts add up to that of the whole.
+    """Counts and sizes of differences; those of parts add up to that of the whole.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ def number_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None = None) 
 
 @dataclass(frozen=True)
 class _Distances:
-    """How far numbers are from each other, in float64.
+    """Distances between numbers, in float64.
 
     Attributes
     ----------

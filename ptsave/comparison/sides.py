@@ -18,7 +18,7 @@ __all__ = ["ComparedCheckpoint", "flat"]
 
 
 class ComparedCheckpoint:
-    """What is in a checkpoint, and reading it.  Safe for concurrent use.
+    """One side of a comparison: an open checkpoint.  Safe for concurrent use.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class ComparedCheckpoint:
     path : str
         As it was given.
     obj : object
-        What the file holds; of shards, and of a safetensors file, a dict of tensors.
+        The object in the file; of shards, and of a safetensors file, a dict of tensors.
     is_flat : bool
         Whether it cannot hold more than a dict of tensors.
 
@@ -64,7 +64,7 @@ class ComparedCheckpoint:
                 yield name, path, tensor
 
     def contents_of(self, tensor: Tensor) -> Contents:
-        """Return what reads a tensor."""
+        """Return the contents that a tensor is read from."""
         return self._contents_of.get(id(tensor), self._default)
 
     def has_values(self, tensor: Tensor) -> bool:
@@ -80,7 +80,7 @@ class ComparedCheckpoint:
         return [found[id(tensor)] for tensor in tensors]
 
     def packs(self, tensors: list[Tensor]) -> UnreadContents | None:
-        """Return what can read all of these tensors in one row; None if nothing can."""
+        """Return the contents that can read all of these tensors in one row; None if none can."""
         found = {id(each): each for each in map(self.contents_of, tensors)}
         contents = next(iter(found.values())) if len(found) == 1 else None
         if not isinstance(contents, UnreadContents) or not contents.can_read_packed(tensors):
@@ -92,7 +92,7 @@ class ComparedCheckpoint:
         return self.contents_of(tensor).read_slice(tensor, index, None)
 
     def places_of(self, tensors: Sequence[Tensor]) -> list[tuple[int, object]]:
-        """Return of each tensor what tells its storage from others, in one file and across them."""
+        """Return for each tensor a key of its storage, unique in a file and across files."""
         keys: dict[int, tuple[int, object]] = {}
         for contents, group in self._by_contents(tensors):
             for tensor, place in zip(group, contents.places_of(group), strict=True):

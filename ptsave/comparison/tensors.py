@@ -43,7 +43,7 @@ _PART_NUMEL = 1 << 20  # of a piece, for one thread
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is read at once: several whole tensors, or a part of one.
+    """A unit of reading: several whole tensors, or a part of one.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _Side:
-    """What was read of one side of a piece: the row of its packed tensors, and the others."""
+    """Values of one side of a piece: the row of its packed tensors, and the others."""
 
     row: Tensor | None
     others: list[Tensor]
@@ -278,7 +278,7 @@ def _is_strided(tensor: Tensor) -> bool:
 def _nbytes_read(tensor: Tensor) -> int:
     """Return how much memory reading a tensor together with others takes at most.
 
-    Reading several takes what lies between those of one storage, too, and expanded tensors are
+    Reading several takes the bytes between those of one storage, too, and expanded tensors are
     larger than their storage once they are rows of numbers.
     """
     nbytes = int(tensor.numel() * tensor.itemsize)

@@ -1,4 +1,4 @@
-"""What a file is that is no checkpoint: the usual accidents, by their first bytes."""
+"""Identifies common non-checkpoint files by their first bytes: HTML, git-lfs pointers, gzip."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def refuse_special_stream(stream: BinaryIO, name: str) -> None:
 def regular_only(path: str | bytes | os.PathLike[str], flags: int) -> int:
     """Open a file as `refuse_special_file` says, without waiting: an ``opener`` of `open`.
 
-    What is no file is not opened, as that would take its writer away from another reader.  It is
-    looked at once more when it is open, because it may have become another one in between.
+    A pipe or a device is not opened, because that would take its writer away from another reader.
+    The open file is looked at once more, because it may have been replaced in between.
     """
     refuse_special_file(path)
     descriptor = os.open(path, flags | os.O_NONBLOCK)
@@ -124,7 +124,7 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def what_it_is(head: bytes, nbytes: int) -> str | None:
-    """Say what a file is that is no checkpoint.
+    """Name the format of a file that is no checkpoint.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def _is_pickle(head: bytes) -> bool:
 
 
 def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
-    """Say what a file is that torch has failed to load, where its own words say less.
+    """Name the format of a file that torch has failed to load, where its own words say less.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
     Returns
     -------
     str or None
-        None for a checkpoint, a zip archive, a pickle, and what begins like nothing that is known.
+        None for a checkpoint, a zip archive, a pickle, and an unknown beginning.
     """
     if is_zip(head) or is_legacy(head) or is_safetensors(head, nbytes) or _is_pickle(head):
         return None
@@ -198,7 +198,7 @@ def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
 
 
 def what_came_instead(head: bytes, nbytes: int) -> str | None:
-    """Say what a download has left in place of a file of any kind; None if it seems to be there.
+    """Name the leftover of a failed download, such as an HTML page; None if there is a file.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ __all__ = ["describe", "real_file"]
 
 
 def describe(f: Any) -> str:
-    """Return what to call `f` in a message."""
+    """Return the name of `f` for messages: a path, a file object's name, or its type."""
     if isinstance(f, (str, os.PathLike)):
         return os.fsdecode(f)
     name = getattr(f, "name", None)

@@ -1,4 +1,6 @@
-"""Where the bytes of a checkpoint come from, if only those that are asked for are to be fetched.
+"""Sources of ranges of bytes: local files, file objects, buffers, URLs.
+
+Only the ranges that are asked for are fetched.
 
 The engine reads files.  So of an archive that is none it is given one: a file in memory of the
 archive's size, full of holes, into which its directory and small records are put as they are
@@ -36,7 +38,7 @@ __all__ = [
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
 _STREAM_NBYTES = 4 << 20  # fetched at once where all of a file is read
-# What opening an archive looks at.
+# Records that opening an archive looks at.
 _SMALL_RECORDS = (
     *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
     *(".data/version", ".data/serialization_id"),
@@ -44,17 +46,17 @@ _SMALL_RECORDS = (
 
 
 def expect_no_more_reads(descriptor: int) -> None:
-    """Let the system not read ahead: what it brings gets in the way of direct reads."""
+    """Turn readahead off: cached pages get in the way of direct reads."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class RangeSource(Protocol):
-    """Where ranges of bytes can be read from; safe for concurrent use.
+    """A source of ranges of bytes; safe for concurrent use.
 
     Attributes
     ----------
     name : str
-        What to call it in messages.
+        Its name in messages.
     nbytes : int
         Its size.
     """
@@ -73,7 +75,7 @@ class FsspecFile:
     Parameters
     ----------
     url : str
-        What :func:`fsspec.open` takes.
+        A URL for :func:`fsspec.open`.
     storage_options : dict
         Arguments of the file system.
     """
@@ -116,7 +118,7 @@ class FsspecFile:
 
 
 class _RangeStream(io.RawIOBase):
-    """A source as a file, whose reads raise what the source does."""
+    """A source as a file object; errors of the source are raised by its reads."""
 
     def __init__(self, source: RangeSource) -> None:
         self._source = source
@@ -154,8 +156,8 @@ class FileObject:
     ----------
     stream : file-like
         With ``seek``, ``tell`` and ``read``.  Its position changes.
-    name : str
-        What to call it in messages.
+         : str
+        Its name in messages.
     """
 
     def __init__(self, stream: Any, name: str) -> None:
@@ -234,7 +236,7 @@ def _incomplete(source: RangeSource, nbytes: int, begin: int, end: int) -> OSErr
 
 
 class Buffer:
-    """What an :class:`io.BytesIO` holds from its current position on, which may not change."""
+    """The contents of an :class:`io.BytesIO` from its current position on; they may not change."""
 
     def __init__(self, stream: io.BytesIO, name: str) -> None:
         self.name = name
@@ -277,8 +279,8 @@ class LocalFile(_OpenFile):
     ----------
     stream : io.FileIO or buffered file
         At that position, which stays.  It may be closed afterwards.
-    name : str
-        What to call it in messages.
+         : str
+        Its name in messages.
     """
 
     def __init__(self, stream: Any, name: str) -> None:
@@ -286,7 +288,7 @@ class LocalFile(_OpenFile):
         self.begin = stream.tell()
         try:
             self.descriptor = os.dup(stream.fileno())
-        except OSError as error:  # which would not say what for
+        except OSError as error:  # without the name of the file
             raise OSError(error.errno, error.strerror, name) from None
         self.nbytes = max(os.fstat(self.descriptor).st_size - self.begin, 0)
 
@@ -326,7 +328,7 @@ class LocalFile(_OpenFile):
 
 
 class SparseFile(_OpenFile):
-    """A file in memory of which only what is written takes any."""
+    """A file in memory; its holes take none."""
 
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)

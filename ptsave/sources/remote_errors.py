@@ -31,10 +31,10 @@ def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def os_errors(url: str) -> Iterator[None]:
-    """Turn what fsspec and its HTTP client raise in the block into an OSError that names the URL.
+    """Map errors of fsspec and its HTTP client in the block to an OSError that names the URL.
 
     fsspec says FileNotFoundError whatever a web server has said; that is in the cause.  The errors
-    of HTTP clients are known by what they have in common, as the clients may not be installed.
+    of HTTP clients are known by common attributes, as the clients may not be installed.
     """
     try:
         yield

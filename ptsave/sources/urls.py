@@ -1,4 +1,4 @@
-"""Which paths are URLs, and refusing those where only local files and directories are served."""
+"""Recognizes URLs, and refuses them where only local files and directories are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["is_url", "refuse_url", "refuse_url_target"]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
 _URL = re.compile(rf"({_SCHEME}::)*{_SCHEME}://")
-# What pathlib and normpath make of one.
+# A URL that pathlib or normpath has collapsed: s3:/bucket/file.
 _COLLAPSED = re.compile(rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)")
 
 
@@ -24,9 +24,9 @@ def is_url(f: Any) -> bool:
 
 
 def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
-    """Refuse to read from a URL, or from what pathlib makes of one.
+    """Refuse to read from a URL, also one that pathlib has collapsed to ``s3:/bucket``.
 
-    What is there locally is not refused, whatever its name.
+    An existing local file is not refused, whatever its name.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
 
 
 def refuse_url_target(path: str | bytes | os.PathLike[Any]) -> None:
-    """Refuse to write to a URL, or to what pathlib makes of one.
+    """Refuse to write to a URL, also one that pathlib has collapsed to ``s3:/bucket``.
 
     With two slashes it is a URL even if there is such a directory: somebody who means S3 may have
     an ``s3:`` from a program that made one.

@@ -1,8 +1,9 @@
-"""How the tensors of a state dict get into a module or an optimizer: at once, or later.
+"""Copiers: put the tensors of a state dict into a module or an optimizer, at once or later.
 
-Loading a state dict decides *what* goes *where*; a `Copier` decides *when*.  `CopyNow` does what
-torch does.  A restore straight from a file collects the copies instead, so that everything can be
-checked before the first byte of a target changes, and the file's bytes go directly to their place.
+Loading a state dict decides on sources and targets; a `Copier` decides *when*.  `CopyNow` copies
+at once, as torch does.  A restore from a file collects the copies instead, so that everything can
+be checked before the first byte of a target changes, and the file's bytes go directly to their
+place.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Copier(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Let `target` hold the values of `source`, as ``target.copy_(source)`` under no_grad.
 
-        Only for what cannot fail: tensors of exactly torch's own types, strided, of one shape, on
-        real devices.
+        Only for copies that cannot fail: tensors of exactly torch's own types, strided, of one
+        shape, on real devices.
         """
 
     def replace(self, replacement: Replacement) -> None:
         """Let `new` hold the values of `source`, as by `copy`, and then be the buffer.
 
-        If the values do not arrive, the buffer stays what it is.
+        If the values do not arrive, the buffer stays as it is.
         """
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
@@ -73,7 +74,8 @@ class Copier(Protocol):
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Be told that other people's code is about to run and may look at these entries.
 
-        It may also look at every target: what was passed to `copy` must be done when this returns.
+        It may also look at every target: all copies passed to `copy` must be done when this
+        returns.
         """
 
 
@@ -108,7 +110,7 @@ class CopyNow:
 
 
 class CopyLater(CopyNow):
-    """Copies when it must, or in the end, so that what is wrong is known before."""
+    """Copies when it must, or in the end, so that errors are known before the first copy."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -138,7 +140,7 @@ class CopyLater(CopyNow):
 
 
 class CopyNothing(CopyNow):
-    """For finding out what would be done."""
+    """Copies nothing: for a trial run, which finds the errors of a load."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Do nothing."""

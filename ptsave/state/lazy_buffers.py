@@ -49,7 +49,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     present one's dtype and device, or, where there is none, with the dtype in the state dict and on
     the device of the module's other tensors.  It takes it when it has its values, after all other
     load pre-hooks of the module: where loading fails, or one of them removes the buffer's key, the
-    buffer stays what it was.
+    buffer stays as it was.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class LazyBufferHook:
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Put in place what torch will copy or assign to, when the later hooks have run."""
+        """Put in place, after the later hooks, the tensor that torch will copy or assign to."""
         hooks = pre_hooks_of(module)
         keys = [*hooks]
         own = (at for at, hook in enumerate(hooks.values()) if getattr(hook, "hook", None) is self)
@@ -117,10 +117,10 @@ class LazyBufferHook:
         self._wait_for(later, module, was_there, state_dict, prefix, *rest)
 
     def wanted(self, state_dict: Mapping[str, Any], key: str, present: Any) -> Any:
-        """Return what the buffer is to be like; looks at no values.
+        """Return a tensor of the buffer's future shape; looks at no values.
 
-        None, its entry in the state dict, or `present` where torch loads into that, or says what is
-        wrong.
+        None, its entry in the state dict, or `present` where torch loads into that, or reports an
+        error.
         """
         if key not in state_dict:
             return None
@@ -209,7 +209,7 @@ def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tens
     present : Tensor or None
         The buffer as it is.
     saved : Tensor
-        What will be copied; its values are not looked at.
+        The source of the copy; its values are not looked at.
     """
     if present is not None:
         return torch.empty_like(saved, dtype=present.dtype, device=present.device)

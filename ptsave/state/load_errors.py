@@ -1,4 +1,4 @@
-"""What loading a state dict raises, in the words of :meth:`torch.nn.Module.load_state_dict`."""
+"""Errors of loading a state dict, in the words of :meth:`torch.nn.Module.load_state_dict`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Shaped(Protocol):
-    """A tensor, or what is known of one."""
+    """A tensor, or a stand-in that knows its shape."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -56,7 +56,7 @@ def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
 
 
 def no_copy_message(key: str, target: torch.Tensor) -> str:
-    """Return what to say of a tensor that torch cannot copy into another one."""
+    """Return the message for a tensor that torch cannot copy into another one."""
     return (
         f'While copying the parameter named "{key}": torch has no copy for {target.dtype}. Load it '
         "with assign=True, or take it from ptsave.load()"
@@ -71,7 +71,7 @@ def raise_load_errors(
     Parameters
     ----------
     target : object
-        What was to be loaded; its type is named.
+        The module or dict to load into; its type is named.
     errors : list of str
         Messages.  Those about keys are put before them.
     missing, unexpected : list of str

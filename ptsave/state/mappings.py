@@ -37,7 +37,7 @@ def load_mapping(
     target : dict
         With dicts and lists in it, to any depth.
     saved : Mapping
-        What the file holds.
+        The object in the file.
     strict : bool
         Whether missing and unexpected keys are an error.
     copier : Copier
@@ -79,7 +79,7 @@ def load_mapping(
 
 
 def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
-    """Return what `load_mapping` would do, or raise what it would raise, changing nothing."""
+    """Return the plan of `load_mapping`, or raise its error, changing nothing."""
     require_mapping(saved)
     filling = _Filling()
     filling.compare(target, saved, "")
@@ -88,7 +88,7 @@ def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filli
 
 
 class _Filling:
-    """What to do for a state dict, and what is wrong with it."""
+    """Copies and replacements for one state dict, and the errors found in it."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""What happens to the entries of one module's own tensors, decided before anything is touched."""
+"""Plans the copies into one module's own tensors before anything is touched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mismatch: TypeAlias = "tuple[str, Size, Size]"
 
 @dataclass
 class ModulePlan:
-    """How the entries of one module go into its tensors, and what is wrong with the others."""
+    """Copies of entries into the tensors of one module, and the errors of the other entries."""
 
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ def plan_module(
     skip_mismatched: bool,
     copies: bool,
 ) -> ModulePlan | None:
-    """Return what torch would do; None if that is more than copying plain tensors.
+    """Return the plan that torch would follow; None if it is more than copying plain tensors.
 
     Parameters
     ----------
@@ -46,11 +46,11 @@ def plan_module(
     entries : dict of str to object
         The part of the state dict that is the module's.
     prefix : str
-        What the module's keys begin with.
+        The beginning of the module's keys.
     skip_mismatched : bool
         Whether other shapes are left out instead of being errors.
     copies : bool
-        Whether entries are copied in the end, so that what torch has no copy for is an error.
+        Whether entries are copied in the end, so that dtypes without a copy in torch are errors.
     """
     plan = ModulePlan()
     for name, target in own.items():
@@ -69,7 +69,7 @@ def plan_module(
 def _plan_exception(
     plan: ModulePlan, key: str, target: Tensor, source: Any, skip_mismatched: bool
 ) -> bool:
-    """Plan what torch does with an entry that is not just copied; False if it has to do it."""
+    """Plan an entry that is not just copied, as torch treats it; False if torch has to do it."""
     if type(target) not in PLAIN_TYPES or is_lazy(target):
         return False
     if not is_tensor_like(source):

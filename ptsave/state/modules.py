@@ -57,7 +57,7 @@ __all__ = ["IncompatibleKeys", "check_module", "load_module", "load_state_dict"]
 
 
 class IncompatibleKeys(TorchsIncompatibleKeys):
-    """What torch returns, ``(missing_keys, unexpected_keys)``, and what did not fit.
+    """torch's ``(missing_keys, unexpected_keys)`` with the keys whose shapes differ.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ def load_module(
 ) -> TorchsIncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive.
 
-    With `check_first`, what is known to be wrong is raised before other people's code runs, which
+    With `check_first`, errors that are certain are raised before other people's code runs, which
     may be when the first values are overwritten.
     """
     if overrides_load_state_dict(module):
@@ -191,7 +191,7 @@ def load_module(
                 copier.show({"_metadata": metadata})
 
         loading.check = check
-        # Assigning is done at once, and what others do cannot be undone.
+        # Assigning is done at once, and effects of others' code cannot be undone.
         if assign or any(map(takes_part, module.modules())):
             loading.check_first()
     loading.load(module, entries, "")
@@ -202,7 +202,7 @@ def load_module(
 
 
 def check_module(module: nn.Module, state_dict: Any, strict: bool, copier: Copier) -> None:
-    """Raise what `load_module` is certain to raise, changing nothing."""
+    """Raise the errors that `load_module` is certain to raise, changing nothing."""
     if overrides_load_state_dict(module):
         return
     require_mapping(state_dict)
@@ -215,12 +215,12 @@ _MakeBuffer = Callable[[nn.Module, "Tensor | None", Tensor], Tensor]
 
 
 def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
-    """Return what has the shape that the buffer will have."""
+    """Return a tensor of the shape that the buffer will have."""
     return saved
 
 
 class _Loading:
-    """One load: how it is to be done, and what it has found."""
+    """One load: its options, and the missing, unexpected and mismatched keys found so far."""
 
     copies = True  # into the tensors that are there, in the end
     _new_buffer: _MakeBuffer = staticmethod(new_buffer)
@@ -240,7 +240,7 @@ class _Loading:
         self._copies = True
         self._asked_after = -1
         self.check: Callable[[], None] | None = None  # before the first of those runs
-        # What lazy buffers will be when the copies have been made, by the module's id.
+        # Tensors of lazy buffers after the copies, by the module's id.
         self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
@@ -264,7 +264,7 @@ class _Loading:
                     _raise_for_result_of_hook()
 
     def raise_errors(self, module: nn.Module, strict: bool) -> None:
-        """Raise what torch raises for everything that was found, if anything was."""
+        """Raise torch's error for all problems that were found, if there are any."""
         raise_load_errors(module, self.errors, self.missing, self.unexpected, strict=strict)
 
     # ---------------------------------------------------------------------- one module's own part
@@ -307,7 +307,7 @@ class _Loading:
     def _plan_lazy_buffers(
         self, module: nn.Module, entries: dict[str, Any], prefix: str, make: _MakeBuffer
     ) -> dict[str, Tensor | None]:
-        """Return what lazy buffers are to be, where they do not stay what they are.
+        """Return the future tensors of those lazy buffers that change.
 
         A module that has several places in the model may have been planned for one of them already.
         """
@@ -351,7 +351,7 @@ class _Loading:
         *,
         plainly: bool,
     ) -> None:
-        """Let torch's code load the module, after showing what it passes to anybody else's."""
+        """Let torch's code load the module, after showing the entries it passes to others' code."""
         entries, prefix = part.entries, part.prefix
         names = [*own, EXTRA_STATE_KEY_SUFFIX] if sets_extra_state(module) else [*own]
         seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
@@ -404,7 +404,7 @@ class _Loading:
     # ------------------------------------------------------------------------ other people's code
 
     def check_first(self) -> None:
-        """Raise what is certain to be raised, if that has not been looked at yet."""
+        """Raise the errors that are certain, unless they have been looked for already."""
         if self.check is not None:
             self.check()
             self.check = None
@@ -412,7 +412,7 @@ class _Loading:
     def _show(self, entries: dict[str, Any]) -> None:
         self.check_first()
         self.copier.show(entries)
-        self._lazy_buffers.clear()  # they are what they were to be
+        self._lazy_buffers.clear()  # the planned tensors are in place
         self.foreign_runs += 1
 
     def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
@@ -437,8 +437,8 @@ class _Loading:
     def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
         """Let entries of other shapes do nothing while the module's own method runs.
 
-        The last pre-hook, which sees what torch will see, puts the module's own tensors into their
-        places: so nothing is missing, and the tensors are copied to themselves.
+        The last pre-hook, which sees the same entries as torch, puts the module's own tensors into
+        their places: so nothing is missing, and the tensors are copied to themselves.
         """
         if not self.skip_mismatched:
             yield
@@ -465,7 +465,7 @@ class _Loading:
 
 
 class _Checking(_Loading):
-    """Finds what is wrong with the entries of modules in whose loading only torch takes part."""
+    """Finds errors in the entries of modules in whose loading only torch takes part."""
 
     _new_buffer: _MakeBuffer = staticmethod(_like)
 
@@ -475,9 +475,9 @@ class _Checking(_Loading):
         self._is_complete = True
 
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
-        """Raise what is certain to be raised in the end, whatever anybody's code does."""
+        """Raise the errors that no code of anybody's can prevent."""
         self.load(module, OrderedDict(items_of(entries)), "")
-        # Hooks and overrides may declare that nothing is missing, but sizes are what they are.
+        # Hooks and overrides may declare that nothing is missing; they cannot change sizes.
         keys_are_final = not any(
             post_hooks_of(each) or gives_lists_away(each) for each in module.modules()
         )
@@ -503,7 +503,7 @@ class _Checking(_Loading):
     def _load_by_torch(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, *_: Any, **__: Any
     ) -> None:
-        """Compare keys and shapes: what else comes of it is seen when it is done."""
+        """Compare keys and shapes; other errors appear only when torch's code really runs."""
         entries, prefix = part.entries, part.prefix
         found = {name: entries[prefix + name] for name in own if prefix + name in entries}
         self.missing += [prefix + name for name in own if name not in found]
@@ -517,7 +517,7 @@ class _Checking(_Loading):
 
 
 class _UnknownMethodError(Exception):
-    """A module has a method of its own for loading: what it finds wrong, only calling it tells."""
+    """A module has a method of its own for loading: only calling it tells which errors it finds."""
 
 
 class _Report(_Checking):
@@ -579,7 +579,7 @@ class _Report(_Checking):
 
 
 def _raise_for_result_of_hook() -> None:
-    """Raise what torch raises for a post-hook that returns something, in its version's words."""
+    """Raise torch's error for a post-hook that returns something, in its version's words."""
     module = nn.Module()
     module.register_load_state_dict_post_hook(lambda *_: True)
     module.load_state_dict({})

@@ -25,7 +25,7 @@ def advice(obj: Any, wanted: Iterable[str]) -> str:
     Parameters
     ----------
     obj : object
-        What the file holds.
+        The object in the file.
     wanted : iterable of str
         The keys of the module's state dict.
 

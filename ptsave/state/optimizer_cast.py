@@ -1,6 +1,6 @@
 """The state of one parameter on its way into an optimizer: dtypes, devices, containers.
 
-torch decides what becomes of each tensor; it is asked with a stand-in, because the tensor's bytes
+torch decides on each tensor's dtype and device; it is asked with a stand-in, because the bytes
 may not have arrived.  Its question "which group is this parameter in?" is a search through all
 groups, for every tensor again, so it gets only the group to look at that the answer is in.
 """
@@ -60,7 +60,7 @@ class PresentState:
     def __init__(self, optimizer: Optimizer, saved_state: Mapping[Any, Any]) -> None:
         present = list(_tensors_in(list(optimizer.state.values())))
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # What shares memory would be filled twice; what is shared in the file stays shared.
+        # Tensors that share memory would be filled twice; ones shared in the file stay shared.
         self._shared = _overlapping([*present, *params], _address)
         self._shared |= _overlapping(_tensors_in(list(saved_state.values())), _place_in_storage)
         self._state = dict(optimizer.state)
@@ -94,7 +94,7 @@ class PresentState:
 
 
 class StateCaster:
-    """What `Optimizer.load_state_dict` makes of one parameter's state after the other.
+    """Casts the state of one parameter after the other as `Optimizer.load_state_dict` does.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class StateCaster:
 
 
 def _destination(owner: _Owner, key: Hashable) -> tuple[torch.dtype | None, torch.device | None]:
-    """Return what torch makes of any tensor of this key; None for what stays."""
+    """Return torch's dtype and device for any tensor of this key; None for one that stays."""
     ask: Any = _TORCHS_POLICY
     answer = ask(owner.param, _Destination(), owner.param_id, owner.groups, key)
     return answer.dtype, answer.device
@@ -168,7 +168,7 @@ def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
 
 # ----------------------------------------------------------------------------------- shared memory
 
-_Place = tuple[int, int]  # what memory it is in, and the address of its first byte there
+_Place = tuple[int, int]  # the memory a tensor is in, and the address of its first byte there
 
 
 def _tensors_in(obj: Any) -> Iterator[Tensor]:

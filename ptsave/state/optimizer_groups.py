@@ -1,4 +1,4 @@
-"""Which saved parameter is which of the optimizer's, and the groups that follow from it."""
+"""Matches saved parameters with the optimizer's, and makes the groups that follow from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UnmatchedParameters(NamedTuple):
 
 @dataclass
 class Assignment:
-    """What goes where; made without changing anything."""
+    """Saved ids assigned to parameters, and the new groups; made without changing anything."""
 
     params: dict[Hashable, Tensor]  # by saved id
     groups: list[dict[str, Any]]  # as the optimizer is to have them

@@ -21,8 +21,8 @@ from ptsave.tree.containers import items_of
 
 __all__ = ["match_by_name"]
 
-# What torch's optimizers keep for each element of a parameter; everything else they keep is a
-# number for the whole parameter, or below.
+# Keys under which torch's optimizers keep a value for each element of a parameter; under other
+# keys, but those below, they keep a number for the whole parameter.
 _ELEMENTWISE = {
     *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
     *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
@@ -193,7 +193,7 @@ def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
 
 
 def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[str]:
-    """Yield what is wrong with the shapes of the state saved for parameters, by name."""
+    """Yield a message for each shape that differs in the state saved for parameters, by name."""
     is_known = is_torchs(optimizer, "step")
     for name, (param, state) in states.items():
         if not isinstance(state, dict):
@@ -216,7 +216,7 @@ def _shape_in(present: Any, key: Any) -> torch.Size | None:
 
 
 def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
-    """Return the shape of what torch's optimizers keep under `key`, if the parameter decides it."""
+    """Return the shape of torch's own state under `key`, if the parameter decides it."""
     if key in _ELEMENTWISE:
         return shape
     if key in _MEANS and len(shape) > 1:

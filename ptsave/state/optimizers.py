@@ -59,7 +59,7 @@ def load_optimizer_state_dict(
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        What to load into.  If it has a `load_state_dict` of its own, that is called.
+        The optimizer to load into.  If it has a `load_state_dict` of its own, that is called.
     state_dict : dict
         As from ``optimizer.state_dict()``.
     match : {"order", "name"}, default "order"
@@ -144,7 +144,7 @@ def load_optimizer(
     strict: bool = True,
     in_place: bool = False,
 ) -> Any:
-    """Do what `load_optimizer_state_dict` does, with bytes that may still be on their way.
+    """Load as `load_optimizer_state_dict` does, from bytes that may still be on their way.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def load_optimizer(
 
 
 def check_optimizer(optimizer: Any, state_dict: Any) -> None:
-    """Raise what `load_optimizer` is certain to raise, changing nothing."""
+    """Raise the errors that `load_optimizer` is certain to raise, changing nothing."""
     if _overrides_load_state_dict(optimizer):
         return
     has_hooks = optimizer_pre_hooks_of(optimizer)
@@ -229,7 +229,7 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 def _cast_state(saved: Any, assignment: Assignment, caster: StateCaster) -> dict[Any, Any]:
     state: dict[Any, Any] = defaultdict(dict)
-    # What is no mapping has no items, which is for Python to say, as under torch.
+    # Only a mapping has items; for anything else Python says so, as under torch.
     for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
         if param_id in assignment.params:
             param = assignment.params[param_id]

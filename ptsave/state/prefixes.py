@@ -1,4 +1,4 @@
-"""What wrappers put before the keys of a state dict: ``module.``, ``_orig_mod.``."""
+"""Adds and strips wrappers' prefixes of keys in a state dict: ``module.``, ``_orig_mod.``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def strip_prefix(
 ) -> OrderedDict[str, Any]:
     """Return a state dict without the prefix that a wrapper has put before its keys.
 
-    ``module.`` is what :class:`torch.nn.DataParallel` and ``DistributedDataParallel`` put there,
-    ``_orig_mod.`` what :func:`torch.compile` does.  Keys without the prefix stay as they are.
+    :class:`torch.nn.DataParallel` and ``DistributedDataParallel`` put ``module.`` there,
+    :func:`torch.compile` puts ``_orig_mod.``.  Keys without the prefix stay as they are.
 
     Parameters
     ----------
     state_dict : Mapping of str to object
         It is not changed, and its tensors are not copied.
     prefix : str
-        What to take away, with the dot at its end.
+        The prefix, with the dot at its end, as in ``"module."``.
     anywhere : bool, default False
         Whether to take it away behind every dot too, for submodules that were wrapped one by one.
 
@@ -35,8 +35,8 @@ def strip_prefix(
     -------
     collections.OrderedDict
         In the same order.  ``_metadata``, where there is one, is adapted as
-        :func:`torch.nn.modules.utils.consume_prefix_in_state_dict_if_present` does it: what is
-        known about a wrapped module takes the place of what is known about its wrapper.
+        :func:`torch.nn.modules.utils.consume_prefix_in_state_dict_if_present` does it: the
+        metadata of a wrapped module takes the place of its wrapper's.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, A
     state_dict : Mapping of str to object
         It is not changed, and its tensors are not copied.
     prefix : str
-        What to put before the keys, with the dot at its end.
+        The prefix, with the dot at its end, as in ``"module."``.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""How the part of a state dict that belongs to a module is divided among its children."""
+"""Divides a module's part of a state dict among its children, in one pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["StateDictPart"]
 
 
 class StateDictPart:
-    """The part of a state dict that one module is given, and what each child gets of it."""
+    """The part of a state dict that one module is given, and the parts of its children."""
 
     __slots__ = ("_grouped_at", "_groups", "entries", "is_kept", "prefix")
 
@@ -21,7 +21,7 @@ class StateDictPart:
         self._grouped_at = -1
 
     def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
-        """Return the entries with a dot behind the prefix, by what is before the dot.
+        """Return the entries with a dot behind the prefix, by the name before the dot.
 
         None if there are keys that are not plain strings.
         """

@@ -1,4 +1,4 @@
-"""Which modules load their own entries with torch's code alone, which looks at no values.
+"""Recognizes modules whose own entries torch's code alone loads, which looks at no values.
 
 For those `module_state` does the same by itself; every other module's own code is called.
 """
@@ -75,7 +75,7 @@ def sets_extra_state(module: nn.Module) -> bool:
 def own_tensors(
     module: nn.Module, lazy_buffers: Mapping[str, Tensor | None] | None = None
 ) -> dict[str, Tensor]:
-    """Return what a module's own part of a state dict is loaded into, as torch collects it.
+    """Return the parameters and buffers that a module loads itself, as torch collects them.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def loads_plainly(
     module : torch.nn.Module
         The module; its children do not matter here.
     entries, prefix, metadata : dict, str, dict
-        What its ``_load_from_state_dict`` would be given.
+        The arguments that its ``_load_from_state_dict`` would get.
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
         return False
@@ -157,7 +157,10 @@ def _only_gives_shapes(hook: Any) -> bool:
 def run_trusted_code(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Do what comes first in the ``_load_from_state_dict`` of a module that loads plainly."""
+    """Run the first step of ``_load_from_state_dict`` of a module that loads plainly.
+
+    The norms' override adds the buffer ``num_batches_tracked`` to state dicts that predate it.
+    """
     if load_method_of(type(module)) is not _MODULE:
         _add_batch_count(module, entries, prefix, metadata)
 

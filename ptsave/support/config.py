@@ -17,7 +17,7 @@ _MAX_SHOWN = 40
 
 @dataclass(frozen=True)
 class Config:
-    """How much of the machine a save or load may use.
+    """Bounds of the machine's resources that a save or load may use.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Config:
     n_readers : int
         Threads of a read; the ranks of a machine share its cores.
     max_pinned_nbytes : int
-        Page-locked host memory, in bytes, through which one save or load moves what is on
+        Page-locked host memory, in bytes, through which one save or load moves the tensors of
         accelerators.
     write_chunk_nbytes : int
         Unit of writing, in bytes; times `n_direct_writers` it is the memory a direct save needs.
@@ -40,8 +40,8 @@ class Config:
     verify : bool
         Whether loads compare checksums at all.
     max_staged_nbytes : int or None
-        How many bytes saves in the background may hold, all of them together.  None leaves it to
-        what memory there is.
+        Bytes that all saves in the background together may hold.  None derives it from the memory
+        that this process may use.
     """
 
     n_threads: int
@@ -64,13 +64,13 @@ def current() -> Config:
     """Return the configuration that the environment asks for.
 
     ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
-    most 16).  ``PTSAVE_MAX_PINNED_BYTES`` bounds the page-locked memory that one save or load of
-    what is on accelerators takes (default: 64 MiB, or an eighth of the memory that this process may
-    use; one buffer of 4 MiB is taken in any case).  ``PTSAVE_MAX_STAGED_BYTES`` bounds what saves
-    in the background hold (default: half of that memory).  ``PTSAVE_DIRECT_IO=0`` turns direct I/O
-    off; so does, for reads, a ``LOCAL_WORLD_SIZE`` above 1, because ranks of one machine load the
-    same files.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in place
-    by code that calls ``torch.load``.  A variable that is set to nothing counts as not set.
+    most 16).  ``PTSAVE_MAX_PINNED_BYTES`` bounds the page-locked memory of one save or load of
+    tensors on accelerators (default: 64 MiB, or an eighth of the memory that this process may
+    use; one buffer of 4 MiB is taken in any case).  ``PTSAVE_MAX_STAGED_BYTES`` bounds the copies
+    of saves in the background (default: half of that memory).  ``PTSAVE_DIRECT_IO=0`` turns direct
+    I/O off; so does, for reads, a ``LOCAL_WORLD_SIZE`` above 1, because ranks of one machine load
+    the same files.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in
+    place by code that calls ``torch.load``.  A variable that is set to nothing counts as not set.
 
     Raises
     ------

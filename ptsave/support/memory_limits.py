@@ -1,8 +1,8 @@
-"""How much memory this process may use: the machine's, its control groups', its share of both.
+"""Limits of this process's memory: the machine's, its control groups', its share of both.
 
 A container's limit is that of a control group (cgroup).  Both versions of them are looked at, as
 both may be mounted: a group's limit binds every group in it, so all ancestors count that the mounts
-show.  What these files say is not trusted: what is absent or malformed is no limit.
+show.  The contents of these files are not trusted: an absent or malformed number is no limit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the numb
 
 @dataclass(frozen=True)
 class _Version:
-    """Where one version of control groups keeps what."""
+    """The file names of one version of control groups."""
 
     filesystem: str
     limits: tuple[str, ...]
     usage: str
-    cached: tuple[str, ...]  # lines of memory.stat: what is given back before anything is killed
+    cached: tuple[str, ...]  # lines of memory.stat: pages given back before any process is killed
 
 
 _V1 = _Version(
@@ -68,7 +68,7 @@ class _Group:
         return min((limit for limit in limits if limit), default=sys.maxsize)
 
     def available_nbytes(self) -> int:
-        """Return how much its limit leaves; what it caches of files counts as free."""
+        """Return the bytes that its limit leaves; its cached file pages count as free."""
         limit = self.limit_nbytes()
         if limit >= _physical_nbytes():
             return limit
@@ -103,14 +103,14 @@ def limit_nbytes(root: Path = _ROOT) -> int:
 
 
 def available_nbytes(root: Path = _ROOT) -> int:
-    """Return how many of these bytes are free now, or hold only what files are cached in."""
+    """Return how many of these bytes are free now, or hold only cached files."""
     match = re.search(r"^MemAvailable: +(\d{1,16}) kB$", _text(root / "proc/meminfo"), re.M)
     free = int(match[1]) * 1024 if match else _physical_nbytes()
     return min([free, *(group.available_nbytes() for group in _groups(root))])
 
 
 def share_nbytes(root: Path = _ROOT) -> int:
-    """Return the part of `limit_nbytes` that is one rank's, and what the process's own limits are.
+    """Return one rank's part of `limit_nbytes`, or the process's own limit if that is less.
 
     ``LOCAL_WORLD_SIZE``, which torchrun sets, says how many ranks there are.
     """
@@ -206,7 +206,7 @@ def _unescaped(field: str) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for "max", and for what is no number or no file."""
+    """Return the number in a file; None for "max", for other text and without a file."""
     text = _text(path).strip()
     return int(text) if re.fullmatch("[0-9]{1,20}", text) else None
 

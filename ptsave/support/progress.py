@@ -22,11 +22,11 @@ def progress_bar(
     show : bool
         If false, nothing is shown and None is yielded.
     description : str
-        What stands in front of the bar.
+        Text in front of the bar.
     nbytes : int
         The total.
     delay : float, default 0
-        In seconds: what is over by then shows nothing.
+        Seconds before the bar appears; an operation that is over by then shows nothing.
     """
     if not show:
         yield None
@@ -45,5 +45,5 @@ def progress_bar(
 
 
 def progress_from(progress: ProgressCallback | None, begin: int) -> ProgressCallback | None:
-    """Return what reports the progress of a part, in front of which are `begin` bytes."""
+    """Return a callback for a part that `begin` bytes precede: it reports their sum."""
     return None if progress is None else lambda done: progress(begin + done)

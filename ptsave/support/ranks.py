@@ -1,4 +1,4 @@
-"""Which of a job's processes this one is, as torch.distributed or a launcher's environment says."""
+"""Finds the rank of this process in its job: torch.distributed, or a launcher's environment."""
 
 from __future__ import annotations
 

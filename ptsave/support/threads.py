@@ -16,7 +16,7 @@ __all__ = ["PAUSE", "Call", "Thread", "run_all"]
 
 Call: TypeAlias = Callable[[], None]
 
-PAUSE = 0.02  # seconds between two looks at what may have changed, or two attempts to get memory
+PAUSE = 0.02  # seconds between two looks at a condition, or two attempts to get memory
 
 
 def run_all(take: Callable[[], Call | None]) -> None:
@@ -49,8 +49,8 @@ class Thread(threading.Thread):
     Parameters
     ----------
     call : callable
-        What it runs.  Is given a function, to be called as soon as whatever happens will be dealt
-        with: until then it is `start` that deals with it.
+        Runs on the thread.  Gets a function to call as soon as it handles errors by itself: until
+        then `start` handles them.
     name : str or None
         Of the thread.
     """
@@ -65,7 +65,7 @@ class Thread(threading.Thread):
 
     @property
     def _bootstrap(self) -> _Entry:
-        # What threading makes the new thread call: asked for once, by start().
+        # Entry point of the new thread; threading asks for it once, in start().
         entry = _Entry(super()._bootstrap)  # type: ignore[misc]
         self._entry = weakref.ref(entry)
         return entry
@@ -98,7 +98,7 @@ class Thread(threading.Thread):
         """Wait for the thread; returns whether it has begun."""
         while not self._waiting.acquire(timeout=PAUSE):
             entry = None if self._entry is None else self._entry()
-            if entry is None or entry.ended:  # what it calls is gone with it
+            if entry is None or entry.ended:  # the thread has died, and its entry point with it
                 return self._waiting.acquire(blocking=False)
             del entry
         return True
@@ -109,7 +109,7 @@ class Thread(threading.Thread):
 
 
 class _Entry:
-    """What a new thread calls, to which nobody else refers."""
+    """Entry point of a new thread; only the thread refers to it, so it goes when that dies."""
 
     __slots__ = ("__weakref__", "_bootstrap", "ended")
 
@@ -125,7 +125,7 @@ class _Entry:
 
 
 class _Unawaited(threading.Event):
-    """What ``threading.Thread.start`` waits for: not here, as it may never come."""
+    """Replaces the event that ``threading.Thread.start`` waits for, because it may never be set."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True

@@ -37,8 +37,8 @@ def load_into(
     """Restore a state dict from a file straight into the tensors of `target`.
 
     The bytes go from the file into the parameters, buffers and states that exist already: no second
-    copy is ever in memory, but for what has to be converted on the way (32 MiB, or one tensor, at a
-    time).  Before the first byte is overwritten everything that can be checked is: keys, shapes,
+    copy is ever in memory, but for tensors that are converted on the way (32 MiB, or one tensor, at
+    a time).  Before the first byte is overwritten everything that can be checked is: keys, shapes,
     sizes and places of records.
 
     Parameters
@@ -46,8 +46,8 @@ def load_into(
     f : str, os.PathLike or file-like
         A file that holds a state dict and nothing around it.
     target : torch.nn.Module, torch.optim.Optimizer or dict
-        What to restore.  The tensors of a dict (or of dicts and lists in it) are filled and its
-        other values replaced.  Anything else with a ``load_state_dict`` gets the state dict.
+        The object to restore.  The tensors of a dict (or of dicts and lists in it) are filled and
+        its other values replaced.  Anything else with a ``load_state_dict`` gets the state dict.
     strict : bool, default True
         Whether missing and unexpected keys are an error.  Not for optimizers, which take no part.
     assign : bool, default False
@@ -80,8 +80,8 @@ def load_into(
     Notes
     -----
     Where code of the model's own takes part (hooks, an overridden ``_load_from_state_dict``, extra
-    state, tensor subclasses), it sees what it would see under torch: the entries of its part of the
-    model are in memory then, and what came before it has been restored.
+    state, tensor subclasses), it sees the same values as under torch: the entries of its part of
+    the model are in memory then, and the parts before it have been restored.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def load_into(
                 _add_advice(error, obj, target)
             raise
         finally:
-            del obj  # what nobody else keeps is not read
+            del obj  # drop our reference: the copier reads only storages that are still referenced
 
 
 def _add_advice(error: RuntimeError, obj: Any, module: nn.Module) -> None:
@@ -153,7 +153,7 @@ def _load_state(
 
 
 def _check_state(target: Any, state: Any, strict: bool, copier: Copier) -> None:
-    """Raise what `_load_state` is certain to raise, changing nothing."""
+    """Raise the errors that `_load_state` is certain to raise, changing nothing."""
     if isinstance(target, nn.Module):
         check_module(target, state, strict, copier)
     elif isinstance(target, Optimizer):
@@ -221,7 +221,7 @@ def save_checkpoint(
 
 
 def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint of `objects` holds: their state dicts, or they themselves."""
+    """Return the entries of a checkpoint of `objects`: their state dicts, or they themselves."""
     return {name: _state_of(obj) for name, obj in objects.items()}
 
 
@@ -250,12 +250,12 @@ def load_checkpoint(
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.save_checkpoint` has saved, or any file that holds a dict with a state
-        dict for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
+        A file of :func:`ptsave.save_checkpoint`, or any other that holds a dict with a state dict
+        for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
     strict, map_location, weights_only, verify, progress
         As for :func:`ptsave.load_into`.
     **targets : object
-        What to restore, under the names of the file's entries.
+        The objects to restore, under the names of the file's entries.
 
     Returns
     -------
@@ -298,7 +298,7 @@ def restore_entries(
     verify: bool = True,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Do what :func:`load_checkpoint` does, for targets of any name."""
+    """Load as :func:`load_checkpoint` does, for targets of any name."""
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     with restoring(f, map_location, **options) as (obj, copier, locations):
         try:

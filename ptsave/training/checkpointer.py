@@ -60,7 +60,7 @@ class AsyncCheckpointer:
 
     Notes
     -----
-    Files of other names are left alone.  What a killed process has left of a checkpoint
+    Files of other names are left alone.  The temporary file of a killed process
     (``.step-<number>.pt.<16 hex digits>.ptsave``) is removed at the beginning and after each save,
     unless a process holds its lock, which is to say is writing it.  Several processes may use one
     directory.  If they run on several hosts, its file system must take ``flock`` to all of them, or
@@ -235,7 +235,7 @@ class AsyncCheckpointer:
             message = f"{self._directory.path}: old checkpoints cannot be looked for: {error}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
 
-    # ------------------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------------- saved checkpoints
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, lowest first."""
@@ -269,7 +269,7 @@ class AsyncCheckpointer:
             are pending).  If another process removes that one before it is open, the choice is
             made again.  Positional only: ``restore(1000, model=model)``.
         **targets : object
-            What to restore, under the names it was saved with.
+            The objects to restore, under the names they were saved with.
 
         Returns
         -------
@@ -283,8 +283,8 @@ class AsyncCheckpointer:
         TypeError
             A target is an option of :func:`ptsave.load_checkpoint` (``strict=False``).
         KeyError, RuntimeError, CorruptCheckpointError
-            As from :func:`ptsave.load_checkpoint`, which also has options for what does not fit
-            or is not to be trusted: ``load_checkpoint(checkpointer.latest(), strict=False, ...)``.
+            As from :func:`ptsave.load_checkpoint`, which also has options for entries that do not
+            fit or are not trusted: ``load_checkpoint(checkpointer.latest(), strict=False, ...)``.
 
         Examples
         --------
@@ -344,7 +344,7 @@ class AsyncCheckpointer:
         if error is None:
             self.close()
             return
-        while True:  # the errors of saves one by one: that of the block is what went wrong first
+        while True:  # collect the errors of saves; the block's own error came first, and is raised
             try:
                 self.close()
                 return

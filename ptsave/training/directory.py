@@ -145,8 +145,9 @@ class CheckpointDirectory:
         """Remove the lowest steps until `keep` are left, after the step `written` was saved.
 
         That one stays, and so does the highest: after going back to an earlier step both are
-        somebody's newest.  What cannot be removed is a `CheckpointWarning`.  While another process
-        is at it, nothing is done: each would keep another one, and together they would keep fewer.
+        somebody's newest.  A file that cannot be removed is a `CheckpointWarning`.  While another
+        process is at it, nothing is done: each would keep another one, and together they would keep
+        fewer.
         """
         with self._lock, _locked(self.path) as alone:
             if not alone:
@@ -159,7 +160,7 @@ class CheckpointDirectory:
                     _remove(self.path / name)
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes have left of checkpoints that they were writing."""
+        """Remove temporary files of killed processes that were writing checkpoints."""
         with suppress(FileNotFoundError):
             targets = {_C.target_of_temporary(name) for name in os.listdir(os.fsencode(self.path))}
             for target in targets:

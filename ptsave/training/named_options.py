@@ -23,7 +23,7 @@ class _Option(NamedTuple):
     owner : str
         That function.
     kinds : tuple of type
-        What its values are; anything else of its name is an object.
+        Types of its values; a value of another type under its name is an object.
     """
 
     owner: str
@@ -64,7 +64,7 @@ def check_saving(function: str, objects: Mapping[str, Any], **options: Any) -> N
     function : str
         Who saves.
     objects : mapping of str to object
-        What it was given under names.
+        The objects that it was given under names.
     **options : object
         Its own options.
 

@@ -1,4 +1,4 @@
-"""What dicts, lists and tuples hold, whatever attributes a file has given to them.
+"""Items of dicts, lists and tuples, read past attributes that a file has given to them.
 
 A pickle sets attributes of an ``OrderedDict`` or a ``Counter``, which is how ``_metadata`` travels.
 One that is called ``items`` takes the method's place in ``value.items()``; it does not here.

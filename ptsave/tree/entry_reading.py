@@ -21,7 +21,8 @@ def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> 
     Parameters
     ----------
     entry : object
-        Its tensors and storages may have no values.  What it shares within, the result does, too.
+        Its tensors and storages may have no values.  Objects that it shares within itself are
+        shared in the result, too.
     read : callable
         Returns tensors with values for some without.
     """
@@ -87,7 +88,7 @@ def _back(leaf: Any, values: Tensor) -> Any:
 
 
 def _copy(entry: Any, made: dict[int, Any]) -> Any:
-    """Return a copy of containers around what is made already; deep ones need no recursion."""
+    """Return a copy of the containers with `made` leaves in them; deep ones need no recursion."""
     containers = list(_containers_in(entry))
     for container in containers:
         if type(container) is not tuple:

@@ -25,12 +25,12 @@ ADVICE = "if that is meant, write it in full first: ptsave convert --max-size"
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Return what the elements of a tensor take when each is written."""
+    """Return the bytes of a tensor's elements when each is written."""
     return prod(tensor.shape) * tensor.itemsize
 
 
 def stored_nbytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return what the storages of tensors take, each once."""
+    """Return the bytes of the storages of tensors, each counted once."""
     storages = {}
     for tensor in tensors:
         if tensor.layout == torch.strided:
@@ -69,7 +69,7 @@ def check_expansion(
         How many bytes they may take, such as ``"300GB"``; by default 8 times those of their
         storages, at least 1 GiB.
     advice : str, optional
-        What to do, for messages.
+        A remedy, for the message.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""An object as the flat dict of tensors that some formats hold, and what that leaves out."""
+"""Flattens an object to a dict of tensors, as safetensors hold, and lists the losses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Flattened:
     tensors : dict of str to torch.Tensor
         By dotted name, in the order of the object.
     losses : list of str
-        What has no place, each with the reason.
+        Entries that the format cannot hold, each with the reason.
     remarks : list of str
-        What is kept, but not as it was.
+        Entries that are kept, but changed.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -47,7 +47,7 @@ def flatten(
     obj : object
         Dicts, lists and tuples are looked into.
     dtypes : collection of torch.dtype or None
-        What the format has; None for all.
+        Dtypes of the format; None for all.
     keeps_ties : bool, default False
         Whether contiguous tensors that are the same memory in the same shape stay so.
 
@@ -103,7 +103,7 @@ def _remark(result: Flattened, n: int, what: str) -> None:
 
 
 def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
-    """Yield what is no container with its path; each container is looked into once."""
+    """Yield leaves with their paths; each container is looked into once."""
     seen: dict[int, Path] = {}
     pending: list[tuple[Path, Any]] = [((), obj)]
     while pending:

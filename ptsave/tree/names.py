@@ -1,4 +1,4 @@
-"""What the entries of a saved object are called, and which one a name means."""
+"""Dotted names of the entries of a saved object, and the entry that a name means."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EntryNames:
     obj : object
         Dicts, lists and tuples are looked into, each of them once, however often it is there.
     path : str
-        What to call the file in messages.
+        Name of the file in messages.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ class EntryNames:
 
 
 def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
-    """Return what to raise for a name that is none of `names`: it suggests similar ones."""
+    """Return the error for a name that is none of `names`; it suggests similar ones."""
     nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
     hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""Which tensors are nothing but numbers in memory, so that copying them runs nobody's code.
+"""Recognizes tensors that are nothing but numbers in memory: copying them runs nobody's code.
 
 Loading a state dict may copy those by itself, at any time; everything else is torch's to decide.
 """
@@ -52,18 +52,18 @@ def copies_plainly(target: Any, source: Any) -> bool:
     Parameters
     ----------
     target, source : object
-        What a module and a state dict have under one key.  Anything but two tensors of exactly
+        A module's and a state dict's values under one key.  Anything but two tensors of exactly
         torch's own types, strided, of one shape and on real devices, is not copied plainly.
     """
     if type(target) not in PLAIN_TYPES or type(source) not in PLAIN_TYPES:
         return False
-    # What is loaded in inference mode has no autograd keys; as a source it needs none.
+    # A tensor made in inference mode has no autograd keys; as a source it needs none.
     if (
         not (_is_memory(target) and _is_memory(source, source.is_inference()))
         or target.shape != source.shape
     ):
         return False
-    # copy_ refuses to write to one place twice, and to read what it overwrites.
+    # copy_ refuses to write to one place twice, and to read bytes that it overwrites.
     if not target.is_contiguous() and has_internal_overlap(target) == 1:
         return False
     if target is not source and is_alias_of(target, source):

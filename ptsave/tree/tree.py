@@ -31,7 +31,7 @@ class Node(NamedTuple):
     key : object
         In its container; ``""`` for an object that is no container.
     value : object
-        What it is.
+        The container, tensor or other value.
     tensor : int
         Its number among the tensors; -1 if it is none.
     again : str or None
@@ -66,7 +66,7 @@ class EntryTree:
     obj : object
         The object.
     nodes : list of Node
-        Every container in front of what is in it.
+        Every container in front of its contents.
     tensors : list of torch.Tensor
         In the same order.
     is_whole : bool
@@ -143,7 +143,7 @@ class EntryTree:
         return self._ends.get(number, number + 1)
 
     def is_container(self, number: int) -> bool:
-        """Whether what is in this node are nodes, too."""
+        """Whether a node's value is a container whose contents are nodes, too."""
         return number in self._ends
 
     def path_of(self, number: int) -> Path:
@@ -160,7 +160,7 @@ class EntryTree:
         Parameters
         ----------
         patterns : sequence of str
-            Names, which mean what is in them, too, or patterns as of the shell.  ``"('a.b', 0)"``
+            Names, which include the contents of a container, or shell patterns.  ``"('a.b', 0)"``
             is a path of keys.
         """
         paths = [path for path in map(path_in, patterns) if path is not None]

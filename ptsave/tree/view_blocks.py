@@ -1,4 +1,4 @@
-"""Which bytes of a storage a view needs."""
+"""Blocks of bytes of a storage that a view needs, from its offset, shape and strides."""
 
 from __future__ import annotations
 
