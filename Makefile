@@ -124,7 +124,7 @@ kill: build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
 
 stress: build  ## many save to one path and read it, for STRESS_SECONDS
-	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) $(RUN) -m pytest tests/test_stress.py $(PYTEST_ARGS)
+	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) $(RUN) -m pytest tests/writing/test_stress.py $(PYTEST_ARGS)
 
 asan: $(SETUP_STAMP)  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	tools/system_packages.sh tests

@@ -16,7 +16,7 @@ from torch.utils.serialization import config as _config
 
 config: Any = _config  # a module with methods, which type checkers do not know
 
-pytest.register_assert_rewrite("comparison")
+pytest.register_assert_rewrite("stock_comparison")
 
 # Background jobs of a shell have interrupts ignored, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

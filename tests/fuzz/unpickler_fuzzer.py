@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "common"))
 
 import torch
 from unpickler_mutation import SAFE_GLOBALS, Subject, corpus, disagreement, mutated

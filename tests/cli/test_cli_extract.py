@@ -1,0 +1,263 @@
+"""`ptsave extract`: what is in the new file is what torch loads from the old one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from stock_comparison import assert_same_object, stock_load
+from torch import Tensor
+
+import ptsave
+from ptsave.cli.commands import commands
+from ptsave.inspection.extraction import write_entries
+
+# The tests run in a folder of their own.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}
+BIG = torch.arange(10_000.0).view(100, 100)
+
+
+def checkpoint() -> dict[str, Any]:
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    return {
+        "model": {"a.weight": weight, "a.bias": torch.zeros(3), "tied": weight},
+        "a": {"b": torch.ones(1)},
+        "a.b": torch.zeros(1),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "view": BIG[:2, :5],
+        "epoch": 3,
+    }
+
+
+def extract(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, ["extract", *map(str, arguments)])
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save(checkpoint(), tmp_path / "checkpoint.pt")
+    return tmp_path / "checkpoint.pt"
+
+
+def test_container_and_value(path: Path) -> None:
+    expected = stock_load(path)
+    result = extract(path, "model")
+    assert (result.exit_code, result.stderr) == (0, "ptsave: wrote model.pt\n")
+    assert_same_object(stock_load("model.pt"), expected["model"])
+    assert extract(path, "epoch", "-o", "epoch.pt").exit_code == 0
+    assert stock_load("epoch.pt") == 3
+
+
+def test_several(path: Path) -> None:
+    assert extract(path, "epoch", "model.a.bias").exit_code == 2
+    assert extract(path, "epoch", "model.a.bias", "-o", "some.pt").exit_code == 0
+    assert_same_object(stock_load("some.pt"), {"epoch": 3, "model.a.bias": torch.zeros(3)})
+
+
+def test_view_does_not_bring_its_storage(path: Path) -> None:
+    assert extract(path, "view").exit_code == 0
+    assert torch.equal(stock_load("view.pt"), BIG[:2, :5])
+    assert os.stat("view.pt").st_size < BIG.nbytes / 2
+
+
+def test_safetensors_and_npy(path: Path) -> None:
+    expected = stock_load(path)
+    assert extract(path, "model", "-o", "model.safetensors").exit_code == 0
+    found = load_file("model.safetensors")
+    assert found.keys() == expected["model"].keys()
+    assert all(torch.equal(found[name], expected["model"][name]) for name in found)
+    assert extract(path, "view", "-o", "view.safetensors").exit_code == 0
+    assert torch.equal(load_file("view.safetensors")["view"], BIG[:2, :5])
+    assert extract(path, "model.tied", "-o", "tied.npy").exit_code == 0
+    assert np.array_equal(np.load("tied.npy"), expected["model"]["tied"].detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("names", "output"), [(["model"], "x.npy"), (["half"], "x.npy"), (["epoch"], "x.safetensors")]
+)
+def test_what_a_format_cannot_hold(path: Path, names: list[str], output: str) -> None:
+    before = sorted(os.listdir())
+    result = extract(path, *names, "-o", output)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "write a .pt file" in result.stderr
+    assert sorted(os.listdir()) == before
+
+
+def test_standard_output(path: Path) -> None:
+    command = [sys.executable, "-m", "ptsave", "extract", str(path), "model.a.bias", "-o", "-"]
+    data = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True).stdout
+    Path("piped.pt").write_bytes(data)
+    assert torch.equal(stock_load("piped.pt"), torch.zeros(3))
+
+
+def test_nothing_is_overwritten_without_force(path: Path) -> None:
+    Path("model.pt").write_text("precious")
+    for output in ("model.pt", "checkpoint.pt"):
+        result = extract(path, "model", "-o", output)
+        assert result.exit_code == 2
+        assert "--force" in result.stderr
+    assert Path("model.pt").read_text() == "precious"
+    assert extract(path, "model", "--force").exit_code == 0
+    assert stock_load("model.pt").keys() == checkpoint()["model"].keys()
+
+
+OUTPUTS = ["out.pt", "out.safetensors", "out.npy"]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_nothing_is_left_behind(path: Path, output: str) -> None:
+    assert extract(path, "view", "-o", f"missing/{output}").exit_code == 2
+    assert not Path("missing").exists()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_full_disk(path: Path, output: str) -> None:
+    """The system refuses files of this size, as it does on a full disk."""
+    big = torch.arange(100_000.0)
+    torch.save({"big": big}, "big.pt")
+    Path(output).write_bytes(b"precious")
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    code = limit + "from ptsave.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "extract", "big.pt", "big", "-f", "-o", output]
+    before = sorted(os.listdir())
+    result = subprocess.run(command, check=False, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(f"ptsave: {output}: ")
+    assert "File too large" in result.stderr
+    assert sorted(os.listdir()) == before
+    assert Path(output).read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_link_stays_and_its_target_is_replaced(path: Path, output: str) -> None:
+    Path("folder").mkdir()
+    Path("folder/real").write_bytes(b"old")
+    Path("folder/real").chmod(0o640)
+    Path(output).symlink_to("folder/real")
+    assert extract(path, "view", "-f", "-o", output).exit_code == 0
+    assert Path(output).is_symlink()
+    assert Path("folder/real").stat().st_mode & 0o7777 == 0o640
+    assert os.listdir("folder") == ["real"]
+    assert Path("folder/real").read_bytes() != b"old"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_mode_is_that_of_the_umask(path: Path, output: str, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert extract(path, "view", "-o", output).exit_code == 0
+    finally:
+        os.umask(before)
+    assert os.stat(output).st_mode & 0o7777 == 0o666 & ~umask
+
+
+def test_npy_files_are_those_of_numpy(tmp_path: Path) -> None:
+    base = torch.arange(24.0).view(2, 3, 4)
+    tensors = {
+        "plain": base,
+        "fortran": base.permute(2, 1, 0),
+        "neither": base.transpose(0, 1),
+        "strided": base[..., ::2],
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex128),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "part": base[1],
+        "unsigned": torch.ones(2, dtype=torch.uint64),
+    }
+    for name, tensor in tensors.items():
+        write_entries({name: tensor}, str(tmp_path / "ours.npy"), overwrite=True)
+        np.save(tmp_path / "stock.npy", tensor.resolve_conj().numpy())
+        ours = (tmp_path / "ours.npy").read_bytes()
+        assert ours == (tmp_path / "stock.npy").read_bytes(), name
+
+
+def test_safetensors_have_values_as_they_are_meant(path: Path) -> None:
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    negative = torch.randn(3, dtype=torch.complex64).conj().imag
+    tensors = {"conjugate": values.conj(), "negative": negative, "turned": values.t()}
+    torch.save({"all": tensors}, "complex.pt")
+    assert extract("complex.pt", "all", "-o", "all.safetensors").exit_code == 0
+    found = load_file("all.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_safetensors_files_are_those_of_the_library(path: Path) -> None:
+    for names in (["model"], ["view"], ["half", "model.a.bias"]):
+        assert extract(path, *names, "-f", "-o", "ours.safetensors").exit_code == 0
+        found = load_file("ours.safetensors")
+        save_file(found, "stock.safetensors", {"format": "pt"})
+        assert Path("ours.safetensors").read_bytes() == Path("stock.safetensors").read_bytes()
+
+
+def test_missing_and_ambiguous_names(path: Path) -> None:
+    result = extract(path, "modle")
+    assert result.exit_code == 2
+    assert "did you mean 'model'?" in result.stderr
+    result = extract(path, "a.b")
+    assert "ask for ('a', 'b') or ('a.b',)" in result.stderr
+    assert extract(path, "('a.b',)", "-o", "flat.pt").exit_code == 0
+    assert torch.equal(stock_load("flat.pt"), torch.zeros(1))
+
+
+def test_damaged_tensor(path: Path) -> None:
+    with ptsave.open(path) as archive:
+        offset = archive.info("model.a.bias").offset
+    assert offset is not None
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    result = extract(path, "model.a.bias", "-o", "bias.pt")
+    assert result.exit_code == 2
+    assert "--no-verify" in result.stderr
+    assert not Path("bias.pt").exists()
+    assert extract(path, "model.a.weight", "-o", "weight.pt").exit_code == 0
+    assert extract(path, "model.a.bias", "-o", "bias.pt", "--no-verify").exit_code == 0
+    bias: Tensor = stock_load("bias.pt")
+    assert bias[1:].tolist() == [0.0, 0.0]
+    assert bias[0] != 0
+
+
+def test_url_and_shards(path: Path, tmp_path: Path) -> None:
+    with fsspec.open("memory://extract/checkpoint.pt", "wb") as stream:
+        stream.write(path.read_bytes())
+    assert extract("memory://extract/checkpoint.pt", "model.a.bias", "-o", "url.pt").exit_code == 0
+    assert torch.equal(stock_load("url.pt"), torch.zeros(3))
+    module = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4))
+    ptsave.save_model(module, tmp_path / "model", max_shard_size="5KB")
+    assert extract("model", "0.bias", "1.weight", "-o", "both.pt").exit_code == 0
+    expected = {name: module.state_dict()[name] for name in ("0.bias", "1.weight")}
+    assert_same_object(stock_load("both.pt"), expected)
+    assert "did you mean '0.bias'" in extract("model", "0.bas", "-o", "x.pt").stderr
+
+
+def test_completion_of_names(path: Path) -> None:
+    environment = {
+        **ENVIRONMENT,
+        "_PTSAVE_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"ptsave extract {path} model.a",
+        "COMP_CWORD": "3",
+    }
+    command = [sys.executable, "-c", "from ptsave.cli.main import main; main()"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["plain,model.a.weight", "plain,model.a.bias"]
+    environment |= {"COMP_WORDS": "ptsave extract che", "COMP_CWORD": "2"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["file,che"]  # which bash completes itself

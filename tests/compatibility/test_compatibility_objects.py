@@ -1,0 +1,1346 @@
+"""What is saved: either engine reads what either has written, bit by bit and share by share."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import gc
+import io
+import math
+import pathlib
+import pickle
+import random
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dill
+import numpy as np
+import pytest
+import torch
+from stock_comparison import (
+    assert_interchangeable,
+    assert_same_bytes,
+    assert_same_failure,
+    assert_same_object,
+    assert_same_outcome,
+    saved_bytes,
+    stock_load,
+    stock_save,
+    storage_bytes,
+    typed_storage,
+    zip_records,
+)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
+from torch.serialization import safe_globals, skip_data
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ptsave
+
+Factory = Callable[[], Any]
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.complex64,
+    torch.complex32,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2fnuz,
+    torch.float8_e4m3fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+]
+
+
+def bits(dtype: torch.dtype, n: int = 24) -> torch.Tensor:
+    """Return a tensor of random bits: every NaN and subnormal is fair."""
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (n * dtype.itemsize,))
+    return raw.to(torch.uint8).view(dtype)
+
+
+# --------------------------------------------------------------------------- things without tensors
+
+
+class Point(NamedTuple):
+    x: int
+    y: torch.Tensor
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Flags(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    values: list[int]
+    tensor: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("x", "y")
+    x: int
+    y: torch.Tensor
+
+
+class SlottedAndMore(Slotted):
+    """Pickles as a pair: the instance's dict and its slots."""
+
+    more: str
+
+
+class Outer:
+    class Inner:
+        def __init__(self) -> None:
+            self.value = torch.arange(3)
+
+
+class Reduced:
+    """Rebuilt by a function, then given a state, items and pairs."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.pairs: dict[Any, Any] = {}
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs[key] = value
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        tensor = torch.arange(4.0)
+        items = iter([tensor, tensor[1:], 3])
+        return Reduced, (), {"state": tensor}, items, iter({"pair": tensor}.items())
+
+
+def _with_attributes(obj: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(obj, name, value)
+    return obj
+
+
+def _itself() -> list[Any]:
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    return cycle
+
+
+def _shared() -> Any:
+    part = [1, torch.ones(2)]
+    pair = (part, "text")
+    return [part, part, pair, {"pair": pair, "part": part}]
+
+
+def _deep(depth: int = 150) -> Any:
+    nested: Any = torch.ones(1)
+    for _ in range(depth):
+        nested = [nested, (nested,), {"in": nested}][:1]
+    return nested
+
+
+def _slotted_and_more() -> Any:
+    return _with_attributes(SlottedAndMore(1, torch.ones(2)), more="text")
+
+
+# What the restricted unpickler reads without being told.
+PLAIN: dict[str, Factory] = {
+    "none": lambda: None,
+    "booleans": lambda: [True, False],
+    "integers": lambda: [
+        sign * (2**n_bits + more)
+        for n_bits in (0, 8, 16, 31, 32, 63, 64)
+        for sign in (1, -1)
+        for more in (-1, 0)
+    ],
+    "huge integers": lambda: [2**200, -(2**200), 2**2039 - 1],
+    "floats": lambda: [0.0, -0.0, 1.5, math.inf, -math.inf, math.nan, 5e-324, sys.float_info.max],
+    "complex": lambda: [1 + 2j, complex("nan"), -0j],
+    "strings": lambda: ["", "text", "ünï\u975e\U0001f525", "\0", "a" * 300, "a" * 70_000, "\ud800"],
+    "equal strings that are not one": lambda: ["".join(["sto", "rage"]), "storage", "cpu"],
+    "bytes": lambda: [b"\x00\xff", b"a" * 300, bytes(range(256)) * 300],
+    "bytearray": lambda: [bytearray(b"bytearray"), bytearray(b"\0")],
+    "lists": lambda: [[], [[]], [[1], [2, [3]]]],
+    "tuples": lambda: [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((), ((),))],
+    "dicts": lambda: {"a": {}, 1: {"b": 2}, (1, 2): 3, None: 4, 1.5: 5, False: 6, b"k": 7},
+    "sets": lambda: [set(), {1, 2, 3}, {"one"}],
+    "ordered dict": lambda: collections.OrderedDict([("b", 1), ("a", 2)]),
+    "ordered dict with attributes": lambda: _with_attributes(
+        collections.OrderedDict(a=torch.ones(2)), _metadata={"": {"version": 1}}
+    ),
+    "counter": lambda: collections.Counter("abracadabra"),
+    "torch values": lambda: [
+        torch.Size([1, 2]),
+        torch.device("cpu"),
+        torch.device("cuda:1"),
+        torch.float16,
+        torch.uint4,  # type: ignore[attr-defined]
+        torch.int7,  # type: ignore[attr-defined]
+        torch.strided,
+        torch.sparse_coo,
+        torch.sparse_csr,
+    ],
+    "more than one batch": lambda: [list(range(2500)), dict.fromkeys(range(2500))],
+    "a batch and one": lambda: [list(range(1001)), dict.fromkeys(range(1001))],
+    "more memo entries than a byte": lambda: [[str(i)] * 2 for i in range(400)],
+    "itself": _itself,
+    "shared parts": _shared,
+    "deep nesting": _deep,
+}
+
+# What needs the unrestricted one, or an entry in the list of safe globals.
+UNSAFE: dict[str, tuple[Factory, list[Any]]] = {
+    "no bytes": (lambda: [b"", bytearray()], [bytes]),
+    "frozenset": (lambda: frozenset({1, 2}), [frozenset]),
+    "range": (lambda: range(1, 9, 2), [range]),
+    "slice": (lambda: slice(1, None, 2), [slice]),
+    "defaultdict": (
+        lambda: collections.defaultdict(list, {"a": [torch.ones(1)]}),
+        [collections.defaultdict, list],
+    ),
+    "deque": (lambda: collections.deque([1, torch.ones(2)], maxlen=5), [collections.deque]),
+    "named tuple": (lambda: Point(1, torch.ones(2)), [Point]),
+    "enum": (lambda: [Colour.RED, Colour.BLUE, Flags.A | Flags.B], [Colour, Flags]),
+    "data class": (lambda: Record("n", [1], torch.ones(2)), [Record]),
+    "slots": (lambda: Slotted(1, torch.arange(3)), [Slotted]),
+    "slots and dict": (_slotted_and_more, [SlottedAndMore]),
+    "nested class": (lambda: [Outer.Inner(), Outer.Inner()], [Outer, Outer.Inner, getattr]),
+    "reduced to parts": (Reduced, [Reduced]),
+    "path": (lambda: pathlib.PurePosixPath("/a/b"), [pathlib.PurePosixPath]),
+    "date and time": (
+        lambda: datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone.utc),
+        [datetime.datetime, datetime.timezone, datetime.timedelta],
+    ),
+    "decimal": (
+        lambda: [decimal.Decimal("1.10"), fractions.Fraction(1, 3)],
+        [decimal.Decimal, fractions.Fraction],
+    ),
+    "uuid": (lambda: uuid.UUID(int=7), [uuid.UUID]),
+    "global function": (lambda: [math.sin, torch.nn.functional.relu, len], [math.sin, torch.relu]),
+    "class": (lambda: [nn.Linear, Record, int], [nn.Linear, Record, int]),
+    "random state": (lambda: random.Random(0).getstate(), []),
+    "exception": (lambda: ValueError("text"), [ValueError]),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_objects(name: str, tmp_path: Path) -> None:
+    assert_interchangeable(PLAIN[name](), tmp_path)
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_objects_of_other_classes(name: str, tmp_path: Path) -> None:
+    """Restricted: the same error without, and the same object with the classes allow-listed."""
+    factory, allowed = UNSAFE[name]
+    assert_interchangeable(factory(), tmp_path, weights_only=[False])
+    data = saved_bytes(stock_save, factory())
+    for extra in ([], allowed):
+        with safe_globals(extra):
+            assert_same_outcome(
+                lambda: ptsave.load(io.BytesIO(data)), lambda: stock_load(io.BytesIO(data))
+            )
+
+
+@pytest.mark.parametrize("protocol", [-1, 0, 1, 2, 3, 4, 5])
+def test_pickle_protocols(protocol: int, tmp_path: Path) -> None:
+    obj = {"a": torch.ones(2), "b": b"bytes", "c": "text", "d": [1, 2.5, 2**70], "e": {1, 2}}
+    if protocol == 0:  # writes persistent ids as text, which neither engine reads back
+        assert_same_bytes(obj, tmp_path, pickle_protocol=0)
+    else:
+        assert_interchangeable(obj, tmp_path, weights_only=[False], pickle_protocol=protocol)
+
+
+# ------------------------------------------------------------------------------------------ tensors
+
+
+def _views() -> dict[str, torch.Tensor]:
+    base = torch.arange(60, dtype=torch.float32)
+    grid = base.view(3, 4, 5)
+    return {
+        "base": base,
+        "grid": grid,
+        "slice": base[7:13],
+        "step": base[1::7],
+        "transposed": grid.permute(2, 0, 1),
+        "expanded": base[3].expand(4, 4),
+        "overlapping": base.as_strided((5, 5), (3, 2), 4),
+        "empty view": base[10:10],
+        "empty view of none": base.as_strided((0, 3), (7, 11), 5),
+        "scalar": base[59],
+        "diagonal": grid[0].diagonal(),
+        "unsqueezed": base[None, :, None],
+    }
+
+
+def _mixed_storages() -> list[Any]:
+    tensor, other = torch.arange(10, dtype=torch.int16), torch.arange(5, dtype=torch.int16)
+    return [
+        tensor,
+        typed_storage(tensor),
+        tensor[3:],
+        typed_storage(tensor[3:]),
+        other.untyped_storage().clone(),
+        typed_storage(other),
+        (typed_storage(other), other),
+    ]
+
+
+def _untyped() -> list[Any]:
+    storage = torch.arange(7, dtype=torch.uint8).untyped_storage()
+    return [
+        storage,
+        storage,
+        torch.full((3,), 9, dtype=torch.uint8).untyped_storage(),
+        torch.UntypedStorage(0),
+    ]
+
+
+def _same_memory_twice() -> list[torch.Tensor]:
+    """Two storages, one address: each is saved."""
+    array = np.arange(10.0)
+    return [torch.from_numpy(array), torch.from_numpy(array), torch.from_numpy(array[2:])]
+
+
+def _math_bits() -> list[torch.Tensor]:
+    tensor = torch.randn(4, dtype=torch.complex64)
+    conjugate = torch.conj(tensor)
+    return [
+        tensor,
+        conjugate,
+        torch._neg_view(tensor),
+        torch._neg_view(conjugate),
+        conjugate.imag if conjugate.imag.dtype == tensor.dtype else conjugate.real.clone(),
+    ]
+
+
+def _requires_grad() -> list[torch.Tensor]:
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.grad = torch.ones(3)  # is not saved
+    return [
+        leaf,
+        leaf * 2,
+        leaf.detach(),
+        leaf[1:],
+        torch.ones(2, dtype=torch.complex64, requires_grad=True),
+    ]
+
+
+def _parameters() -> list[torch.Tensor]:
+    parameter = nn.Parameter(torch.arange(4.0))
+    return [
+        parameter,
+        parameter,
+        nn.Parameter(parameter.data[1:], requires_grad=False),
+        nn.Buffer(torch.ones(2)),
+        nn.Buffer(torch.ones(2), persistent=False),
+        nn.Parameter(torch.empty(0)),
+    ]
+
+
+def _python_attributes() -> list[torch.Tensor]:
+    tensor = _with_attributes(torch.zeros(3), label="foo", number=3.14)
+    parameter = _with_attributes(nn.Parameter(torch.zeros(3)), label="bar", other=tensor)
+    return [tensor, parameter, tensor, _with_attributes(torch.ones(2)[1:], inner={"t": tensor})]
+
+
+def _meta() -> list[torch.Tensor]:
+    tensor = torch.empty(1000, 100_000, 1000, device="meta")
+    return [tensor, tensor[1:], nn.Parameter(torch.empty(2, device="meta")), tensor.half()]
+
+
+def _some_views(dtype: torch.dtype) -> list[torch.Tensor]:
+    tensor = bits(dtype)
+    return [tensor, tensor[1::2], tensor[3:], tensor.view(4, 6).t()]
+
+
+def _without_elements() -> list[torch.Tensor]:
+    tensor = torch.empty(0)
+    return [tensor, tensor.view(0, 2), tensor]
+
+
+def _ties() -> dict[str, torch.Tensor]:
+    tensor = torch.ones(4)
+    return {"a": tensor, "b": tensor, "c": tensor.view(-1), "d": tensor.clone()}
+
+
+TENSORS: dict[str, Factory] = {
+    **{f"{dtype}": functools.partial(bits, dtype) for dtype in DTYPES},
+    **{f"views of {dtype}": functools.partial(_some_views, dtype) for dtype in DTYPES[:-1]},
+    "scalars": lambda: [torch.tensor(1.5), torch.tensor(True), torch.tensor(3 + 4j)],
+    "no elements": lambda: [torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.int8)],
+    "one storage without elements": _without_elements,
+    "views": _views,
+    "views before their base": lambda: dict(reversed(list(_views().items()))),
+    "ties": _ties,
+    "storages and tensors": _mixed_storages,
+    "untyped storages": _untyped,
+    "same memory twice": _same_memory_twice,
+    "conjugate and negative": _math_bits,
+    "storage larger than the tensor": lambda: torch.arange(1000)[:2],
+    "gradients": _requires_grad,
+    "parameters": _parameters,
+    "python attributes": _python_attributes,
+    "meta": _meta,
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "many": lambda: [torch.full((i % 7,), i) for i in range(1200)],
+    "larger than a chunk": lambda: [
+        torch.arange(3_000_000),
+        torch.ones(5),
+        torch.arange(1_500_001),
+    ],
+    "generator state": torch.get_rng_state,
+    "from numpy": lambda: torch.from_numpy(np.arange(6.0).reshape(2, 3).T),
+    "pinned is plain": lambda: torch.ones(3).share_memory_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors(name: str, tmp_path: Path) -> None:
+    assert_interchangeable(TENSORS[name](), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["per tensor", "per channel", "per channel float", "qint32", "quint8", "views"]
+)
+@pytest.mark.filterwarnings(
+    "ignore:TypedStorage is deprecated",  # torch rebuilds quantized tensors with them
+    "ignore:torch.quantize_per_tensor, .* are deprecated",
+)
+def test_quantized(kind: str, tmp_path: Path) -> None:
+    values, scales = torch.randn(4, 6), torch.rand(4) + 0.1
+    zeros = torch.arange(4)
+    quantized = torch.quantize_per_tensor(values, 0.1, 3, torch.qint8)
+    parameter = nn.Parameter(quantized, requires_grad=False)
+    tensors: dict[str, Factory] = {
+        "per tensor": lambda: torch.quantize_per_tensor(values, 0.1, 3, torch.qint8),
+        "per channel": lambda: torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8),
+        "per channel float": lambda: torch.quantize_per_channel(
+            values, scales, zeros.float(), 0, torch.quint8
+        ),
+        "qint32": lambda: torch.quantize_per_tensor(values, 0.1, 3, torch.qint32),
+        "quint8": lambda: torch.quantize_per_tensor(values, 0.1, 3, torch.quint8),
+        "views": lambda: [quantized, quantized[1:], quantized.t(), parameter],
+    }
+    assert_interchangeable(tensors[kind](), tmp_path)
+
+
+def _sparse() -> torch.Tensor:
+    dense = torch.zeros(4, 6)
+    dense[1, 2], dense[3, 5] = 1.5, -2
+    return dense
+
+
+def _several_sparse() -> dict[str, torch.Tensor]:
+    sparse = _sparse().to_sparse()
+    return {"a": sparse, "b": sparse, "values": sparse._values(), "dense": _sparse()}
+
+
+def _coo(indices: list[list[int]], values: list[float], *size: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor(indices), torch.tensor(values), size)
+
+
+SPARSE: dict[str, Factory] = {
+    "coo": lambda: _sparse().to_sparse(),
+    "coo of one dimension": lambda: _sparse().to_sparse(1),
+    "coo not coalesced": lambda: _coo([[0, 0], [1, 1]], [1.0, 2.0], 2, 3),
+    "coo empty": lambda: torch.zeros(3, 4).to_sparse(),
+    "csr": lambda: _sparse().to_sparse_csr(),
+    "csc": lambda: _sparse().to_sparse_csc(),
+    "bsr": lambda: _sparse().to_sparse_bsr((2, 3)),
+    "bsc": lambda: _sparse().to_sparse_bsc((2, 3)),
+    "csr with gradient": lambda: _sparse().to_sparse_csr().requires_grad_(),
+    "batch of csr": lambda: torch.stack([_sparse(), _sparse()]).to_sparse_csr(),
+    "parameter": lambda: nn.Parameter(_sparse().to_sparse()),
+    "several": _several_sparse,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("check", [False, True])
+def test_sparse(name: str, check: bool, tmp_path: Path) -> None:
+    with torch.sparse.check_sparse_tensor_invariants(check):
+        assert_interchangeable(SPARSE[name](), tmp_path)
+    assert torch._utils._sparse_tensors_to_validate == []
+
+
+class Spoof:
+    """Pickles as a call with the wrong arguments."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.reduced
+
+
+def _invalid_sparse(kind: str) -> Spoof:
+    rebuild = torch._utils._rebuild_sparse_tensor
+    dense = _sparse()
+    if kind == "coo":
+        sparse = dense.to_sparse()
+        indices = sparse._indices().clone()
+        indices[0, 0] = 7
+        return Spoof(rebuild, (sparse.layout, (indices, sparse._values(), sparse.size())))
+    sparse = getattr(dense, f"to_sparse_{kind}")(*([(1, 1)] if "b" in kind else []))
+    compressed, plain, values = (
+        (sparse.crow_indices(), sparse.col_indices(), sparse.values())
+        if kind.endswith("r")
+        else (sparse.ccol_indices(), sparse.row_indices(), sparse.values())
+    )
+    compressed = compressed.clone()
+    compressed[0] = 3
+    return Spoof(rebuild, (sparse.layout, (compressed, plain, values, sparse.size())))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "bsr", "bsc"])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_invalid_sparse_tensors_are_refused(kind: str, weights_only: bool) -> None:
+    """Torch looks at the indices at the end of a load: they must have arrived by then."""
+    data = saved_bytes(ptsave.save, {"spoofed": _invalid_sparse(kind), "big": torch.ones(100_000)})
+    for check in (True, False):
+        with torch.sparse.check_sparse_tensor_invariants(check):
+            assert_same_outcome(
+                lambda: ptsave.load(io.BytesIO(data), weights_only=weights_only),
+                lambda: stock_load(io.BytesIO(data), weights_only=weights_only),
+            )
+        assert torch._utils._sparse_tensors_to_validate == []
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*deprecated")
+def test_nested_tensors(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    assert_interchangeable({"nested": nested, "again": nested}, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*deprecated")
+def test_jagged_tensors(tmp_path: Path) -> None:
+    jagged = torch.nested.nested_tensor([[1, 2, 3], [4, 5]], layout=torch.jagged)
+    assert_interchangeable({"jagged": jagged}, tmp_path, weights_only=[False])
+
+
+def test_zero_tensor_is_refused() -> None:
+    tensor = torch._efficientzerotensor((4, 5))
+    assert_same_failure(
+        lambda: ptsave.save(tensor, io.BytesIO()), lambda: stock_save(tensor, io.BytesIO())
+    )
+
+
+def test_hooks_are_warned_about() -> None:
+    """By torch's own code, once for each tensor."""
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_hook(print)
+    for save in (stock_save, ptsave.save):
+        with pytest.warns(UserWarning, match="backward hook .* will not be serialized") as caught:
+            save(tensor, io.BytesIO())
+        assert len(caught) == 1
+
+
+# -------------------------------------------------------------------------- one storage, two dtypes
+
+
+def _two_dtypes(kind: str) -> list[Any]:
+    complexes, floats = torch.randn(10, dtype=torch.complex128), torch.randn(10)
+    as_bytes = typed_storage(floats, torch.uint8)
+    kinds: dict[str, Factory] = {
+        "tensor, tensor": lambda: [complexes, complexes.imag],
+        "storage, tensor": lambda: [typed_storage(complexes), complexes.imag],
+        "tensor, storage": lambda: [complexes, typed_storage(complexes.imag)],
+        "storage, storage": lambda: [typed_storage(complexes), typed_storage(complexes.imag)],
+        "tensor, bytes": lambda: [floats, as_bytes],
+        "storage, bytes": lambda: [typed_storage(floats), as_bytes],
+        "untyped, tensor": lambda: [floats.untyped_storage(), floats],
+        "two storages of one address": lambda: [
+            torch.from_numpy(array := np.zeros(4)),
+            torch.from_numpy(array.view(np.int64)),
+        ],
+    }
+    result: list[Any] = kinds[kind]()
+    return result
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tensor, tensor",
+        "storage, tensor",
+        "tensor, storage",
+        "storage, storage",
+        "tensor, bytes",
+        "storage, bytes",
+        "untyped, tensor",
+        "two storages of one address",
+    ],
+)
+@pytest.mark.parametrize("new_format", [True, False])
+def test_two_dtypes_of_one_storage_are_refused(kind: str, new_format: bool) -> None:
+    obj = _two_dtypes(kind)
+    options = {"_use_new_zipfile_serialization": new_format}
+    error = assert_same_failure(
+        lambda: ptsave.save(obj, io.BytesIO(), **options),
+        lambda: stock_save(obj, io.BytesIO(), **options),
+    )
+    assert "view the same data as different types" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
+def test_two_dtypes_of_a_storage_without_memory(dtype: torch.dtype, tmp_path: Path) -> None:
+    """There is nothing that could be seen as another type."""
+    tensor = torch.tensor([], dtype=dtype)
+    for other in (torch.float32, torch.uint8, torch.complex64):
+        obj = [
+            tensor,
+            typed_storage(tensor, other),
+            typed_storage(tensor),
+            torch.empty(0, dtype=other),
+        ]
+        assert_interchangeable(obj, tmp_path)
+
+
+# -------------------------------------------------------------------------- subclasses and wrappers
+
+
+class Empty(torch.Tensor):
+    pass
+
+
+class Wrapping(torch.Tensor):
+    """Holds the real tensor in a slot."""
+
+    elem: torch.Tensor
+    __slots__ = ["elem", "unset"]
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor, *args: Any) -> Any:
+        wrapper = torch.Tensor._make_subclass(cls, elem.to("meta"), elem.requires_grad)
+        wrapper.elem = elem
+        return wrapper
+
+
+class WithState(Wrapping):
+    """Chooses what is saved, and looks at the values when it is loaded."""
+
+    __slots__: list[str] = []
+    total: float
+
+    def __getstate__(self) -> Any:
+        return ("marker", getattr(self, "elem", None), self.__dict__)
+
+    def __setstate__(self, state: Any) -> None:
+        marker, elem, attributes = state
+        self.__dict__.update(attributes)
+        assert marker == "marker"
+        if elem is not None:  # torch asks for the state of a view of this tensor too
+            self.elem = elem
+            self.total = float(elem.sum())
+
+
+class WithReduce(torch.Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild_with_reduce, (self.as_subclass(torch.Tensor), "extra")
+
+
+def _rebuild_with_reduce(tensor: torch.Tensor, extra: str) -> Any:
+    assert extra == "extra"
+    return (tensor + tensor.mean()).as_subclass(WithReduce)
+
+
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
+
+
+class FourBits(torch.Tensor):
+    """A wrapper of a dtype that no storage has."""
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor) -> Any:
+        shape = (*elem.shape[:-1], elem.shape[-1] * 2)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=UINT4)
+
+    def __init__(self, elem: torch.Tensor) -> None:
+        self.elem = elem
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return None
+
+
+def _views_of_a_subclass() -> list[torch.Tensor]:
+    tensor = torch.ones(4).as_subclass(Empty)
+    return [tensor, tensor[1:], tensor.as_subclass(torch.Tensor)]
+
+
+SUBCLASSES: dict[str, tuple[Factory, list[Any]]] = {
+    "empty class": (lambda: torch.ones(3).as_subclass(Empty), [Empty]),
+    "empty class, attributes": (
+        lambda: _with_attributes(torch.ones(3).as_subclass(Empty), foo="bar"),
+        [Empty],
+    ),
+    "empty class without memory": (Empty, [Empty]),
+    "slots": (lambda: _with_attributes(Wrapping(torch.rand(2)), foo="bar"), [Wrapping]),
+    "state": (lambda: _with_attributes(WithState(torch.rand(2)), foo="bar"), [WithState]),
+    "reduce": (lambda: torch.rand(5).as_subclass(WithReduce), [_rebuild_with_reduce]),
+    "wrapper": (lambda: TwoTensor(torch.randn(2, 3), torch.randn(2, 3)), [TwoTensor]),
+    "parameter of wrapper": (
+        lambda: nn.Parameter(TwoTensor(torch.randn(2), torch.randn(2))),
+        [TwoTensor],
+    ),
+    "views of a subclass": (_views_of_a_subclass, [Empty]),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_subclasses(name: str, tmp_path: Path) -> None:
+    factory, allowed = SUBCLASSES[name]
+    with safe_globals(allowed):
+        assert_interchangeable(factory(), tmp_path)
+    data = saved_bytes(ptsave.save, factory())
+    assert_same_failure(lambda: ptsave.load(io.BytesIO(data)), lambda: stock_load(io.BytesIO(data)))
+
+
+def test_wrapper_of_four_bits(tmp_path: Path) -> None:
+    tensor = FourBits(torch.tensor([[0x01, 0x23], [0xFE, 0xDC]], dtype=torch.uint8))
+    data = assert_same_bytes(tensor, tmp_path)
+    with safe_globals([FourBits]):
+        loaded = ptsave.load(io.BytesIO(data))
+    assert type(loaded) is FourBits
+    assert loaded.dtype is UINT4
+    assert torch.equal(loaded.elem, tensor.elem)
+
+
+# ------------------------------------------------------------------------------ modules, optimizers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.lstm = nn.LSTM(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+        self.extra: dict[str, Any] = {"rate": 0.5}
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(self.embedding(ids))
+        output: torch.Tensor = self.head(self.norm(hidden.mean(0)))
+        return output
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra, "tensor": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+def _trained() -> tuple[Net, torch.optim.Optimizer, Any]:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    net(torch.randint(0, 11, (5, 4))).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return net, optimizer, scheduler
+
+
+def test_training_checkpoint(tmp_path: Path) -> None:
+    """What most files hold: state dicts, with metadata, ties and nothing unusual."""
+    net, optimizer, scheduler = _trained()
+    checkpoint = {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "epoch": 3,
+    }
+    assert_interchangeable(checkpoint, tmp_path)
+    loaded = ptsave.load(tmp_path / "ptsave" / "file.pt")
+    assert loaded["model"]._metadata == net.state_dict()._metadata  # type: ignore[attr-defined]
+    fresh = Net()
+    fresh.load_state_dict(loaded["model"])
+    assert_same_object(fresh.state_dict(), net.state_dict())
+
+
+def test_whole_modules(tmp_path: Path) -> None:
+    net, optimizer, _ = _trained()
+    assert_same_bytes([net, optimizer], tmp_path)
+    loaded, _ = ptsave.load(tmp_path / "ptsave" / "file.pt", weights_only=False)
+    assert_same_object(loaded.state_dict(), net.state_dict())
+    assert loaded.head.weight is loaded.embedding.weight
+    loaded.eval()
+    ids = torch.randint(0, 11, (5, 4))
+    assert torch.equal(loaded(ids), net.eval()(ids))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.Linear(2, 3),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten()),
+        lambda: nn.Linear(3, 4, device="meta"),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)).state_dict(),
+    ],
+)
+def test_modules_without_warnings(module: Factory, tmp_path: Path) -> None:
+    """Warnings are errors in these tests: saving and loading gives none."""
+    obj = module()
+    assert_same_bytes(obj, tmp_path)
+    loaded = ptsave.load(tmp_path / "ptsave" / "file.pt", weights_only=False)
+    expected = stock_load(tmp_path / "ptsave" / "file.pt", weights_only=False)
+    assert_same_object(loaded, expected)
+
+
+def test_many_tensors_without_warnings_about_typed_storages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning comes once in a process; made to come always, it must still not come."""
+    monkeypatch.setattr(torch.storage, "_always_warn_typed_storage_removal", True)
+    obj = [torch.ones(20, 20) for _ in range(30)]
+    for new_format in (True, False):
+        path = tmp_path / "file.pt"
+        ptsave.save(obj, path, _use_new_zipfile_serialization=new_format)
+        for weights_only in (True, False):
+            assert_same_object(ptsave.load(path, weights_only=weights_only), obj)
+
+
+# ------------------------------------------------------------------- other pickle modules, numpy
+
+
+def test_dill(tmp_path: Path) -> None:
+    """Saves functions by value."""
+    factor = 3
+    obj = {"tensor": torch.ones(3), "function": lambda x: x * factor}
+    for name, save in (("stock", stock_save), ("ptsave", ptsave.save)):
+        (tmp_path / name).mkdir()
+        save(obj, tmp_path / name / "file.pt", pickle_module=dill)
+    path = tmp_path / "ptsave" / "file.pt"
+    assert path.read_bytes() == (tmp_path / "stock" / "file.pt").read_bytes()
+    for encoding in ("utf-8", "latin1"):
+        options: dict[str, Any] = {"encoding": encoding}
+        loaded = ptsave.load(path, pickle_module=dill, weights_only=False, **options)
+        assert loaded["function"](7) == 21
+        assert torch.equal(loaded["tensor"], obj["tensor"])  # type: ignore[arg-type]
+
+
+def test_old_dill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.pt"
+    stock_save([1], path)
+    monkeypatch.setattr(dill, "__version__", "0.3.0")
+    assert_same_failure(
+        lambda: ptsave.save([1], path, pickle_module=dill),
+        lambda: stock_save([1], path, pickle_module=dill),
+    )
+    assert_same_failure(
+        lambda: ptsave.load(path, pickle_module=dill, weights_only=False),
+        lambda: stock_load(path, pickle_module=dill, weights_only=False),
+    )
+
+
+class _CustomPickle:
+    """A pickle module with its own pickler, and one that is not a module at all."""
+
+    __name__ = "custom"
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return (Point, (1, torch.zeros(2))) if isinstance(obj, Record) else NotImplemented
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return super().find_class(module, name)
+
+    load = staticmethod(pickle.load)
+
+
+def test_custom_pickle_module(tmp_path: Path) -> None:
+    obj = [Record("n", [1]), torch.ones(2), {"k": torch.arange(3)}]
+    module = _CustomPickle()
+    assert_same_bytes(obj, tmp_path, pickle_module=module)
+    path = tmp_path / "ptsave" / "file.pt"
+    options: dict[str, Any] = {"pickle_module": module, "weights_only": False}
+    loaded = ptsave.load(path, **options)
+    assert type(loaded[0]) is Point
+    assert_same_object(loaded, stock_load(path, **options))
+    assert_same_object(ptsave.load(path, pickle_module=pickle), loaded)
+
+
+def test_error_of_a_custom_unpickler_comes_through(tmp_path: Path) -> None:
+    class Unpickler(pickle.Unpickler):
+        def load(self) -> Any:
+            raise RuntimeError("rumpelstiltskin")
+
+    class Module:
+        pass
+
+    Module.Unpickler = Unpickler  # type: ignore[attr-defined]
+    path = tmp_path / "file.pt"
+    ptsave.save(torch.eye(3), path)
+    with pytest.raises(RuntimeError, match="rumpelstiltskin"):
+        ptsave.load(path, pickle_module=Module, weights_only=False)
+    assert torch.equal(ptsave.load(path), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*numpy.core")
+def test_numpy(tmp_path: Path) -> None:
+    obj = {
+        "array": np.arange(6.0).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "scalar": np.float32(1.5),
+        "objects": np.array([None, "a"], dtype=object),
+        "tensor": torch.ones(2),
+    }
+    assert_interchangeable(obj, tmp_path, weights_only=[False])
+    data = saved_bytes(ptsave.save, obj)
+    assert_same_failure(lambda: ptsave.load(io.BytesIO(data)), lambda: stock_load(io.BytesIO(data)))
+
+
+# ---------------------------------------------------------------------------------- device packages
+
+
+@pytest.fixture
+def _other_device() -> None:
+    """Storages filled with 7s are on the device "sevens", which restores them as 8s."""
+
+    def tag(storage: Any) -> str | None:
+        is_cpu = storage.device.type == "cpu" and storage.nbytes()
+        return "sevens" if is_cpu and not storage_bytes(storage).strip(b"\7") else None
+
+    def restore(storage: Any, location: str) -> Any:
+        if location != "sevens":
+            return None
+        assert not storage_bytes(storage).strip(b"\7"), "the bytes have not arrived"
+        return torch.full((storage.nbytes(),), 8, dtype=torch.uint8).untyped_storage()
+
+    torch.serialization.register_package(0, tag, restore)
+
+
+@pytest.mark.usefixtures("_other_device")
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_registered_packages(size: int, tmp_path: Path) -> None:
+    sevens = torch.full((size,), 7, dtype=torch.uint8)
+    obj = {"sevens": sevens, "view": sevens[3:], "others": torch.ones(3)}
+    assert_interchangeable(obj, tmp_path)
+    path = tmp_path / "ptsave" / "file.pt"
+    assert b"sevens" in zip_records(path.read_bytes())["data.pkl"]
+    loaded = ptsave.load(path)
+    assert loaded["view"].eq(8).all()
+    assert_same_object(ptsave.load(path, map_location="cpu"), stock_load(path, map_location="cpu"))
+
+
+def test_storage_that_no_package_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.serialization, "_package_registry", [])
+    tensor = torch.ones(2)
+    assert_same_failure(
+        lambda: ptsave.save(tensor, io.BytesIO()), lambda: stock_save(tensor, io.BytesIO())
+    )
+
+
+def test_device_that_is_not_here(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        registry = [(0, lambda storage: "cuda:5", lambda storage, location: None)]
+        patch.setattr(torch.serialization, "_package_registry", registry)
+        assert_same_bytes([torch.ones(2), torch.ones(3)], tmp_path)
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    path = tmp_path / "ptsave" / "file.pt"
+    error = assert_same_failure(lambda: ptsave.load(path), lambda: stock_load(path))
+    assert "Attempting to deserialize object on a CUDA device" in str(error)
+    for map_location in ("cpu", {"cuda:5": "cpu"}, torch.device("cpu"), lambda storage, _: storage):
+        loaded = ptsave.load(path, map_location=map_location)
+        assert_same_object(loaded, [torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors(tmp_path: Path) -> None:
+    """Copied to the host one at a time, and back; views and ties stay what they are."""
+    weight = torch.arange(3_000_000.0, device="cuda")
+    obj = {"weight": weight, "view": weight[5:], "tied": weight, "host": torch.ones(3)}
+    obj["parameter"] = nn.Parameter(torch.randn(5, device="cuda:0"))
+    assert_interchangeable(obj, tmp_path)
+    path = tmp_path / "ptsave" / "file.pt"
+    options: list[dict[str, Any]] = [
+        {"map_location": "cpu"},
+        {"map_location": {"cuda:0": "cpu"}},
+        {"map_location": torch.device("cuda", torch.cuda.device_count() - 1)},
+        {"mmap": True},
+        {"mmap": True, "map_location": "cuda"},
+        {"map_location": lambda storage, location: storage},
+    ]
+    for each in options:
+        assert_same_object(ptsave.load(path, **each), stock_load(path, **each))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_cuda_tensors_through_pinned_memory(pinned: bool, tmp_path: Path) -> None:
+    from torch.utils.serialization import config
+
+    config.save.use_pinned_memory_for_d2h = pinned
+    assert_interchangeable([torch.arange(3_000_000, device="cuda")], tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_wrapper_subclass_is_mapped_to_cuda(tmp_path: Path) -> None:
+    """And the next load is not."""
+    path = tmp_path / "file.pt"
+    ptsave.save({"t": TwoTensor(torch.randn(2, 3), torch.randn(2, 3))}, path)
+    with safe_globals([TwoTensor]):
+        for map_location, expected in (("cuda:0", "cuda"), (None, "cpu")):
+            loaded = ptsave.load(path, map_location=map_location)["t"]
+            assert [each.device.type for each in (loaded, loaded.a, loaded.b)] == [expected] * 3
+
+
+# ------------------------------------------------------------------------------ skipped data, fakes
+
+
+def _skippable() -> dict[str, Any]:
+    tensor = torch.randn(2, 3)
+    return {
+        "tensor": tensor,
+        "view": tensor.view(-1),
+        "slice": tensor[1],
+        "wrapper": TwoTensor(torch.randn(2), torch.randn(2)),
+        "complex": torch.randn(2, 3, dtype=torch.complex64),
+        "sparse": _coo([[0, 1], [2, 0]], [3.0, 4.0], 2, 4),
+        "empty": torch.empty(0),
+        "large": torch.ones(300_000),
+    }
+
+
+def test_save_with_skipped_data(tmp_path: Path) -> None:
+    """Space is left, to be filled later; what is loaded before that is zeros."""
+    with safe_globals([TwoTensor]):
+        with skip_data():
+            data = assert_same_bytes(_skippable(), tmp_path)
+        for source in (io.BytesIO(data), tmp_path / "ptsave" / "file.pt"):
+            loaded = ptsave.load(source)
+            assert_same_object(loaded, stock_load(io.BytesIO(data)))
+            assert not loaded["tensor"].any()
+            assert loaded["view"].untyped_storage() is loaded["tensor"].untyped_storage()
+
+
+def test_skipped_data_is_filled_in_later(tmp_path: Path) -> None:
+    """What torch's documentation suggests: the checksums then say nothing about the data."""
+    path = tmp_path / "file.pt"
+    with skip_data():
+        ptsave.save({"a": torch.zeros(100), "b": torch.zeros(3)}, path)
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    offset = reader.get_record_offset("data/0")
+    del reader
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(torch.arange(100.0).numpy().tobytes())
+    loaded = ptsave.load(path)  # as with torch, without a warning
+    assert torch.equal(loaded["a"], torch.arange(100.0))
+    assert_same_object(loaded, stock_load(path))
+
+
+def test_skipped_data_in_a_stream() -> None:
+    class Sink(io.RawIOBase):
+        def __init__(self) -> None:
+            self.memory = io.BytesIO()
+
+        def write(self, chunk: Any) -> int:
+            return self.memory.write(chunk)
+
+        def seek(self, offset: int, whence: int = 0) -> int:
+            return self.memory.seek(offset, whence)
+
+    ours: Any = Sink()
+    theirs: Any = Sink()
+    with skip_data():
+        ptsave.save(_skippable(), ours)
+        stock_save(_skippable(), theirs)
+    assert ours.memory.getvalue() == theirs.memory.getvalue()
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("as_path", [True, False])
+def test_load_with_skipped_data(weights_only: bool, as_path: bool, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    ptsave.save(_skippable(), path)
+    source: Any = path if as_path else io.BytesIO(path.read_bytes())
+    with safe_globals([TwoTensor]), skip_data():
+        loaded = ptsave.load(source, weights_only=weights_only)
+    assert loaded["tensor"].shape == (2, 3)
+    assert loaded["view"].untyped_storage() is loaded["tensor"].untyped_storage()
+    loaded["tensor"].zero_()
+    assert not loaded["slice"].any()
+    assert not torch.serialization._serialization_tls.skip_data
+
+
+def test_fake_tensors_as_placeholders(tmp_path: Path) -> None:
+    with FakeTensorMode():
+        tensor = torch.randn(2, 3)
+        obj = {"tensor": tensor, "view": tensor.view(-1), "slice": tensor[1]}
+    with skip_data(materialize_fake_tensors=True):
+        data = assert_same_bytes(obj, tmp_path)
+    assert not torch.serialization._serialization_tls.materialize_fake_tensors
+    loaded = ptsave.load(io.BytesIO(data))
+    assert_same_object(loaded, stock_load(io.BytesIO(data)))
+    assert loaded["view"].untyped_storage() is loaded["tensor"].untyped_storage()
+    assert not loaded["tensor"].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+def test_what_cannot_be_skipped() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
+    with skip_data():
+        error = assert_same_failure(
+            lambda: ptsave.save(nested, io.BytesIO()), lambda: stock_save(nested, io.BytesIO())
+        )
+        assert "Cannot serialize nested tensor" in str(error)
+        with pytest.warns(UserWarning, match="is a no-op") as caught:
+            ptsave.save(torch.empty(2, device="meta"), io.BytesIO())
+        assert len(caught) == 1
+        assert_same_failure(
+            lambda: ptsave.save([1], io.BytesIO(), _use_new_zipfile_serialization=False),
+            lambda: stock_save([1], io.BytesIO(), _use_new_zipfile_serialization=False),
+        )
+
+
+def test_fake_tensor_itself_cannot_be_saved(tmp_path: Path) -> None:
+    fake = FakeTensorConverter().from_real_tensor(FakeTensorMode(), torch.randn(2))
+    for context in (skip_data(), skip_data(materialize_fake_tensors=False)):
+        with context:
+            assert_same_failure(
+                lambda: ptsave.save(fake, tmp_path / "file.pt"),
+                lambda: stock_save(fake, io.BytesIO()),
+            )
+    assert not (tmp_path / "file.pt").exists()
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_load_into_fake_tensors(alignment: int, tmp_path: Path) -> None:
+    """Tools read the place of every tensor's bytes from there."""
+    from torch.utils.serialization import config
+
+    config.save.storage_alignment = alignment
+    path = tmp_path / "file.pt"
+    obj = {**nn.Linear(10, 10).state_dict(), "empty": torch.empty(0), "tied": None}
+    obj["tied"] = obj["weight"]
+    ptsave.save(obj, path)
+    for source in (lambda: path, lambda: io.BytesIO(path.read_bytes())):
+        with FakeTensorMode():
+            loaded, expected = ptsave.load(source()), stock_load(source())
+        storage = loaded["weight"].untyped_storage()
+        for name in obj:
+            mine, theirs = (each[name].untyped_storage() for each in (loaded, expected))
+            assert mine._checkpoint_offset == theirs._checkpoint_offset, name
+            assert loaded[name].shape == expected[name].shape
+        begin = storage._checkpoint_offset
+        assert path.read_bytes()[begin : begin + 400] == obj["weight"].numpy().tobytes()
+        assert getattr(storage, "_fake_device", None) == "cpu"
+
+
+# ---------------------------------------------------------- what runs while loading and saving
+
+
+class Watching:
+    """Looks at the values of a tensor as soon as it is given to it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+        self.total = int(self.tensor.sum())
+        self.last = int(self.tensor[-1])
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_state_is_set_when_the_bytes_have_arrived(weights_only: bool, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    tensors = [torch.arange(i * 1000, (i + 200) * 1000) for i in range(20)]
+    ptsave.save([Watching(tensor) for tensor in tensors], path)
+    with safe_globals([Watching]):
+        loaded = ptsave.load(path, weights_only=weights_only)
+    for tensor, watching in zip(tensors, loaded, strict=True):
+        assert watching.total == int(tensor.sum())
+        assert watching.last == int(tensor[-1])
+
+
+class SavesInside:
+    def __reduce__(self) -> Any:
+        stream = io.BytesIO()
+        torch.save({"inner": torch.arange(5)}, stream)
+        return _load_inside, (stream.getvalue(), torch.ones(2))
+
+
+def _load_inside(data: bytes, tensor: torch.Tensor) -> Any:
+    return [torch.load(io.BytesIO(data), map_location="cpu"), tensor]
+
+
+def test_saving_and_loading_inside_of_saving_and_loading(tmp_path: Path) -> None:
+    with ptsave.installed():
+        data = saved_bytes(torch.save, [SavesInside(), torch.ones(3)])
+        loaded = torch.load(io.BytesIO(data), weights_only=False)
+    assert data == saved_bytes(stock_save, [SavesInside(), torch.ones(3)])
+    assert_same_object(loaded, stock_load(io.BytesIO(data), weights_only=False))
+
+
+class MakesTensors:
+    """Every tensor lives only while it is pickled: its address is used again by the next."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return torch.Tensor.add, (torch.full((1000,), self.value), 0)
+
+
+def test_tensors_that_live_only_while_they_are_pickled(tmp_path: Path) -> None:
+    obj = [MakesTensors(i) for i in range(50)]
+    data = assert_same_bytes(obj, tmp_path)
+    loaded = ptsave.load(io.BytesIO(data), weights_only=False)
+    assert [int(tensor[0]) for tensor in loaded] == list(range(50))
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Each has its own map_location, files and errors."""
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            path = tmp_path / f"{number}.pt"
+            device = "meta" if number % 2 else "cpu"
+            for i in range(15):
+                tensor = torch.full((2000 + number,), i)
+                ptsave.save({"t": tensor}, path)
+                loaded = ptsave.load(path, map_location=device)["t"]
+                assert loaded.device.type == device
+                assert number % 2 or torch.equal(loaded, tensor)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_saving_one_object_from_several_threads(tmp_path: Path) -> None:
+    obj = {"t": torch.arange(100_000), "n": [1, 2, 3]}
+    expected = saved_bytes(stock_save, obj)
+    results: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(saved_bytes(ptsave.save, obj)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 6
+
+
+# ---------------------------------------------------------------------- what loaded storages can do
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> dict[str, torch.Tensor]:
+    path = tmp_path / "file.pt"
+    ptsave.save({"small": torch.arange(10), "large": torch.arange(3_000_000.0)}, path)
+    result: dict[str, torch.Tensor] = ptsave.load(path)
+    return result
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_loaded_storages_are_ordinary(name: str, loaded: dict[str, torch.Tensor]) -> None:
+    tensor = loaded[name]
+    storage = tensor.untyped_storage()
+    assert storage.resizable()
+    assert tensor.data_ptr() % 64 == 0
+    values = tensor.clone()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    tensor.copy_(values)
+    assert torch.equal(tensor, values)
+    tensor.resize_(tensor.numel() + 5)
+    tensor[: values.numel()] += 1
+    assert not tensor.is_shared()
+    tensor.share_memory_()
+    assert tensor.is_shared()
+    assert np.array_equal(tensor[: values.numel()].numpy(), values.numpy() + 1)
+
+
+def test_loaded_storages_are_freed_one_by_one(loaded: dict[str, torch.Tensor]) -> None:
+    references = {name: weakref.ref(t.untyped_storage()) for name, t in loaded.items()}
+    small = loaded.pop("small")
+    assert references["large"]() is loaded["large"].untyped_storage()
+    del loaded["large"]
+    assert references["large"]() is None
+    assert torch.equal(small, torch.arange(10))
+
+
+def test_nothing_is_kept_alive_by_save_or_load(tmp_path: Path) -> None:
+    """Not even until the garbage collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.ones(1000)
+        reference = weakref.ref(tensor.untyped_storage())
+        path = tmp_path / "file.pt"
+        ptsave.save({"t": tensor}, path)
+        del tensor
+        assert reference() is None
+        for weights_only in (True, False):
+            loaded = ptsave.load(path, weights_only=weights_only)
+            reference = weakref.ref(loaded["t"].untyped_storage())
+            del loaded
+            assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_and_pickles_of_loaded_objects(loaded: dict[str, torch.Tensor]) -> None:
+    assert_same_object(copy.deepcopy(loaded), loaded)
+    assert_same_object(pickle.loads(pickle.dumps(loaded)), loaded)
+    storages = [tensor.untyped_storage() for tensor in loaded.values()]
+    assert_same_object(copy.deepcopy(storages), storages)
+
+
+def test_saving_does_not_change_the_object(tmp_path: Path) -> None:
+    net, optimizer, _ = _trained()
+    before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    ptsave.save([net, net.state_dict(), optimizer.state_dict()], tmp_path / "file.pt")
+    assert_same_object([net.state_dict(), optimizer.state_dict()], before)

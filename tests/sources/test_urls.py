@@ -1,0 +1,289 @@
+"""URLs where only local paths are served: one error, before anything is made."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from click.testing import CliRunner
+from stock_comparison import assert_same_object, stock_load, stock_save
+from torch import nn
+
+import ptsave
+from ptsave.bench.disk import plan_disk
+from ptsave.cli.bench import command as bench_command
+from ptsave.cli.commands import commands as main
+from ptsave.comparison.compare import compare
+from ptsave.conversion.compact import compact
+from ptsave.conversion.convert import convert
+from ptsave.inspection.extraction import read_entries, write_entries
+from ptsave.inspection.listing import list_file
+from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.verification import verify_file
+
+URLS = [
+    "s3://bucket/run/model.pt",
+    "S3://bucket/model.pt",
+    "gs://bucket/model.safetensors",
+    "hf://user/model/model.safetensors",
+    "http://localhost:1/model.pt",
+    "https://localhost:1/model.pt",
+    "file:///nowhere/model.pt",
+    "memory://model.pt",
+    "abfs+x.y-z://model.pt",
+    "zip://model.pt::s3://bucket/all.zip",
+    "simplecache::s3://bucket/model.pt",
+    "s3://bucket/directory/",
+    "s3://bucket",
+    "s3://",
+]
+
+
+class OtherPath(os.PathLike[Any]):
+    """A path of a class of somebody's own."""
+
+    def __init__(self, path: str | bytes) -> None:
+        self.path = path
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+
+def write(target: Any) -> Any:
+    return {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+
+
+SAVES: dict[str, Callable[[Any], object]] = {
+    "save": lambda f: ptsave.save(write(f), f),
+    "save, old format": lambda f: ptsave.save(1, f, _use_new_zipfile_serialization=False),
+    "save in place": lambda f: ptsave.save(write(f), f, atomic=False),
+    "async_save": lambda f: ptsave.async_save(write(f), f),
+    "save_checkpoint": lambda f: ptsave.save_checkpoint(f, model=nn.Linear(2, 2)),
+    "save_model": lambda f: ptsave.save_model(nn.Linear(2, 2), f),
+    "save_model, pt": lambda f: ptsave.save_model(write(f), f, format="pt"),
+    "AsyncCheckpointer": ptsave.AsyncCheckpointer,
+    "convert to": lambda f: convert("../local.pt", f),
+    "compact to": lambda f: compact("../local.pt", f),
+    "compact in place": compact,
+    "bench": lambda f: plan_disk(f, 32 << 20),
+}
+TEXT_SAVES: dict[str, Callable[[Any], object]] = {
+    "write_entries": lambda f: write_entries({"a": torch.ones(2)}, f),
+}
+LOADS: dict[str, Callable[[Any], object]] = {
+    "load": ptsave.load,
+    "load, weights_only=False": lambda f: ptsave.load(f, weights_only=False),
+    "load, mmap": lambda f: ptsave.load(f, mmap=True),
+    "load, map_location": lambda f: ptsave.load(f, map_location="cpu"),
+    "load_into": lambda f: ptsave.load_into(f, nn.Linear(2, 2)),
+    "load_into, assign": lambda f: ptsave.load_into(f, nn.Linear(2, 2), assign=True),
+    "load_checkpoint": lambda f: ptsave.load_checkpoint(f, model=nn.Linear(2, 2)),
+    "load_model": lambda f: ptsave.load_model(nn.Linear(2, 2), f),
+}
+# These read URLs, but not what pathlib makes of one.
+READS: dict[str, Callable[[Any], object]] = {
+    "open": ptsave.open,
+    "list_file": list_file,
+    "verify_file": verify_file,
+    "required_globals": required_globals,
+    "convert from": lambda f: convert(f, "local.pt"),
+}
+OPERATIONS = {**SAVES, **LOADS}
+TYPES_OF_BYTES = ["save_model", "AsyncCheckpointer", "load_model"]
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock_save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "local.pt")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+
+def check_refused(call: Callable[[Any], object], path: Any, named: str) -> None:
+    with pytest.raises(ptsave.UnsupportedUrlError) as caught:
+        call(path)
+    error = caught.value
+    assert error.filename == named
+    assert isinstance(error, (OSError, RuntimeError))
+    message = str(error.strerror)
+    assert message.startswith("URLs are not served here, only local files and directories")
+    assert "copy it to or from a local path" in message
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, *TEXT_SAVES])
+@pytest.mark.parametrize("url", URLS)
+def test_urls_are_refused(operation: str, url: str) -> None:
+    check_refused({**OPERATIONS, **TEXT_SAVES}[operation], url, url)
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, *READS])
+def test_what_pathlib_makes_of_a_url_is_refused(operation: str) -> None:
+    for url in URLS[:-1]:
+        path = Path(url)
+        check_refused({**OPERATIONS, **READS}[operation], path, str(path))
+        normal = os.path.normpath(url)
+        check_refused({**OPERATIONS, **READS}[operation], normal, normal)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_paths_of_other_types_are_refused(operation: str, as_bytes: bool) -> None:
+    url = URLS[0]
+    if as_bytes and operation not in TYPES_OF_BYTES:
+        return  # no path, as for torch
+    path = OtherPath(os.fsencode(url) if as_bytes else url)
+    check_refused(OPERATIONS[operation], path, url)
+    if as_bytes:
+        check_refused(OPERATIONS[operation], os.fsencode(url), url)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_errors_are_caught_as_those_of_torch(url: str) -> None:
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
+        (ptsave.save, stock_save, ([1], url)),
+        (ptsave.load, stock_load, (url,)),
+    ]
+    for ours, stock, arguments in pairs:
+        with pytest.raises((OSError, RuntimeError)) as expected:
+            stock(*arguments)
+        with pytest.raises(type(expected.value)) as caught:
+            ours(*arguments)
+        assert isinstance(caught.value, ptsave.SaveError)
+        assert isinstance(caught.value, FileNotFoundError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
+    with ptsave.installed(), pytest.raises(ptsave.UnsupportedUrlError):
+        torch.save([1], url)
+
+
+def test_a_checkpoint_is_left_alone() -> None:
+    target = {"weight": torch.zeros(2, 2)}
+    model = nn.Linear(2, 2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ptsave.UnsupportedUrlError):
+        ptsave.load_into("s3://bucket/model.pt", target)
+    with pytest.raises(ptsave.UnsupportedUrlError):
+        ptsave.load_model(model, "s3://bucket/model")
+    assert torch.equal(target["weight"], torch.zeros(2, 2))
+    assert_same_object(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["extract", "../local.pt", "weight", "-o", "URL"],
+        ["compact", "../local.pt", "-o", "URL"],
+        ["compact", "URL", "--in-place"],
+        ["convert", "../local.pt", "URL"],
+        ["bench", "URL"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("url", URLS[:4])
+def test_commands(command: list[str], url: str) -> None:
+    found = CliRunner().invoke(main, [url if word == "URL" else word for word in command])
+    assert found.exit_code == 2
+    assert found.stderr.startswith(f"ptsave: {url}: URLs are not served here, only local files")
+    assert os.listdir() == []
+
+
+def test_the_picture_of_a_benchmark() -> None:
+    pytest.importorskip("matplotlib")
+    found = CliRunner().invoke(bench_command, ["--plot", "s3://bucket/speeds.png"])
+    assert found.exit_code == 2
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "globals"])
+def test_commands_that_read_urls(command: str) -> None:
+    """They go on reading them, and refuse what pathlib makes of them, and unknown ones."""
+    fsspec.filesystem("memory").pipe("/urls/a.pt", Path("../local.pt").read_bytes())
+    assert CliRunner().invoke(main, [command, "memory://urls/a.pt"]).exit_code == 0
+    for url in ("memory:/urls/a.pt", "MEMORY://urls/a.pt", "nothing://urls/a.pt"):
+        found = CliRunner().invoke(main, [command, url])
+        assert found.exit_code == 2
+        assert found.stderr.startswith(f"ptsave: {url}: URLs are not served here, only local files")
+
+
+def test_directories_at_urls() -> None:
+    fsspec.filesystem("memory").pipe("/urls/shards/a.pt", Path("../local.pt").read_bytes())
+    url = "memory://urls/shards"
+    operations: list[Callable[[Any], object]] = [*READS.values()]
+    operations.append(lambda f: read_entries(f, ["weight"]))
+    for operation in operations:
+        with pytest.raises(IsADirectoryError, match="open one of the files in it"):
+            operation(url)
+    assert os.listdir() == []
+
+
+def test_urls_that_are_read() -> None:
+    fsspec.filesystem("memory").pipe("/urls/a.pt", Path("../local.pt").read_bytes())
+    url = "memory://urls/a.pt"
+    for operation in (ptsave.open, list_file, verify_file, required_globals):
+        operation(url)
+    assert compare(url, url).equal
+    assert read_entries(url, ["bias"])["bias"].tolist() == [1, 1]
+    convert(url, "b.safetensors")
+    compact(url, "c.pt")
+    assert sorted(os.listdir()) == ["b.safetensors", "c.pt"]
+
+
+# ------------------------------------------------------------------- local names that look like it
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a::b.pt", "12:30.pt", "c:", "c:/model.pt", "step:5/model.pt", "./s3://bucket/model.pt",
+     "folder/a://b.pt", "1s://x.pt", "-://x.pt"],
+)  # fmt: skip
+def test_local_names(name: str) -> None:
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    expected = {"weight": torch.ones(2)}
+    ptsave.save(expected, name)
+    assert_same_object(stock_load(name), expected)
+    assert_same_object(ptsave.load(name), expected)
+    ptsave.save(expected, Path(name), atomic=False)
+    assert_same_object(ptsave.load(Path(name)), expected)
+    with ptsave.open(name) as archive:
+        assert archive.keys() == ["weight"]
+    target = {"weight": torch.zeros(2)}
+    ptsave.load_into(name, target)
+    assert target["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["exp:/a/model.pt", "no/such/a://b.pt", "run::3.pt"])
+def test_local_names_that_are_not_there(name: str) -> None:
+    with pytest.raises(FileNotFoundError) as expected:
+        stock_load(name)
+    with pytest.raises(FileNotFoundError) as caught:
+        ptsave.load(name)
+    assert caught.value.filename == expected.value.filename == name
+
+
+def test_a_directory_called_as_a_scheme() -> None:
+    """It can be read by any name and written by names that are no URLs."""
+    os.makedirs("s3:/bucket")
+    model = nn.Linear(2, 2)
+    ptsave.save(model.state_dict(), "./s3://bucket/model.pt")
+    ptsave.save(model.state_dict(), Path("s3:/bucket/model.pt"))
+    url = "s3://bucket/model.pt"
+    assert_same_object(ptsave.load(url), stock_load(url))
+    ptsave.load_into(url, nn.Linear(2, 2))
+    ptsave.load_model(nn.Linear(2, 2), url)
+    with ptsave.open(url) as archive:
+        assert archive.keys() == ["weight", "bias"]
+    with ptsave.AsyncCheckpointer(Path("s3:/bucket/run")) as checkpointer:
+        checkpointer.save(1, value=1)
+    before = Path(url).read_bytes()
+    for name, operation in SAVES.items():
+        with pytest.raises(ptsave.UnsupportedUrlError, match="begin the name of a local file with"):
+            operation("s3://bucket/run" if name == "AsyncCheckpointer" else url)
+    assert Path(url).read_bytes() == before
+    assert sorted(os.listdir("s3:/bucket")) == ["model.pt", "run"]

@@ -1,0 +1,188 @@
+"""Training runs that are killed at random moments, and go on from their latest checkpoint.
+
+Like `test_kill`: ``PTSAVE_KILL_ROUNDS`` sets how often (default 20, `make kill` does 1000),
+``PTSAVE_KILL_SEED`` repeats a run's times.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stock_comparison import assert_same_object
+from torch import nn
+
+import ptsave
+
+pytestmark = [pytest.mark.kill, pytest.mark.timeout(0)]
+
+ROUNDS = int(os.environ.get("PTSAVE_KILL_ROUNDS", "20"))
+SEED = int(os.environ.get("PTSAVE_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
+KEEP = 3
+TEMPORARY = re.compile(r"\.step-\d{8}\.pt\.[0-9a-f]{16}\.ptsave")
+BALLAST_NBYTES = 3_000_000  # so that a save takes longer than a step
+
+
+class Training:
+    """What happens in a step depends on its number and the state, and on nothing else."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.99)
+        self.n_steps = 0
+
+    def advance(self) -> None:
+        generator = torch.Generator().manual_seed(self.n_steps)
+        loss = self.model(torch.randn(16, 8, generator=generator)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.n_steps += 1
+
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def entries(self) -> dict[str, Any]:
+        """What its checkpoint has to hold."""
+        states = {name: obj.state_dict() for name, obj in self.objects().items()}
+        return {**states, "step": self.n_steps, "ballast": ballast(self.n_steps)}
+
+
+def ballast(step: int) -> torch.Tensor:
+    return torch.full((BALLAST_NBYTES,), step % 256, dtype=torch.uint8)
+
+
+def train(folder: Path, n_steps: int | None, progress: int) -> None:
+    """Go on from the latest checkpoint to step `n_steps`; writes a byte for each one saved."""
+    training = Training()
+    with ptsave.AsyncCheckpointer(folder, keep=KEEP) as checkpointer:
+        if checkpointer.latest() is not None:
+            rest = checkpointer.restore(**training.objects())
+            training.n_steps = rest["step"]
+        previous = None
+        while training.n_steps != n_steps:
+            training.advance()
+            step = training.n_steps
+            future = checkpointer.save(step, **training.objects(), step=step, ballast=ballast(step))
+            future.add_done_callback(lambda _: os.write(progress, b"."))
+            if previous is not None:
+                previous.result()  # one is being written, one is waiting
+            previous = future
+
+
+class Uninterrupted:
+    """The same training in this process, which nobody kills."""
+
+    def __init__(self) -> None:
+        self._training = Training()
+        self._entries: dict[int, dict[str, Any]] = {}
+
+    def entries(self, step: int) -> dict[str, Any]:
+        while self._training.n_steps < step:
+            self._training.advance()
+            entries = copy.deepcopy(self._training.entries())
+            del entries["ballast"]
+            self._entries[self._training.n_steps] = entries
+        return {**self._entries[step], "ballast": ballast(step)}
+
+    def forget_before(self, step: int) -> None:
+        self._entries = {n: entries for n, entries in self._entries.items() if n >= step}
+
+
+class Rounds:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reference = Uninterrupted()
+        self.n_saved = 0
+        self.n_leftovers = 0
+
+    def run(self, seconds: float) -> None:
+        child, progress = self._fork(None)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        status = self._wait(child, progress)
+        assert os.WIFSIGNALED(status), f"the child has ended by itself: {status}"
+        self._check()
+
+    def finish(self) -> None:
+        steps = ptsave.AsyncCheckpointer(self.folder).steps()
+        last = steps[-1] + 5 if steps else 5
+        child, progress = self._fork(last)
+        assert self._wait(child, progress) == 0
+        self._check()
+        names = [f"step-{step:08d}.pt" for step in range(last - KEEP + 1, last + 1)]
+        assert sorted(os.listdir(self.folder)) == names
+
+    def _fork(self, n_steps: int | None) -> tuple[int, int]:
+        progress, sink = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
+            child = os.fork()
+        if child == 0:
+            try:
+                train(self.folder, n_steps, sink)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        os.close(sink)
+        return child, progress
+
+    def _wait(self, child: int, progress: int) -> int:
+        with os.fdopen(progress, "rb") as stream:
+            self.n_saved += len(stream.read())
+        return os.waitpid(child, 0)[1]
+
+    def _check(self) -> None:
+        names = set(os.listdir(self.folder)) if self.folder.exists() else set()
+        leftovers = {name for name in names if TEMPORARY.fullmatch(name)}
+        assert len(leftovers) <= 1, names
+        self.n_leftovers += len(leftovers)
+        checkpointer = ptsave.AsyncCheckpointer(self.folder, keep=KEEP)
+        steps = checkpointer.steps()
+        assert set(os.listdir(self.folder)) == {checkpointer.path(step).name for step in steps}
+        assert names - leftovers == set(os.listdir(self.folder))
+        assert len(steps) >= min(KEEP, self.n_saved)
+        for step in steps:
+            expected = self.reference.entries(step)
+            for load in (ptsave.load, torch.load):
+                assert_same_object(load(checkpointer.path(step)), expected)
+        if steps:
+            assert checkpointer.latest() == checkpointer.path(steps[-1])
+            self.reference.forget_before(steps[0])
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """For results that are the same to the last bit in children, which have no others."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_killed_trainings_go_on_where_they_were(tmp_path: Path) -> None:
+    generator = random.Random(SEED)
+    print(f"PTSAVE_KILL_SEED={SEED}")  # shown if the test fails
+    rounds = Rounds(tmp_path / "checkpoints")
+    for _ in range(ROUNDS):
+        rounds.run(generator.uniform(0, 0.15))
+    rounds.finish()
+    assert rounds.n_saved > 0
+    if ROUNDS >= 100:  # otherwise the moments were not in the middle of anything
+        assert rounds.n_leftovers > ROUNDS // 10

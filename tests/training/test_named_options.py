@@ -1,0 +1,288 @@
+"""Options beside objects that are given by name: as those of `save`, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stock_comparison import assert_same_object, stock_load, stock_save
+from torch import nn
+
+import ptsave
+from ptsave import serialization
+from ptsave.writing import targets as writing
+
+ROOT = str(Path(ptsave.__file__).parents[1])
+OPTIONS = ["fsync", "atomic", "progress"]
+# Of other functions, which were entries of the file.
+OTHERS: dict[str, list[Any]] = {
+    "pickle_module": [pickle],
+    "pickle_protocol": [4],
+    "_use_new_zipfile_serialization": [False],
+    "_disable_byteorder_record": [True],
+    "staging": ["background"],
+    "max_staged_bytes": [1 << 30, None],
+    "when_full": ["raise"],
+    "mmap": [True, None],
+    "strict": [False],
+    "map_location": ["cpu", torch.device("cpu")],
+    "weights_only": [True, None],
+    "verify": [False],
+    "assign": [True],
+    "ignore_mismatched_sizes": [True],
+}
+OTHER_VALUES = [(name, value) for name, values in OTHERS.items() for value in values]
+
+
+def save_checkpoint(folder: Path, **objects: Any) -> Path:
+    ptsave.save_checkpoint(folder / "c.pt", **objects)
+    return folder / "c.pt"
+
+
+def save_step(folder: Path, **objects: Any) -> Path:
+    with ptsave.AsyncCheckpointer(folder) as checkpointer:
+        checkpointer.save(1, **objects)
+    return checkpointer.path(1)
+
+
+SAVERS = [save_checkpoint, save_step]
+Saver = Callable[..., Path]
+
+
+@pytest.mark.parametrize("save", SAVERS)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("value", [False, True])
+def test_options_are_no_entries(tmp_path: Path, save: Saver, name: str, value: bool) -> None:
+    model = nn.Linear(2, 2)
+    path = save(tmp_path, model=model, **{name: value})
+    assert list(stock_load(path)) == ["model"]
+    stock_save({"model": model.state_dict()}, tmp_path / path.name)
+    expected = (tmp_path / path.name).read_bytes()
+    assert save(tmp_path, model=model, **{name: value}).read_bytes() == expected
+
+
+@pytest.mark.parametrize("save", SAVERS)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "value", [{"loss": 0.5}, nn.Linear(1, 1), torch.ones(1), 0.5, 1, 0, None, "x", []], ids=repr
+)
+def test_objects_called_as_an_option_are_refused(
+    tmp_path: Path, save: Saver, name: str, value: Any
+) -> None:
+    if (save, name, value) == (save_step, "fsync", None):
+        return  # as the checkpointer
+    with pytest.raises(TypeError, match=f"'{name}' is an option of .*under another name"):
+        save(tmp_path, model=nn.Linear(2, 2), **{name: value})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("save", SAVERS)
+@pytest.mark.parametrize(("name", "value"), OTHER_VALUES, ids=str)
+def test_options_of_others_are_no_entries(
+    tmp_path: Path, save: Saver, name: str, value: Any
+) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
+        save(tmp_path, model=nn.Linear(2, 2), **{name: value})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("save", SAVERS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_objects_called_as_options_of_others_are_entries(
+    tmp_path: Path, save: Saver, name: str
+) -> None:
+    saved: Any = {name: {"loss": torch.ones(2)}, "model": nn.Linear(2, 2).state_dict()}
+    path = save(tmp_path, **saved)
+    assert_same_object(stock_load(path), saved)
+
+
+OWN_OF_LOAD_CHECKPOINT = {"strict", "map_location", "weights_only", "verify"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fsync", True),
+        ("atomic", False),
+        *(pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOAD_CHECKPOINT),
+    ],
+    ids=str,
+)
+def test_load_checkpoint_takes_no_options_of_others(tmp_path: Path, name: str, value: Any) -> None:
+    model = nn.Linear(2, 2)
+    stock_save({"model": nn.Linear(2, 2).state_dict(), name: 1}, tmp_path / "c.pt")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
+        ptsave.load_checkpoint(tmp_path / "c.pt", model=model, **{name: value})
+    assert_same_object(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER_VALUES, ids=str)
+def test_restore_takes_no_options(tmp_path: Path, name: str, value: Any) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+    checkpointer.save(1, model=nn.Linear(2, 2)).result()
+    with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
+        checkpointer.restore(model=nn.Linear(2, 2), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["strict", "verify", "progress", "weights_only", "map_location"])
+@pytest.mark.parametrize("value", [nn.Linear(1, 1), [], 0.5], ids=repr)
+def test_targets_called_as_an_option_of_load_checkpoint(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    stock_save({"model": nn.Linear(2, 2).state_dict(), name: {}}, tmp_path / "c.pt")
+    with pytest.raises(TypeError, match=f"'{name}' is an option of .*returns the entry"):
+        ptsave.load_checkpoint(tmp_path / "c.pt", model=nn.Linear(2, 2), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["strict", "verify", "progress", "weights_only"])
+def test_a_dict_called_as_an_option_is_not_left_empty(tmp_path: Path, name: str) -> None:
+    stock_save({name: {"loss": torch.ones(2)}}, tmp_path / "c.pt")
+    targets: dict[str, Any] = {name: {"loss": torch.zeros(2)}}
+    with pytest.raises(TypeError, match=f"'{name}' is an option"):
+        ptsave.load_checkpoint(tmp_path / "c.pt", **targets)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *OTHERS])
+@pytest.mark.parametrize("value", [True, {"loss": 0.5}], ids=repr)
+def test_files_with_such_an_entry_load(tmp_path: Path, name: str, value: Any) -> None:
+    saved = nn.Linear(2, 2).state_dict()
+    stock_save({"model": saved, name: value}, tmp_path / "step-00000001.pt")
+    restores: list[Callable[..., Any]] = [
+        partial(ptsave.load_checkpoint, tmp_path / "step-00000001.pt"),
+        ptsave.AsyncCheckpointer(tmp_path).restore,
+    ]
+    for restore in restores:
+        model = nn.Linear(2, 2)
+        assert restore(model=model) == {name: value}
+        assert_same_object(dict(model.state_dict()), dict(saved))
+
+
+@pytest.mark.parametrize("name", ["fsync", "atomic", "mmap"])
+def test_files_with_such_an_entry_restore_into_targets(tmp_path: Path, name: str) -> None:
+    stock_save({name: {"loss": torch.ones(2)}}, tmp_path / "c.pt")
+    target: Any = {"loss": torch.zeros(2)}
+    assert ptsave.load_checkpoint(tmp_path / "c.pt", **{name: target}) == {}
+    assert torch.equal(target["loss"], torch.ones(2))
+
+
+# ------------------------------------------------------------------------------- what they do
+
+
+@pytest.mark.parametrize("save", SAVERS)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_atomic(tmp_path: Path, save: Saver, atomic: bool) -> None:
+    """Whether another file gets the name, or the same file other contents."""
+    path = save(tmp_path, value=torch.zeros(2))
+    with path.open("rb") as old:
+        save(tmp_path, value=torch.ones(2), atomic=atomic)
+        assert torch.equal(stock_load(path)["value"], torch.ones(2))
+        found = stock_load(old)["value"]
+    assert torch.equal(found, torch.zeros(2) if atomic else torch.ones(2))
+
+
+@pytest.mark.parametrize("save", SAVERS)
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress(
+    tmp_path: Path, save: Saver, progress: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path, value=torch.ones(1 << 20), progress=progress)
+    shown = capfd.readouterr().err
+    assert ("saving" in shown and "100%" in shown) == progress
+    ptsave.load_checkpoint(path, progress=progress)
+    assert ("restoring" in capfd.readouterr().err) == progress
+
+
+COUNTER = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/stat.h>
+static int files, directories;
+static void count(int fd) {
+  struct stat status;
+  if (fstat(fd, &status) == 0) *(S_ISDIR(status.st_mode) ? &directories : &files) += 1;
+}
+int fsync(int fd) { count(fd); return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd); }
+int fdatasync(int fd) { count(fd); return ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(fd); }
+int synced_files(void) { int n = files; files = 0; return n; }
+int synced_directories(void) { int n = directories; directories = 0; return n; }
+"""
+SYNCING = """
+import ctypes, json, os, sys, torch, ptsave
+counter = ctypes.CDLL(sys.argv[1])
+def count(save):
+    counter.synced_files(), counter.synced_directories()
+    save()
+    return counter.synced_files(), counter.synced_directories()
+value = torch.ones(4)
+found = {}
+for large in (False, True):
+    value = torch.ones(6 << 20) if large else torch.ones(4)
+    for fsync in (False, True):
+        for atomic in (False, True):
+            options = {"fsync": fsync, "atomic": atomic}
+            key = f"{large} {fsync} {atomic} "
+            found[key + "save"] = count(lambda: ptsave.save({"v": value}, "c.pt", **options))
+            found[key + "save_checkpoint"] = count(
+                lambda: ptsave.save_checkpoint("c.pt", v=value, **options)
+            )
+            with ptsave.AsyncCheckpointer("steps", fsync=not fsync) as checkpointer:
+                found[key + "AsyncCheckpointer.save"] = count(
+                    lambda: checkpointer.save(1, v=value, **options).result()
+                )
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_fsync_syncs_as_save_does(tmp_path: Path) -> None:
+    """Counts the calls of fsync and fdatasync, for files and for directories."""
+    (tmp_path / "counter.c").write_text(COUNTER)
+    library = str(tmp_path / "counter.so")
+    build = ["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "counter.c"), "-ldl"]
+    subprocess.run(build, check=True)
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", SYNCING, library],
+        env={
+            **os.environ,
+            "LD_PRELOAD": library,
+            "PYTHONPATH": str(Path(ptsave.__file__).parents[1]),
+        },
+        cwd=tmp_path / "run",
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    for key, counts in found.items():
+        options = key.rpartition(" ")[0]
+        assert counts == found[f"{options} save"], key
+        _, fsync, atomic = options.split(" ")
+        assert (counts[0] > 0) == (fsync == "True"), key
+        assert (counts[1] > 0) == (fsync == atomic == "True"), key
+
+
+def test_all_three_reach_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Writer(writing.ArchiveWriter):
+        def __init__(self, plan: Any, **options: Any) -> None:
+            given.append(options)
+            super().__init__(plan, **options)
+
+    monkeypatch.setattr(serialization, "ArchiveWriter", Writer)
+    ptsave.save_checkpoint(tmp_path / "c.pt", value=1, fsync=True, atomic=False, progress=True)
+    (options,) = given
+    assert options["fsync"]
+    assert not options["atomic"]
+    assert options["progress"] is not None
