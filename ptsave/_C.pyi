@@ -59,7 +59,7 @@ class WritePlan:
     def nbytes(self) -> int: ...
     @property
     def has_holes(self) -> bool: ...
-    # Lets go of what is to be written; nothing can be written after.
+    # Lets go of the storages to write; nothing can be written after.
     def release(self) -> None: ...
     # The same in a forked child, where accelerators must not be touched: does not free their part.
     def abandon(self) -> None: ...
@@ -71,10 +71,11 @@ class WritePlan:
     def read_from(
         self, sources: PayloadSources, payloads: Sequence[tuple[str, int, int, int | None]]
     ) -> None: ...
-    # Of the last write: the records whose CRC was not that, and what it was.  Raises FormatError.
+    # Of the last write: the records whose CRC differed, each with the CRC found.  Raises
+    # FormatError.
     @property
     def damaged(self) -> list[tuple[str, int]]: ...
-    # Writes what is on accelerators as this thread's current streams leave it now; with the same
+    # Writes tensors on accelerators as this thread's current streams leave them now; with the same
     # chunk size.
     def begin_staging(self, *, options: WriteOptions) -> None: ...
     # Copies it to the host.
@@ -147,7 +148,8 @@ class PackedPlan:
     def is_sequential(self) -> bool: ...
     @property
     def is_staged(self) -> bool: ...
-    # Of the last write: the payloads whose CRC was not that, and what it was.  Raises FormatError.
+    # Of the last write: the payloads whose CRC differed, each with the CRC found.  Raises
+    # FormatError.
     @property
     def damaged(self) -> list[tuple[int, int]]: ...
     def write_file(
@@ -246,8 +248,8 @@ class Reader(StorageSource):
     def find(self, name: str) -> int | None: ...
     def payload_offset(self, record: int) -> int: ...
     def read(self, record: int, *, verify: bool) -> bytes: ...
-    # The next two leave alone what the others have made, and are safe for concurrent use.  No
-    # record twice; no targets: nothing is kept.
+    # The next two do not touch storages that the others have made, and are safe for concurrent use.
+    # No record twice; no targets: nothing is kept.
     def read_records(
         self,
         records: list[int],
@@ -294,7 +296,7 @@ class Reader(StorageSource):
     def read_at(self, offset: int, nbytes: int) -> bytes: ...
     def cancel(self) -> None: ...
 
-# What find_central_directory may need of an archive's end.
+# Bytes of an archive's end that find_central_directory may need.
 MAX_TAIL_NBYTES: int
 
 # Offset and size of the central directory in an archive of `nbytes` bytes that ends with `tail`.
@@ -343,7 +345,7 @@ def read_ranges(
 # How many hold the storage in C++; its Python object is one of them.
 
 # Parts of a file as uint8 tensors whose bytes are had from it when they are used; the second only
-# of what the page cache holds.
+# of parts that the page cache holds.
 def map_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor: ...
 def map_cached_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor | None: ...
 

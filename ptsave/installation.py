@@ -25,8 +25,8 @@ _NAMES = {
 def install() -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
-    Both ``torch`` and ``torch.serialization`` are changed, and so is what calls them inside torch
-    and in libraries.  To TorchScript they stay the operators that torch's are: what is scripted
+    Both ``torch`` and ``torch.serialization`` are changed, so callers inside torch and in
+    libraries use ptsave, too.  To TorchScript they stay the operators that torch's are: scripted code
     calls those.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
     thread; the change is seen by all.
 

@@ -1,9 +1,10 @@
 """Restoring: the tensors of a file go straight into tensors that exist already.
 
-The file's pickle is run with storages that have their places, but not their bytes.  Whoever loads
-state dicts from it says what is to be copied where, and in the end the bytes are read: into the
-targets where that is all a copy would do, into their own storages where somebody keeps the tensor,
-and through memory that is given back at once in every other case.
+The file's pickle is run with storages that have their places, but not their bytes.  State dicts are
+loaded from it by the code that loads any other, with a copier that only notes sources and targets,
+and in the end the bytes are read: straight into the targets where a copy would only move bytes,
+into their own storages where somebody keeps the tensor, and in every other case through memory that
+is given back at once.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def restoring(
     progress: bool,
     deferred: bool = True,
 ) -> Iterator[tuple[Any, Copier, Set[str]]]:
-    """Yield the object of a file, what copies from it, and where else its tensors belong.
+    """Yield the object of a file, a copier for its tensors, and other locations they belong to.
 
-    Everything that was to be copied is, and every tensor of the object that is still referred to
+    All copies are made, and every tensor of the object that is still referred to
     has its values, when the block ends without an exception.  The tensors are in CPU memory; other
     locations that they would have been loaded to are the third value.
 
@@ -107,7 +108,7 @@ def restoring(
 
 
 def check_locations(locations: Set[str]) -> None:
-    """Raise what torch raises for a location that is not known, or not there."""
+    """Raise torch's error for a location that is not known, or not there."""
     for location in locations:
         torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
 
@@ -200,7 +201,7 @@ class FileCopier:
         if replacement.new is not None and replacement.source is not None:
             record = self._reader.engine.record_of(replacement.source)
             self.copy(replacement.new, replacement.source)
-        # The source is not kept: what is referred to is read in the end.
+        # The source is not kept: storages that are still referred to are read in the end.
         self._replacements.append((replacement._replace(source=None), record))
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
@@ -231,7 +232,7 @@ class FileCopier:
         return {record for record in found if record is not None}
 
     def finish(self) -> None:
-        """Make all copies, and read what is still referred to."""
+        """Make all copies, and read the storages that are still referred to."""
         self._fill(self._reader.engine.referenced())
 
     def _is_unread(self, source: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`save` and `load`: torch's signatures and semantics, and every rule of who does what."""
+"""`save` and `load`: torch's signatures and semantics, and every choice of engine or torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def save(
     Parameters
     ----------
     obj : object
-        What to save.
+        The object to save.
     f : str, os.PathLike or file-like
         A path, or an object with ``write`` and ``flush``.  A real file is written through its
         descriptor, at its current position.
@@ -155,10 +155,10 @@ def load(
     progress: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load what :func:`torch.save` or :func:`ptsave.save` has saved, as :func:`torch.load` does.
+    """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
 
-    Storages are filled by several threads, directly in their final memory, from the page cache or
-    past it, whichever is faster for what is cached.
+    Storages are filled by several threads, directly in their final memory: cached bytes come from
+    the page cache, others from the disk past it.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def load(
     Returns
     -------
     object
-        What was saved.
+        The saved object.
 
     Raises
     ------
@@ -200,8 +200,8 @@ def load(
     Notes
     -----
     Formats before torch 1.6, TorchScript archives, compressed archives and ``.safetensors`` paths
-    are loaded by torch.  File-like objects that are neither real files, nor :class:`io.BytesIO`,
-    nor what fsspec makes of a local file, are read in order, one storage at a time.  The position
+    are loaded by torch.  File-like objects other than real files, :class:`io.BytesIO` and fsspec's
+    wrappers of local files are read in order, one storage at a time.  The position
     of any file-like object is behind the last storage afterwards, where torch leaves it.
 
     Examples
@@ -274,7 +274,7 @@ def _load_archive(
 
 @contextmanager
 def unpickling_errors(pickle_module: Any) -> Iterator[None]:
-    """Put torch's advice around what its restricted unpickler raises."""
+    """Put torch's advice around the errors of its restricted unpickler."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -313,7 +313,7 @@ def _position(f: Any) -> Any:
 
 
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
-    """Return the first bytes of what was to be loaded, and its size; as of a pickle if unknown."""
+    """Return the first bytes of a file that failed to load, and its size; a pickle's if unknown."""
     try:
         if is_path(f):
             with open(f, "rb") as stream:

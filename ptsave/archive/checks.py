@@ -1,4 +1,4 @@
-"""What is checked of an archive beside its storages."""
+"""Validates the format version, the small records and compressed members of an archive."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_compressed_members(reader: RecordReader) -> None:
     Raises
     ------
     CorruptCheckpointError
-        If a member is not what the archive says.
+        If the size or the CRC-32 of a member differs from the directory's.
     """
     for index in range(len(reader.engine.records())):
         check_compressed_member(reader, index)

@@ -1,4 +1,4 @@
-"""What is left of an archive whose end is missing: the records in front of the cut.
+"""Recovers the records in front of the cut from an archive whose end is missing.
 
 The directory comes last, and sizes are only there and in the descriptors behind the payloads.  So
 records are found by walking: a payload ends where there is a descriptor with exactly its size.
@@ -29,7 +29,7 @@ class CutRecord:
 
     name: str
     payload_offset: int
-    nbytes: int  # of what is there
+    nbytes: int  # as far as they are there
     is_whole: bool  # it has its end, and its checksum is right
 
 
@@ -44,7 +44,7 @@ class CutArchive:
     Attributes
     ----------
     records : list of CutRecord
-        Up to the first that cannot be told from what follows it.
+        Up to the first whose end cannot be found.
     nbytes : int
         The size of the file.
     """
@@ -122,7 +122,7 @@ class CutArchive:
 
 
 class _WholeRecords:
-    """What `entries_using` asks of a `RecordReader`: any record has a place, to be told apart."""
+    """Stands in for a `RecordReader` in `entries_using`; each record has a place of its own."""
 
     def __init__(self, archive: mmap.mmap, whole: dict[str, CutRecord]) -> None:
         self._map = archive

@@ -47,7 +47,7 @@ class RecordDamage(NamedTuple):
 def damage_of(
     reader: RecordReader, damaged: Sequence[_C.DamagedRecord | RecordDamage]
 ) -> CorruptCheckpointError:
-    """Return what to raise when these records do not match their checksums."""
+    """Return the error for records that do not match their checksums."""
     first = damaged[0]
     entries = entries_using(reader, {record.name for record in damaged})
     others = f"; {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
@@ -87,7 +87,7 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
 
 
 def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[str, str]]:
-    """Return what `entries_using` does, each with every record that it is stored in."""
+    """Return the entries of `entries_using`, each with every record that it is stored in."""
     location = options.map_location
     try:
         names: dict[int | None, str] = {
@@ -109,7 +109,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
     Parameters
     ----------
     obj : object
-        What a file holds, in memory.
+        The object of a file, in memory.
     storages : set of int
         As from `storage_id`.
     """
@@ -117,7 +117,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
-    """Return what tells a tensor's storage from others; None if it has none of its own."""
+    """Return a number that identifies a tensor's storage; None if it has none of its own."""
     try:
         return int(storage_key(tensor.untyped_storage()))
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors
@@ -127,8 +127,8 @@ def storage_id(tensor: torch.Tensor) -> int | None:
 class _PlainReader(NativeOrderReader):
     """The archive without the record that makes torch compute offsets instead of asking.
 
-    What it is told is where headers begin, which is known without the file: that may be cut short,
-    or give read errors, by the time that somebody asks which entries it has reached.
+    Offsets are those of headers, which are known without the file: that may be cut short, or give
+    read errors, by the time that somebody asks for the damaged entries.
     """
 
     def get_record_offset(self, name: str) -> int:
@@ -152,7 +152,7 @@ def _collect(
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold what a sparse tensor consists of; any other one itself."""
+    """Return the indices and values of a sparse tensor; any other one itself."""
     if is_lazy(tensor):
         return []  # nothing, until it is initialized
     if tensor.layout is torch.sparse_coo:

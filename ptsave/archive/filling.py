@@ -57,7 +57,7 @@ def storages_were_left_out(reader: RecordReader) -> bool:
 
 @contextmanager
 def reading_storages(reader: RecordReader, *, exact_offsets: bool) -> Iterator[None]:
-    """Fill the storages of all tensors in the background; what is not done at the end stops."""
+    """Fill the storages of all tensors in the background; at the end of the block reading stops."""
     try:
         reader.engine.start(
             None,
@@ -112,7 +112,7 @@ def release_storages(reader: RecordReader) -> None:
 
 
 def _folded(crcs: Iterable[int]) -> int:
-    """Return what a serialization id says of checksums (docs/format.md)."""
+    """Return the hash of checksums in a serialization id (docs/format.md)."""
     seed = 0
     for crc in crcs:
         seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFF_FFFF_FFFF_FFFF

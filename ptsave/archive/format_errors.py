@@ -9,7 +9,7 @@ from ptsave.errors import CorruptCheckpointError, CorruptPickleError
 
 __all__ = ["MINIZ_ADVICE", "bare_message", "corrupt", "raise_corrupt"]
 
-# What torch says when miniz fails; people search for it.
+# torch's advice when miniz fails; people search for it.
 MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
     "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
@@ -18,12 +18,12 @@ MINIZ_ADVICE = (
 
 
 def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
-    """Raise what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
+    """Raise the engine's error about an archive as a :class:`CorruptCheckpointError`."""
     raise corrupt(error, path) from None
 
 
 def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
-    """Return what the engine found wrong with an archive as a :class:`CorruptCheckpointError`."""
+    """Return the engine's error about an archive as a :class:`CorruptCheckpointError`."""
     reason, detail, record, offset = error.args
     by_torch = reason.startswith("Pytorch")
     parts = [f"{reason}{MINIZ_ADVICE if by_torch else ''} ({detail})"]
@@ -37,7 +37,7 @@ def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
 
 
 def bare_message(error: BaseException, path: str) -> str:
-    """Return what an error about a file says, without the file, the record and torch's advice."""
+    """Return the message of an error without the file, the record and torch's advice."""
     text = str(error).replace(MINIZ_ADVICE, "").removeprefix(f"{path}: ")
     record = getattr(error, "record", None)
     return text if record is None else text.removeprefix(f"record {record}: ")

@@ -25,7 +25,7 @@ def open_archive(f: Any) -> _C.Reader | None:
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`torch.load` takes.
+        As for :func:`torch.load`.
 
     Returns
     -------

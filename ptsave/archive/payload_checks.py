@@ -29,7 +29,7 @@ def find_damage(
     reader : RecordReader
         The archive.
     spans : ArchiveSpans
-        What reads its records.
+        Reads its records.
     progress : callable or None
         Gets the number of bytes that have been looked at.
     """

@@ -1,4 +1,4 @@
-"""Where storages go: torch's rules, asked once for each location before any bytes are there."""
+"""Places storages on devices by torch's rules, asked once for each location, before any bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Placement:
     reader : RecordReader
         The archive, with all storages reserved.
     map_location : None, str, torch.device or dict
-        What the caller has said.
+        As for :func:`ptsave.load`.
     verify : bool
         Whether records are compared with their checksums.
     """
@@ -99,7 +99,8 @@ class Placement:
     def _device_of(self, location: str) -> torch.device:
         device = self._devices.get(location)
         if device is None:
-            # Of nothing, torch makes nothing, but on the right device; or it says what is wrong.
+            # torch moves an empty storage to the right device, or raises its error for the
+            # location.
             device = self._restore(torch.UntypedStorage(0), location).device
             self._devices[location] = device
             if device == _CPU or _C.can_stage(device):

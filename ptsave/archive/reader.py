@@ -14,7 +14,7 @@ from ptsave.support.progress import ProgressCallback
 
 __all__ = ["ID_RECORD", "SMALL_RECORDS", "RecordReader"]
 
-# What torch writes into these has at most 40 bytes.
+# torch writes at most 40 bytes into each of these.
 SMALL_RECORDS = frozenset(
     {
         *("byteorder", "version", ".data/version", ".format_version", ".storage_alignment"),
@@ -26,7 +26,7 @@ ID_RECORD = ".data/serialization_id"
 
 
 class RecordReader:
-    """What torch's unpickling asks of an archive, answered by ptsave's engine.
+    """An archive as torch's unpickling sees it, over ptsave's engine.
 
     It has the methods of ``torch._C.PyTorchFileReader`` that ``torch.serialization._load`` uses.
 
@@ -35,7 +35,7 @@ class RecordReader:
     engine : _C.Reader
         An open archive.
     path : str
-        What to call it in messages.
+        Its name in messages.
     verify : bool
         Whether checksums are compared.
 

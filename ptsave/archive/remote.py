@@ -48,7 +48,7 @@ class RemoteReader(RecordReader):
         begin, directory_nbytes = _C.find_central_directory(tail, nbytes)
         self._file.write(self._tail_begin, tail)
         if begin < self._tail_begin:
-            # What lies between the directory and the tail is read, too: there is nothing but it.
+            # The part of the directory that lies before the tail.
             end = min(begin + directory_nbytes, self._tail_begin)
             (directory,) = self.source.read([(begin, end)])
             self._file.write(begin, directory)

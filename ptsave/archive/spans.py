@@ -34,8 +34,8 @@ __all__ = [
 MIB = 1 << 20
 # How many bytes that nobody wants are fetched rather than skipped.
 MAX_FETCHED_GAP = 1 * MIB
-# What is asked for at once, and what is fetched in one request: some file systems make several at
-# a time.
+# Bytes asked for at once, and bytes fetched in one request: some file systems make several at a
+# time.
 _BATCH_NBYTES = 64 * MIB
 _REQUEST_NBYTES = 8 * MIB
 
@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Damage:
-    """A record that is not what it should be.
+    """A damaged record.
 
     Attributes
     ----------
@@ -70,9 +70,9 @@ class Damage:
     offset : int
         Where it was found, in bytes.
     reason : str
-        What is wrong.
+        The kind of damage, in words.
     error : Exception
-        What to raise if there is nothing more to say.
+        The exception to raise if nothing can be added.
     crcs : _C.DamagedRecord or None
         The checksums, if it is these that are not the same.
     """
@@ -117,12 +117,12 @@ class ArchiveSpans(SpanReader, Protocol):
     """A `SpanReader` for an archive, which has records and checksums of them."""
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
-        """Read records, compare them with their checksums if asked, and return what is wrong."""
+        """Read records, compare them with their checksums if asked, and return the damage."""
         ...
 
 
 class EngineSpans:
-    """`ArchiveSpans` for what the engine reads: files and memory.
+    """`ArchiveSpans` for archives that the engine reads: files and memory.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ class FetchedSpans:
 
 
 def spans_of(reader: RecordReader) -> ArchiveSpans:
-    """Return what reads parts of an archive's records."""
+    """Return the reader of parts of an archive's records: fetched by ranges, or local."""
     return FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
 
 

@@ -31,7 +31,7 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
     -------
     StreamReader or None
         None if `f` cannot be read at any position or does not begin as a zip archive there; its
-        position is what it was.
+        position is unchanged.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
         head = f.read(4)
         f.seek(begin)
     except (OSError, io.UnsupportedOperation):
-        return None  # torch says what is missing
+        return None  # torch's error names the missing method
     is_archive = isinstance(head, bytes) and is_zip(head)  # text is torch's to refuse
     return StreamReader(f, verify=verify) if is_archive else None
 

@@ -226,7 +226,7 @@ def fills_storages(map_location: Any) -> bool:
 
 
 def _stay_on_cpu(map_location: Any) -> bool:
-    """Whether what was saved on the CPU certainly stays there."""
+    """Whether storages that were saved on the CPU certainly stay there."""
     return map_location is None or _is_cpu(map_location)
 
 
@@ -290,7 +290,7 @@ def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
 
 
 class Unpickler:
-    """What takes the place of ``torch.restricted_unpickler.Unpickler``, for one archive."""
+    """Replaces ``torch._weights_only_unpickler.Unpickler``, for one archive."""
 
     reader: RecordReader
     storages_are_plain: bool

@@ -15,7 +15,7 @@ _MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
 
 
 def read_view(spans: SpanReader, record: int | None, view: Tensor, verify: bool | None) -> Tensor:
-    """Read the bytes of one view; what comes with them is not kept.
+    """Read the bytes of one view; bytes between its blocks are read and dropped.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""`open`: a checkpoint of which only what is asked for is read."""
+"""`open`: a checkpoint whose tensors are read only when they are asked for."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
 class Archive:
     """An open checkpoint; :func:`ptsave.open` makes one.
 
-    Safe for concurrent use by threads.  Whoever is reading when it is closed gets what they read.
+    Safe for concurrent use by threads.  A read that is under way when it is closed completes.
 
     Attributes
     ----------
     path : str
-        What it is called in messages.
+        Its name in messages.
     """
 
     def __init__(self, contents: Contents, path: str, *, verify: bool) -> None:
@@ -60,7 +60,7 @@ class Archive:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the file says about itself: its format and version, or safetensors' metadata."""
+        """Metadata of the file: format and version of an archive, or safetensors' own."""
         return dict(self._contents.metadata)
 
     def keys(self) -> list[str | Path]:
@@ -85,7 +85,7 @@ class Archive:
         return True
 
     def info(self, name: str | Path) -> TensorInfo:
-        """Return what the file says about a tensor.
+        """Return the dtype, shape, strides and place of a tensor, without reading it.
 
         Raises
         ------
@@ -99,7 +99,7 @@ class Archive:
         return self._infos[number]
 
     def infos(self) -> list[TensorInfo]:
-        """Return what the file says about all tensors, in the order of `keys`."""
+        """Return the `info` of all tensors, in the order of `keys`."""
         return list(self._infos)
 
     def __getitem__(self, name: str | Path) -> Any:
@@ -128,7 +128,7 @@ class Archive:
             Where to put it: the CPU by default, wherever it was saved from.
         verify : bool, optional
             Whether checksums are compared.  A checksum is of a whole storage: by default it is
-            compared if that is what is read.  True reads the whole storage for it.
+            compared if the whole storage is read.  True reads the whole storage for it.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class Archive:
 
 
 class TensorSlice:
-    """A tensor of an archive, of which only what an index selects is read.
+    """A tensor of an archive; an index reads only the elements that it selects.
 
     Attributes
     ----------
@@ -259,14 +259,14 @@ class _LazyTensors(Mapping["str | Path", Tensor]):
         return f"<tensors of {self._archive!r}>"
 
 
-def open(  # noqa: A001 - it is to checkpoints what open is to files
+def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     f: Any, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
 ) -> Archive:
     """Open a checkpoint to look at it, and to read parts of it.
 
-    Of a ``.pt`` file only the directory at its end and the pickle are read, and then what is asked
-    for.  No code of the file runs: only what :func:`torch.load` builds with ``weights_only=True``
-    is built, and everything is read into CPU memory.
+    Of a ``.pt`` file only the directory at its end and the pickle are read, and then the entries
+    that are asked for.  No code of the file runs: only objects are built that :func:`torch.load`
+    builds with ``weights_only=True``, and everything is read into CPU memory.
 
     Parameters
     ----------
@@ -274,7 +274,7 @@ def open(  # noqa: A001 - it is to checkpoints what open is to files
         A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, from its
         current position on.
     verify : bool, default True
-        Whether what is read as a whole is compared with its CRC-32.
+        Whether storages that are read as a whole are compared with their CRC-32.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
 
@@ -286,7 +286,7 @@ def open(  # noqa: A001 - it is to checkpoints what open is to files
     Raises
     ------
     NotCheckpointError
-        If it is something else; the message says what.
+        If it is something else; the message names its format.
     CorruptCheckpointError
         If it is damaged or cut short.
     pickle.UnpicklingError

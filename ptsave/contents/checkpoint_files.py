@@ -1,4 +1,4 @@
-"""Finds the checkpoints in a directory by content: sets of shards, files, and what is neither."""
+"""Finds the checkpoints in a directory by content: sets of shards, single files, other files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ptsave.tree.flat import some_of
 __all__ = ["CheckpointFiles", "checkpoint_files"]
 
 _INDEX = re.compile(r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX))
-# What is named so and is no checkpoint is a damaged one.
+# A file of such a name that is no checkpoint is a damaged one.
 _PROMISING = re.compile(r".*\.(?:safetensors|pth?|ckpt)", re.I)
 # Other programs have files of this suffix, too: these names are those of transformers, accelerate,
 # peft and diffusers.
@@ -44,7 +44,7 @@ _PROMISING_BIN = re.compile(
 
 @dataclass
 class CheckpointFiles:
-    """What is in a directory.
+    """The checkpoints and other files in a directory.
 
     Attributes
     ----------
@@ -54,10 +54,10 @@ class CheckpointFiles:
         The checkpoints, in the order of their names: the shards of one model together, with their
         index, every other file by itself.
     problems : list of str
-        What is wrong with the directory: shards that are missing, damaged indices, files that are
+        Problems of the directory: shards that are missing, damaged indices, files that are
         named like checkpoints and are none.
     ignored : dict of str to str
-        Names of the other files, and what they are, as far as that is known.
+        Names of the other files, and their formats, as far as these are known.
     directories : list of str
         Names of the subdirectories, which are not looked into.
     """
@@ -104,7 +104,7 @@ def checkpoint_files(path: str) -> CheckpointFiles:
 
 
 def _rest(found: CheckpointFiles) -> str:
-    """Say what else is in a directory, in which there could be one after all."""
+    """Name the subdirectories, in which there could be a checkpoint after all."""
     if not found.directories:
         return ""
     return f", whose subdirectories ({some_of(found.directories, 3)}) are not looked into"
@@ -115,7 +115,7 @@ def _shards(directory: str, names: Iterable[str]) -> ShardFiles:
 
 
 def _sort_by_content(found: CheckpointFiles, entries: list[str]) -> set[str]:
-    """Return the names of checkpoints; note what the other entries are."""
+    """Return the names of checkpoints; note the formats of the other entries."""
     names: set[str] = set()
     for name in entries:
         path = os.path.join(found.path, name)
@@ -137,7 +137,7 @@ class _Else:
 
 
 def _what_else(path: str, name: str) -> _Else | None:
-    """Return what a file is that is no checkpoint; None for a checkpoint."""
+    """Return the format of a file that is no checkpoint; None for a checkpoint."""
     is_promising = bool(_PROMISING.fullmatch(name) or _PROMISING_BIN.fullmatch(name))
     if _C.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
@@ -160,7 +160,7 @@ def _what_else(path: str, name: str) -> _Else | None:
 
 
 def _add_indexed(found: CheckpointFiles, index: str, names: set[str]) -> None:
-    """Add the set of an index, unless the model is there in one file, which is what counts then."""
+    """Add the set of an index, unless the model is there in one file, which readers prefer."""
     match = _INDEX.fullmatch(index)
     assert match is not None
     if match["single"] in names:

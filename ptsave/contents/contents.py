@@ -30,22 +30,22 @@ _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "s
 _ALIGNMENT = 16  # the largest size of an element
 
 
-# Where in a file a storage lies: what tells it from others, the archive's record, the offset in
-# bytes, and the device it was saved from.  A plain tuple, of which there may be 100,000.
+# Place of a storage in a file: a key of its own, the archive's record, the offset in bytes, and the
+# device it was saved from.  A plain tuple, because there may be 100,000.
 Place: TypeAlias = tuple[object, str | None, int | None, str | None]
 
 
 class Contents(Protocol):
-    """What an `Archive` asks of a file.  Safe for concurrent use.
+    """The contents of a file, as `Archive` uses them.  Safe for concurrent use.
 
     Attributes
     ----------
     kind : str
-        What kind of file it is: ``"pt"``, ``"safetensors"``, ...
+        The format: ``"pt"``, ``"safetensors"``, ...
     obj : object
-        What was saved.  The values of its tensors may not be there.
+        The saved object.  The values of its tensors may not be there.
     metadata : dict
-        What the file says about itself.
+        Metadata of the file.
     nbytes : int
         The size of the file.
     """
@@ -193,7 +193,7 @@ class LoadedContents:
     Parameters
     ----------
     obj : object
-        What it holds.
+        The saved object, in memory.
     locations : dict of int to str
         The locations of its storages, by `storage_id`.
     metadata : dict
@@ -238,11 +238,11 @@ class LoadedContents:
         return view_as(storage, view, 0, view.stride())
 
     def verify(self, *, progress: bool) -> None:
-        """Do nothing: what could be verified was when it was loaded."""
+        """Do nothing: checksums were compared, as far as there are any, when it was loaded."""
 
 
 def metadata_of(reader: RecordReader) -> dict[str, str]:
-    """Return what the small records of an archive say."""
+    """Return the texts of an archive's small records, such as its version."""
     names = [(text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS]
     metadata = {"format": "pt"}
     for text, *places in names:

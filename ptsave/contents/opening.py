@@ -1,4 +1,4 @@
-"""What kind of file is to be opened, and who reads it."""
+"""Recognizes the format of a file, and opens it with the reader of that format."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its begi
 
 
 def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
-    """Open what :func:`ptsave.open` is given.
+    """Open the file, URL or file object of :func:`ptsave.open`.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
         As for :func:`ptsave.open`.
     path : str
-        What to call it in messages.
+        Its name in messages.
     storage_options : dict
         For the file system of a URL.
     verify : bool
@@ -81,7 +81,7 @@ def _open_local(f: Any, path: str, verify: bool) -> Contents:
 
 @contextmanager
 def reporting_damage(path: str) -> Iterator[None]:
-    """Turn what torch raises for damage that it does not expect into what says so."""
+    """Map errors that torch raises for unexpected damage to `CorruptCheckpointError`."""
     try:
         with named_errors(path):
             yield

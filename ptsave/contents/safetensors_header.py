@@ -1,4 +1,4 @@
-"""What the header of a safetensors file says.  Its library judges whether that is sound."""
+"""Reads the header of a safetensors file, after its library has judged it sound."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StoredTensor:
     Attributes
     ----------
     name : str
-        What it is called.
+        Its name.
     shape : torch.Size
         In elements.
     dtype : torch.dtype
@@ -89,14 +89,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What is in a safetensors file.
+    """The tensors and the metadata of a safetensors file.
 
     Attributes
     ----------
     tensors : list of StoredTensor
         In the order of their bytes.
     metadata : dict of str to str
-        What the writer has added.
+        The writer's ``__metadata__``.
     """
 
     tensors: list[StoredTensor]
@@ -217,7 +217,7 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
     nbytes : int
         The size of the whole file.
     name : str
-        What to call the file in messages.
+        Name of the file in messages.
 
     Raises
     ------
@@ -253,7 +253,7 @@ def _tensor_cut_off(head: bytes, file_nbytes: int) -> str:
         ends = sorted((entry["data_offsets"][1], name) for name, entry in fields.items())
         return next((name for end, name in ends if len(head) + end > file_nbytes), "")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return ""  # the header is what is damaged
+        return ""  # the header itself is damaged
 
 
 def _stored_tensor(

@@ -1,4 +1,4 @@
-"""Which files hold a model: one file, or a directory of shards with or without an index."""
+"""Finds the files of a model: one file, or a directory of shards with or without an index."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MAX_SHARDS = 99_999
 
 @dataclass(frozen=True)
 class ShardFormat:
-    """How the Hugging Face layout names the files of one format."""
+    """File names of one format in the Hugging Face layout."""
 
     stem: str
     suffix: str
-    pattern: re.Pattern[str]  # what counts as a shard where there is no index
+    pattern: re.Pattern[str]  # of shards where there is no index
 
     @property
     def single(self) -> str:
@@ -101,7 +101,7 @@ def find_shards(path: str) -> ShardFiles:
     if not os.path.isdir(path):
         if path.endswith(INDEX_SUFFIX):
             return _indexed(path)
-        os.stat(path)  # raises what is wrong, with the file's name
+        os.stat(path)  # raises the system's error, with the file's name
         return ShardFiles([path])
     names = sorted(os.listdir(path))
     for shard_format in FORMATS.values():
@@ -130,19 +130,19 @@ def files_at(path: str) -> ShardFiles | None:
 
 
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
-    """Return what counts of what is in the files of a model.
+    """Return the items of a model's files, each from the file that the index names.
 
     Parameters
     ----------
     found : iterable of (str, str, object)
-        Names, the paths of their files, and what belongs to them.
+        Names, the paths of their files, and their items.
     files : ShardFiles
         The files; a name counts in the one that the index says.
 
     Raises
     ------
     CorruptCheckpointError
-        If the index promises what is not there.
+        If the index promises a name that is in no file.
     """
     if files.weight_map is None:
         return [each for _, _, each in found]
@@ -162,12 +162,12 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
 
 
 def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any, _T]:
-    """Return what is in the files of a model by its names; arguments as of `those_in_index`.
+    """Return the items of a model's files by name; arguments as of `those_in_index`.
 
     Raises
     ------
     CorruptCheckpointError
-        If the index promises what is not there.
+        If the index promises a name that is in no file.
     ValueError
         If a name is in two files and no index says which one counts.
     """
@@ -183,7 +183,7 @@ def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any,
 
 
 def directory_error(name: str | bytes, path: str) -> OSError:
-    """Return what to raise for a directory that is opened as a file."""
+    """Return the error for a directory that is opened as a file."""
     hint = "open one of the files in it"
     if ".metadata" in map(os.fsdecode, os.listdir(name)):
         hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
@@ -235,7 +235,7 @@ class NumberedSet:
     missing : str
         The first that is not, or "".
     single : str
-        What the file would be called if the set were not split.
+        Name of the file if the set were not split.
     """
 
     names: list[str]

@@ -1,4 +1,4 @@
-"""What a file says about its tensors."""
+"""`TensorInfo`: dtype, shape and place of a file's tensors, read without their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int
 
 
 class TensorInfo(NamedTuple):
-    """What a file says about one of its tensors.
+    """Dtype, shape and place of one tensor of a file.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class _Others(Sequence["str | Path"]):
 
 
 def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
-    """Return what there is to say about all tensors of a file, in the order of their names."""
+    """Return the `TensorInfo` of all tensors of a file, in the order of their names."""
     with pausing_garbage_collection():
         places = contents.places_of(names.tensors)
         groups: dict[object, list[str | Path]] = {}
@@ -123,10 +123,10 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
 
 
 def facts_of(tensors: list[Tensor]) -> list[Facts]:
-    """Return what tensors say about themselves; one that is not strided has no stride."""
+    """Return the `Facts` of tensors; one that is not strided has no stride."""
     facts = _C.tensor_facts(tensors)
     if None not in facts:
-        return facts  # type: ignore[return-value]  # no copy of what may be long
+        return facts  # type: ignore[return-value]  # no copy of a list that may be long
     return [
         _dense_facts_of(tensor) if found is None else found
         for found, tensor in zip(facts, tensors, strict=True)

@@ -1,4 +1,4 @@
-"""`compact`: a checkpoint whose storages hold only what its tensors use."""
+"""`compact`: a checkpoint whose storages hold only bytes that its tensors use."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ __all__ = ["Compaction", "compact"]
 
 # How much larger than its elements the part of a storage may be that only one tensor uses.
 _MAX_SPARSE = 2
-# What a storage more takes in a file, at most: its headers, its alignment, its part of the pickle.
+# Bytes that a further storage takes in a file at most: headers, alignment, its part of the pickle.
 _RECORD_NBYTES = 1024
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """What `compact` has done, or would do.
+    """The result of `compact`, or of a dry run.
 
     Attributes
     ----------
     path : str
-        What was written, or would be.
+        The file that was written, or would be.
     n_tensors : int
         How many tensors the checkpoint has.
     n_storages : int
@@ -77,11 +77,11 @@ def compact(
 ) -> Compaction:
     """Rewrite a ``.pt`` file without the bytes of storages that none of its tensors uses.
 
-    A view that is saved takes its whole storage along.  Here it gets a storage of what lies between
-    its first and its last element, or, if it would leave most of that unused, of its elements
-    alone.  Views that overlap share one storage, so writing through one still changes the others;
-    those of one storage that are a KiB or more apart share nothing afterwards.  (Between others a
-    storage more would take what it saves.)  All else stays as it is.
+    A view that is saved takes its whole storage along.  Here it gets a storage from its first to
+    its last element, or, if it would leave most of that unused, of its elements alone.  Views that
+    overlap share one storage, so writing through one still changes the others; those of one storage
+    that are a KiB or more apart share nothing afterwards. (Between others a further storage would
+    take as much as it saves.) All else stays as it is.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def compact(
     target : str or os.PathLike, optional
         Where to write: over the source by default, if that makes it smaller.
     dry_run : bool, default False
-        Whether only to find out what would be saved.
+        Whether only to compute the size of the result.
     force : bool, default False
         Whether to replace another file than the source.
     fsync : bool, default False
@@ -189,7 +189,7 @@ class _Part(NamedTuple):
 
 
 class _Compactor:
-    """Makes tensors over storages of only what they need.
+    """Makes tensors over storages of only the bytes that they need.
 
     Attributes
     ----------
@@ -260,7 +260,7 @@ class _Compactor:
 def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the numbers of tensors that may get another storage, by the one that they have."""
     others = [tensor for tensor in tensors if not _is_plain(tensor)]
-    _, storages = pickle_object(others, pickle, 2)  # which knows what such tensors consist of
+    _, storages = pickle_object(others, pickle, 2)  # pickling finds the storages of such tensors
     stays = {storage_id(storage) for storage in _C.untyped_storages(storages)}
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -310,7 +310,7 @@ def _joined(part: _Part, end: int, *users: int) -> _Part:
 
 
 def _packed(part: _Part, tensors: Sequence[Tensor]) -> _Part:
-    """Return a part without what lies between the elements of its only tensor, if that is much."""
+    """Return a part without the gaps between the elements of its only tensor, if they are large."""
     nbytes = tensors[part.users[0]].nbytes
     saved = part.nbytes - nbytes
     if len(part.users) > 1 or saved < _RECORD_NBYTES or part.nbytes <= _MAX_SPARSE * nbytes:

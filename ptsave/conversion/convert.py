@@ -41,24 +41,24 @@ Format: TypeAlias = Literal["pt", "safetensors"]
 
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _N_NAMED = 8
-# What transformers looks for in a safetensors file.
+# transformers looks for this in a safetensors file.
 _PLAIN_METADATA = {"format": "pt"}
 
 
 @dataclass
 class Conversion:
-    """What `convert` has done.
+    """The result of `convert`.
 
     Attributes
     ----------
     path : str
-        What was written.
+        The file or directory that was written.
     n_tensors : int
         How many tensors there are in it.
     nbytes : int
         The size of its files but for an index.
     remarks : list of str
-        What is not as it was, though no value is lost.
+        Changes that lose no value, such as ``_metadata`` that a format cannot hold.
     """
 
     path: str
@@ -75,7 +75,7 @@ class _Target:
 
     @property
     def folder(self) -> str:
-        """Where temporary files may be made."""
+        """The nearest existing folder, for temporary files."""
         folder = self.path if self.is_directory else os.path.dirname(self.path)
         while folder and not os.path.isdir(folder):
             folder = os.path.dirname(folder.rstrip("/"))
@@ -86,7 +86,7 @@ def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    format: Format | None = None,  # noqa: A002 (what such functions call it)
+    format: Format | None = None,  # noqa: A002 (the usual name of this option)
     max_shard_size: int | str | None = None,
     max_size: int | str | None = None,
     drop: bool = False,
@@ -97,8 +97,8 @@ def convert(
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format, bit by bit the same.
 
-    Bytes go from file to file, through at most a few MiB for each thread.  What a ``.pt`` file has
-    checksums of is compared with them on the way, before the target appears.
+    Bytes go from file to file, through at most a few MiB for each thread.  Records of a ``.pt``
+    file are compared with their checksums on the way, before the target appears.
 
     Parameters
     ----------
@@ -117,9 +117,9 @@ def convert(
         ``.pt`` to ``.pt`` file: default 8 times those of their storages, and at least 1 GiB.  A
         file of a KiB can hold a tensor that is expanded to any size.
     drop : bool, default False
-        Whether what the format cannot hold is left out; else it is an error.
+        Whether entries that the format cannot hold are left out; else they are an error.
     force : bool, default False
-        Whether to replace what is there.
+        Whether to replace an existing target.
     fsync : bool, default False
         Whether the files are on the disk, past all caches, when the call returns.
     progress : bool, default False
@@ -130,13 +130,13 @@ def convert(
     Returns
     -------
     Conversion
-        What was written, and what about it is not as it was.
+        The files that were written, and remarks about changes.
 
     Raises
     ------
     ValueError
-        If the target cannot hold everything (what is named), two tensors have the same flat name,
-        they would take more than `max_size`, or the arguments do not fit together.
+        If the target cannot hold everything (the message names the rest), two tensors have the same
+        flat name, they would take more than `max_size`, or the arguments do not fit together.
     FileExistsError
         If the target exists, or is the source.
     CorruptCheckpointError
@@ -391,7 +391,7 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
 
 
 def _refuse_source(target: _Target, files: Sequence[str]) -> None:
-    """Refuse to replace what is read."""
+    """Refuse to replace a file that is read."""
     for path in files:
         own = os.path.dirname(path) or "."
         if not target.is_directory:

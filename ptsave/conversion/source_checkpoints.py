@@ -1,4 +1,4 @@
-"""Opening what is to be converted: its object, with tensors whose bytes stay where they are."""
+"""Opens the source of a conversion: its object, with tensors whose bytes stay where they are."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from ptsave.tree.containers import items_of
 
 __all__ = ["SourceCheckpoint", "open_checkpoint"]
 
-# Of a URL: what is in memory at a time, and what is asked for in one request.
+# Of a URL: bytes in memory at a time, and bytes asked for in one request.
 _BATCH_NBYTES = 32 * MIB
 _REQUEST_NBYTES = 8 * MIB
 
 
 @dataclass
 class SourceCheckpoint:
-    """What is in a file, or in all files of a model, while its tensors are not read.
+    """A file, or all files of a model, opened without reading tensors.
 
     Attributes
     ----------
     path : str
-        What was opened.
+        The file or directory, or the URL.
     obj : object
-        What was saved; for the files of a model, one dict of all of them.
+        The saved object; for the files of a model, one dict of all of them.
     files : list of str
         The local files.
     is_safetensors : bool
         Whether all are safetensors files.
     metadata : dict of str to str
-        What those say beside their tensors.
+        Their ``__metadata__``.
     remarks : list of str
-        What their owner should know.
+        Facts that the owner of the files should know.
     """
 
     path: str = ""
@@ -74,7 +74,7 @@ def open_checkpoint(
     Parameters
     ----------
     path : str
-        What to open.
+        The file, directory or URL to open.
     sources : PayloadSources
         Learns where the bytes of the tensors are.
     stack : contextlib.ExitStack

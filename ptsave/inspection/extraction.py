@@ -37,7 +37,7 @@ def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dic
     names : sequence of str
         Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
     verify : bool, default True
-        Whether what is read as a whole is compared with its checksum.
+        Whether storages that are read as a whole are compared with their checksums.
 
     Returns
     -------
@@ -110,8 +110,8 @@ def write_entries(
     entries : mapping of str to object
         One is written as it is, several as a dict.
     output : str or binary file
-        A path: the suffix ``.safetensors`` or ``.npy`` says in which format; any other, and a file,
-        gets what :func:`ptsave.save` writes.
+        A path: the suffix ``.safetensors`` or ``.npy`` says in which format; any other path, and a
+        file, is written by :func:`ptsave.save`.
     overwrite : bool, default False
         Whether a file that is there may be replaced.
     max_size : int or str, optional
@@ -170,7 +170,7 @@ def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _write_npy(output: str, obj: Any) -> None:
-    """Write what ``numpy.save`` would."""
+    """Write the bytes that ``numpy.save`` would write, in pieces, without NumPy's copy."""
     if not isinstance(obj, Tensor):
         raise TypeError(
             f"an .npy file holds one array, not {type(obj).__name__}: write a .pt file, or ask for "

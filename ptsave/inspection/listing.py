@@ -1,4 +1,4 @@
-"""What checkpoint files hold, without the values of their tensors."""
+"""Lists the contents of checkpoint files, without the values of their tensors."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class FileListing:
-    """What one file holds.
+    """The contents of one file.
 
     Attributes
     ----------
     path : str
         The file.
     kind : str
-        What kind of file it is: ``"pt"``, ``"safetensors"``, ...
+        The format: ``"pt"``, ``"safetensors"``, ...
     metadata : dict
-        What it says about itself, as :attr:`Archive.metadata`.
+        Its metadata, as :attr:`Archive.metadata`.
     tree : EntryTree
         Its entries; the tensors have no values.
     facts : list of tuple
-        What there is to say of each tensor of the tree, see `Facts`.
+        `Facts` of each tensor of the tree.
     places : list of tuple
         Where each of them lies, see `Place`.
     sharing : dict of int to list of int
@@ -84,12 +84,12 @@ class FileListing:
 
 
 def list_file(f: Any) -> FileListing:
-    """Return what a checkpoint holds.
+    """Return the listing of a checkpoint.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes; raises as that does.
+        As for :func:`ptsave.open`, whose errors it raises.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
     nbytes = end = 0
     for _, shape, stride, begin, view_nbytes, _ in sorted(views, key=lambda view: view[3]):
         n_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
-        if math.prod(shape) == n_elements:  # without gaps: what they have in common counts once
+        if math.prod(shape) == n_elements:  # without gaps: common bytes count once
             nbytes += max(begin + view_nbytes - max(begin, end), 0)
             end = max(end, begin + view_nbytes)
         else:

@@ -1,4 +1,4 @@
-"""Which functions and classes a checkpoint's pickle asks for, told without running it."""
+"""Finds the functions and classes that a checkpoint's pickle asks for, without running it."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def unsafe_globals(names: Iterable[str]) -> list[str]:
 
 
 def never_allowed(module: str) -> bool:
-    """Whether torch refuses what is in a module even if it is on the list."""
+    """Whether torch refuses a module's functions even if they are on the list."""
     return module in ("", *blocked_modules)
 
 

@@ -53,7 +53,7 @@ class Problem:
     Attributes
     ----------
     reason : str
-        What is wrong.
+        The kind of damage, in words.
     record : str or None
         The damaged record, if it is one.
     offset : int or None
@@ -70,7 +70,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verification:
-    """What has come of verifying one file.
+    """The result of verifying one file.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Verification:
     problems : list of Problem
         Empty for a file that is whole, as far as could be checked.
     remarks : list of str
-        What could not be checked, and why.
+        Checks that could not be made, and why.
     n_records : int
         How many records there are; 0 for a file that is no archive.
     nbytes : int
@@ -104,16 +104,16 @@ class Verification:
 
 @dataclass(frozen=True)
 class DirectoryVerification:
-    """What has come of verifying all checkpoints in a directory.
+    """The result of verifying all checkpoints in a directory.
 
     Attributes
     ----------
     contents : CheckpointFiles
-        What is in the directory; also what was not looked at.
+        The files in the directory; also those that were not looked at.
     files : list of Verification
         Of each checkpoint.
     problems : list of Problem
-        What is wrong with the directory, or with a set of shards, beside its files.
+        Problems of the directory, or of a set of shards, beside those of its files.
     """
 
     contents: CheckpointFiles
@@ -244,7 +244,7 @@ def _reader_of(f: Any, path: str) -> RecordReader:
 
 
 def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
-    """Verify what has no checksums by reading it as far as its own library does."""
+    """Verify a file without checksums by reading it as far as its own library does."""
     try:
         contents = open_contents(f, path, {}, verify=True)
     except NotCheckpointError:
@@ -358,7 +358,7 @@ def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
 
 
 def _tensors_made_of_values(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
-    """Return what `_tensors_in` does for an object that torch makes with its values only."""
+    """Return the result of `_tensors_in` for an object that torch makes with its values only."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
     for name, record in found:
@@ -379,7 +379,7 @@ def _names_in(tree: EntryTree) -> list[str]:
 def _verify_without_directory(
     stream: BinaryIO, path: str, error: CorruptCheckpointError
 ) -> Verification:
-    """Say of an archive whose directory is not there, or damaged, what is left of it."""
+    """Verify an archive whose directory is missing or damaged, by the records that are left."""
     with CutArchive(stream) as archive:
         whole = {record.name for record in archive.records if record.is_whole}
         tensors, kept = archive.entries()
@@ -402,7 +402,7 @@ def _problem_of(error: CorruptCheckpointError) -> Problem:
 
 
 def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Problem]:
-    """Return what is wrong with a set of shards whose files are what they should be.
+    """Return the problems of a set of shards whose files, each by itself, are whole.
 
     Parameters
     ----------

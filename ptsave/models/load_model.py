@@ -50,8 +50,8 @@ def load_model(
     Before the first byte of the model changes all files are opened, and names, shapes, headers and
     sizes are checked.  Then every byte is read once, by several threads: straight into the
     parameter where that is all it takes, and otherwise ahead of its use, into tensors of at most
-    128 MiB together (or the largest tensor that a ``weight_loader`` gets).  What the page cache has
-    of a safetensors file is not read ahead, but used where it is.
+    128 MiB together (or the largest tensor that a ``weight_loader`` gets).  Parts of a safetensors
+    file that the page cache holds are not read ahead, but used where they are.
 
     Parameters
     ----------
@@ -72,10 +72,10 @@ def load_model(
         match whole components of a path, and the longest one wins.  Default: the model's attribute
         of that name, if it has one.  A tensor whose packed parameter does not exist keeps its name.
     strict : bool, default True
-        Whether what is missing, unexpected, there twice, or left out of a packed parameter is an
-        error.  If not, of two tensors for one place the later one is loaded.
+        Whether tensors that are missing, unexpected, there twice, or left out of a packed parameter
+        are an error.  If not, of two tensors for one place the later one is loaded.
     device : torch.device, str or int, optional
-        Where the model shall be.  What is on the meta device gets memory there, as by
+        Where the model shall be.  A tensor on the meta device gets memory there, as by
         :meth:`torch.nn.Module.to_empty` (but tied parameters stay tied, and attributes stay), and
         anything else is moved.  By default the model stays where it is.
     progress : bool, default False
@@ -84,7 +84,7 @@ def load_model(
     Returns
     -------
     LoadedWeights
-        What did not fit.
+        The names that did not fit.
 
     Raises
     ------
@@ -108,8 +108,8 @@ def load_model(
     -----
     Parameters and buffers that share memory count as one, of which one name is enough; where the
     checkpoint has several, the last in the model's order counts, as for ``load_state_dict``.
-    Buffers that state dicts leave out may be missing.  CRCs are verified for what
-    :func:`torch.save` has written; safetensors files have none.
+    Buffers that state dicts leave out may be missing.  CRCs are verified for files of
+    :func:`torch.save`; safetensors files have none.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def load_model(
 
 
 def _move(model: nn.Module, plan: WeightPlan, device: torch.device | str | int | None) -> None:
-    """Bring the model where it shall be; what is on the meta device must go somewhere."""
+    """Move the model to `device`; tensors on the meta device that are filled need one."""
     on_meta = [name for name, tensor in plan.tensors.by_name.items() if tensor.is_meta]
     if device is None:
         if planned := {delivery.name for delivery in plan.deliveries}.intersection(on_meta):
@@ -156,7 +156,7 @@ def _move(model: nn.Module, plan: WeightPlan, device: torch.device | str | int |
                 "have no memory: pass device="
             )
         return
-    device = torch.empty(0, device=device).device  # raises what is wrong with it
+    device = torch.empty(0, device=device).device  # raises torch's error for a bad one
     if on_meta:
         _allocate(model, device)
         filled = {
@@ -240,7 +240,7 @@ class Filling:
     _nbytes_done: int = field(default=0, init=False)
 
     def run(self) -> None:
-        """Fill the model: first what is read straight into it, then the rest in order."""
+        """Fill the model: first the tensors read straight into it, then the rest in order."""
         direct: list[Read] = []
         others: list[Delivery] = []
         places = Places()
@@ -305,7 +305,7 @@ class Filling:
             pending.result()
 
     def _batches(self, deliveries: Iterable[Delivery]) -> Iterator[list[tuple[Delivery, int, int]]]:
-        """Yield what is read together: half of the budget, or one tensor."""
+        """Yield batches to read together: half of the budget, or one tensor."""
         batch: list[tuple[Delivery, int, int]] = []
         nbytes = 0
         for delivery in deliveries:
@@ -333,7 +333,7 @@ class Filling:
     def _put(self, batch: list[Staged]) -> None:
         batch.reverse()
         while batch:
-            staged = batch.pop()  # nothing here keeps what has been delivered
+            staged = batch.pop()  # nothing here keeps a tensor that has been delivered
             delivery, storages = staged.delivery, [staged.read.target.untyped_storage()]
             is_mapped = staged.read.is_mapped
             try:

@@ -19,7 +19,7 @@ PackedModulesMapping: TypeAlias = Mapping[str, "tuple[str, ShardId] | Sequence[s
 
 @dataclass(frozen=True)
 class Route:
-    """Where a packed tensor goes.
+    """The destination of a packed tensor.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class PackedModules:
     Raises
     ------
     TypeError
-        For a value that is neither, and for what is no mapping.
+        For a value that is neither, and for an argument that is no mapping.
     ValueError
         For an empty name, and for a name that the mapping sends to two places.
 

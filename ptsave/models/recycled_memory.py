@@ -18,14 +18,14 @@ _MAX_LENT = 256  # of more, the oldest are their keepers' for good
 class RecycledMemory:
     """Lends tensors; the memory of those that nobody refers to any more is lent again.
 
-    Fresh pages cost more than what is copied into them, and a model has many tensors of one size.
-    Memory is lent again for the same number of bytes only, so that what is kept has no more than
-    its own.  One thread at a time.
+    Fresh pages cost more than the copy into them, and a model has many tensors of one size.
+    Memory is lent again for the same number of bytes only, so that a tensor that somebody keeps has
+    no more than its own.  One thread at a time.
 
     Parameters
     ----------
     max_nbytes : int
-        How much memory is held, lent or not.  (What is lent may be more.)
+        How much memory is held, lent or not.  (More may be lent.)
 
     Examples
     --------

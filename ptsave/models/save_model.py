@@ -34,7 +34,7 @@ __all__ = [
     "split",
 ]
 
-# What torch.save calls the files of this layout, for those who look for them.
+# Formats of `save_model` by their public names; "pt" files have the suffix .bin in this layout.
 FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
 
 
@@ -43,7 +43,7 @@ def save_model(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    format: Literal["safetensors", "pt"] = "safetensors",  # noqa: A002 (what such functions call it)
+    format: Literal["safetensors", "pt"] = "safetensors",  # noqa: A002 (the usual name of this option)
     fsync: bool = False,
 ) -> None:
     r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
@@ -53,7 +53,7 @@ def save_model(
     Parameters
     ----------
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
-        What to save.
+        The weights to save.
     directory : str or os.PathLike
         Where, created if there is nothing.
     max_shard_size : int or str, default "5GB"
@@ -69,7 +69,7 @@ def save_model(
     Raises
     ------
     TypeError
-        For what is no tensor, or a kind of tensor that the format has not.
+        For an entry that is no tensor, or a kind of tensor that the format has not.
     ValueError
         For a size or format that is none.
     SaveError
@@ -115,7 +115,7 @@ def save_model(
         ShardSet(folder, format, shards, fsync).write()
 
 
-# ----------------------------------------------------------------------------- what goes into which
+# ----------------------------------------------------------------------------- division into shards
 
 
 @dataclass
@@ -147,7 +147,7 @@ def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> li
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor
-        What to divide.
+        The tensors to divide.
     limit : int
         The bytes of tensors that a shard holds at most, unless it is one tensor.
     tied : bool, default True
@@ -184,7 +184,7 @@ class ShardSet:
     kind : str
         "safetensors" or "pt".
     shards : list of Shard
-        What is in each.
+        The contents of each.
     fsync : bool
         As for `save_model`.
     """
@@ -195,7 +195,7 @@ class ShardSet:
     fsync: bool
 
     def write(self) -> None:
-        """Write shards, then the index, then remove what they replace."""
+        """Write shards, then the index, then remove the files that they replace."""
         files = FORMAT_FILES[self.kind]
         old = files_of_sets(self.folder, files)
         names = self._names(files)
@@ -211,7 +211,7 @@ class ShardSet:
             _sync(self.folder)
 
     def _check_room(self) -> None:
-        """Refuse what the disk, as far as it tells, has no room for, before anything is copied."""
+        """Refuse a model that does not fit on the disk, as far as that tells, before any copy."""
         disk = os.statvfs(self.folder)
         nbytes = sum(shard.nbytes for shard in self.shards)
         if disk.f_blocks and nbytes > disk.f_bavail * disk.f_frsize:
@@ -259,9 +259,10 @@ class ShardSet:
         write_bytes(os.path.join(self.folder, files.index), text.encode(), fsync=self.fsync)
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
-        """Remove the older set, so that at any moment what is left is the new one."""
+        """Remove the older set, in an order in which every reader finds the new one meanwhile."""
         if len(self.shards) > 1:
-            # An unsplit model goes before an index, so this is what makes the new set the model.
+            # Readers prefer an unsplit model to an index, so removing it makes the new set the
+            # model.
             old |= {files.single}
             order = sorted(old, key=lambda name: name != files.single)
         else:
@@ -329,7 +330,7 @@ def _unlink_if_there(path: str) -> None:
 
 @contextmanager
 def save_errors(folder: str) -> Iterator[None]:
-    """Turn what fails in the block, by writing to `folder`, into :class:`SaveError`."""
+    """Map OSErrors of the block, which writes to `folder`, to :class:`SaveError`."""
     try:
         yield
     except SaveError:

@@ -1,4 +1,4 @@
-"""The files of a model as sources of tensors: what is in them, and reading it into place."""
+"""The files of a model as sources of tensors: lists their entries, and reads them into place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Entry:
     shape: torch.Size
     dtype: torch.dtype
     shard: Shard
-    stored_nbytes: int  # of what the file holds of it, or of the storage that it is a view of
+    stored_nbytes: int  # in the file: its own, or those of the storage that it is a view of
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +100,7 @@ class SafetensorsShard:
         return None if memory is None else memory.view(entry.dtype).view(shape)
 
     def detach(self, storage: torch.UntypedStorage) -> None:
-        """Let the memory of what was mapped be its keeper's, whatever becomes of the file."""
+        """Make a mapped tensor independent of the file, because somebody keeps it."""
         _C.detach_from_file(storage, os.fsencode(self.path))
 
     def can_fill(self, entry: Entry, target: Tensor) -> bool:
@@ -121,10 +121,10 @@ class SafetensorsShard:
 
 
 class PickledShard:
-    """What :func:`torch.save` has written: a dict of tensors, loaded with ``weights_only=True``.
+    """A file of :func:`torch.save` with a dict of tensors, loaded with ``weights_only=True``.
 
-    Files whose tensors cannot be left unread (those of old versions of torch) are loaded to see
-    what is in them, let go of, and loaded again when they are read.
+    Files whose tensors cannot be left unread (those of old versions of torch) are loaded to list
+    them, let go of, and loaded again when they are read.
     """
 
     def __init__(self, path: str) -> None:
@@ -183,7 +183,7 @@ class PickledShard:
         self.__exit__(None, None, None)
 
     def __exit__(self, *exception: Any) -> None:
-        self._tensors = {}  # what is still referred to would be read
+        self._tensors = {}  # storages that are still referenced would be read
         self._copier = None
         self._open_file.__exit__(*exception)
         self._open_file = ExitStack()
@@ -207,7 +207,7 @@ def open_shards(files: ShardFiles, stack: ExitStack) -> list[Entry]:
     Raises
     ------
     CorruptCheckpointError
-        If a file is damaged, no checkpoint, or has not got what the index promises.
+        If a file is damaged, no checkpoint, or lacks a tensor that the index promises.
     OSError
         If one cannot be opened.
     """

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a model, and what does not fit: before anything moves."""
+"""Plans which tensors of a checkpoint fill which of a model, before anything moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loader_of
 
 
 class LoadedWeights(NamedTuple):
-    """What did not fit when :func:`ptsave.load_model` filled a model.
+    """Names that did not fit when :func:`ptsave.load_model` filled a model.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ def _left_out_of_state_dicts(model: nn.Module) -> Iterator[str]:
 
 
 def _identity(tensor: Tensor) -> object:
-    """Return what tied tensors have in common: the object, or its place in memory."""
+    """Return a key that tied tensors share: the object's id, or its place in memory."""
     if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     try:
@@ -117,7 +117,7 @@ class Delivery:
 
 @dataclass
 class WeightPlan:
-    """All deliveries, in the order of the files, and what does not fit.
+    """All deliveries, in the order of the files, and the names that do not fit.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ class WeightPlan:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         where = f"(file {entry.shard.path}, tensor {entry.name})"
         if loader_of(target) is not None:
-            # It knows what shapes it takes, but is given memory for all of the tensor first.
+            # It checks shapes by itself, but gets memory for all of the tensor first.
             if entry.nbytes > default_limit(entry.stored_nbytes):
                 return (
                     f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '

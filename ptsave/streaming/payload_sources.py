@@ -1,4 +1,9 @@
-"""Where the bytes of tensors without values are: in files, in memory, in one temporary file."""
+"""Maps placeholder tensors to byte ranges in files, in memory, or in one temporary file.
+
+Placeholders are tensors over storages that are only addresses: those of an unread archive, or of a
+read-only mapping that nobody touches.  The pickler looks at storages and never into them, so it
+writes the pickle that torch would; shards are split by the code that splits real tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +35,13 @@ __all__ = [
     "unfilled_tensors",
 ]
 
-# What of a tensor that has to be rearranged is in memory at a time.
+# Bytes in memory at a time of a tensor that has to be rearranged.
 _PIECE_NBYTES = 32 << 20
 _SPOOL_ALIGNMENT = 64
 
 
 class StoragePlace(NamedTuple):
-    """Where the bytes of a storage are.
+    """The bytes of a storage, as a range of a source.
 
     Attributes
     ----------
@@ -63,7 +68,7 @@ class StoragePlace(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """Where the bytes of a tensor are, in the order of its elements.
+    """The bytes of a tensor, in the order of its elements, as a range of a source.
 
     Attributes
     ----------
@@ -94,7 +99,7 @@ class PayloadSources:
     Parameters
     ----------
     stack : contextlib.ExitStack
-        Closes what has to be closed.
+        Closes the sources.
     folder : str
         Where a temporary file may be made; it never has a name.
     """
@@ -113,7 +118,7 @@ class PayloadSources:
         self.locations: dict[int, str] = {}
 
     def open(self) -> _C.PayloadSources:
-        """Return what the engine reads from."""
+        """Return the engine's form of these sources."""
         if self._opened is None:
             self._opened = _C.PayloadSources(self._items, direct=config.current().direct_reads)
         return self._opened
@@ -199,7 +204,7 @@ class PayloadSources:
         return TemporaryFile(self._folder, self._stack).descriptor
 
     def copy_location(self, tensor: Tensor, stand_in: Tensor) -> None:
-        """Remember that what stands for a tensor was saved from the same device."""
+        """Remember that a tensor's stand-in was saved from the same device."""
         location = self.locations.get(storage_id(tensor.untyped_storage()))
         if location is not None:
             self.locations[storage_id(stand_in.untyped_storage())] = location

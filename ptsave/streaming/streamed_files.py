@@ -41,14 +41,14 @@ _HEADER_ALIGNMENT = 8
 
 
 class StreamedPlan:
-    """A file that is planned, and what its payloads have to be.
+    """A planned file, and the expected checksums of its payloads.
 
     Parameters
     ----------
     path : str
         The file.
     sources : PayloadSources
-        What its payloads are read from.
+        Sources of its payloads.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class StreamedPlan:
         Raises
         ------
         CorruptCheckpointError
-            If a record is not what its checksum says; there is no file then.
+            If a record does not match its checksum; there is no file then.
         SaveError
             If it cannot be written.
         """
@@ -102,12 +102,12 @@ class StreamedPlan:
 
 
 class PicklePlan(StreamedPlan):
-    """What :func:`torch.save` would write of an object whose storages are elsewhere.
+    """A file as of :func:`torch.save`, of an object whose storages are elsewhere.
 
     Parameters
     ----------
     obj : object
-        What to save.
+        The object to save.
     path : str
         Where.
     sources : PayloadSources
@@ -131,7 +131,7 @@ class PicklePlan(StreamedPlan):
 
 
 class SafetensorsPlan(StreamedPlan):
-    """What ``safetensors.torch.save_file`` would write of tensors whose storages are elsewhere.
+    """A file as of ``safetensors.torch.save_file``, of tensors whose storages are elsewhere.
 
     Parameters
     ----------
@@ -176,8 +176,8 @@ def write_safetensors(
 ) -> None:
     """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
 
-    Unlike that function it takes tensors that share memory or are not contiguous.  What is not
-    contiguous CPU memory already is copied there, for as long as the call takes.
+    Unlike that function it takes tensors that share memory or are not contiguous.  Tensors that are
+    not contiguous CPU memory already are copied there, for as long as the call takes.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def write_safetensors(
         Strided ones on any device.
     path : str
         Replaced atomically, as by :func:`ptsave.save`: the file gets the mode of the one it
-        replaces, or what the umask leaves of 0666, and a symbolic link is followed.
+        replaces, or 0666 less the umask, and a symbolic link is followed.
     metadata : mapping of str to str
         The ``__metadata__``.
     fsync : bool, default False
@@ -217,9 +217,9 @@ def write_bytes(
     path : str
         The file.
     head : bytes
-        What it begins with.
+        The beginning of the file.
     values : torch.Tensor, optional
-        What follows: all bytes of a contiguous tensor on the CPU.
+        The rest: all bytes of a contiguous tensor on the CPU.
     fsync : bool, default False
         Whether the file is on the disk, past all caches, when the call returns.
 
@@ -238,7 +238,7 @@ def write_bytes(
 
 
 def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise what `write_safetensors` raises for tensors that the format cannot hold."""
+    """Raise the errors of `write_safetensors` for tensors that the format cannot hold."""
     _check_names(tensors)
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
@@ -313,7 +313,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return what a file of these tensors, in this order, begins with, as the library writes it."""
+    """Return the header of a file of these tensors, in this order, as the library writes it."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, tensor in tensors.items():

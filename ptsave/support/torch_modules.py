@@ -86,7 +86,7 @@ _METADATA = "_metadata"
 
 
 def optimizer_policy() -> Callable[..., Tensor]:
-    """Return what casts a value of an optimizer's state; somebody may have replaced it."""
+    """Return the method that casts values of an optimizer's state; users may have replaced it."""
     return Optimizer._process_value_according_to_param_policy
 
 

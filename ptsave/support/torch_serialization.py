@@ -48,7 +48,7 @@ __all__ = [
     "user_allowed_globals",
 ]
 
-# `load` and `save` are torch's own, as they were when ptsave was imported: for what is handed on.
+# `load` and `save` are torch's own, as they were at import: calls that ptsave hands on go to these.
 
 # Reads a zip archive with torch's C++ code.
 ArchiveFileReader: Any = private(torch._C, "PyTorchFileReader")

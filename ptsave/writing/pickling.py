@@ -86,7 +86,7 @@ def pickle_object(
     Parameters
     ----------
     obj : object
-        What to save.
+        The object to save.
     pickle_module : module
         Has a ``Pickler`` class: ``pickle``, ``dill``, ...
     pickle_protocol : int

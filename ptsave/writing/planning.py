@@ -1,4 +1,4 @@
-"""Which records an archive has, in torch's order, and where the bytes of its storages come from."""
+"""Plans the records of an archive, in torch's order, and the sources of its storages' bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_archive(
     Parameters
     ----------
     target : str or file-like
-        What it will be written to: the root folder has the name of a path.
+        The target: the archive's root folder is named after a path.
     data : bytes
         The record ``data.pkl``.
     storages : _C.StorageList
@@ -62,7 +62,7 @@ def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]
 
 
 def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
-    # torch's C++ writer adds what the Python part has left out.
+    # torch's C++ writer adds the record that the Python part has left out.
     byte_order = [_byte_order_record()] if no_byte_order else []
     return [
         ("version", b"3\n", 2),

@@ -1,4 +1,13 @@
-"""Where a checkpoint's bytes go: a path, a real file, memory, or anything with ``write``."""
+"""Writes a planned file to its target: a path, a real file, memory, or an object with ``write``.
+
+* A regular file is replaced by a rename.  It is overwritten in place where its directory does not
+  allow replacing it (no permission, sticky, a mount point), where the path is a link of ``/proc``
+  to an open file (``/dev/stdout``), and with ``atomic=False`` unless this process has it mapped.
+  Nothing that another saver does meanwhile can bring that about, because the choice follows from
+  links, directories, owners and mounts, never from two looks at a file.
+* A save goes past the page cache if it has to wait for the disk: with ``fsync``, or if it is larger
+  than half of the dirty pages that the kernel holds before it makes writers wait.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +48,7 @@ def root_for_path(path: str) -> str:
 
 
 def check_path(path: str) -> None:
-    """Raise now what writing to `path` would raise later, before the object is pickled."""
+    """Raise now the errors that writing to `path` would raise after pickling."""
     if "\0" in path:
         raise ValueError("embedded null byte")
     if not root_for_path(path):
@@ -54,7 +63,7 @@ def check_path(path: str) -> None:
 
 
 def resolve_target(f: Any) -> Any:
-    """Return `f` as a str if it is a path, and raise now what writing to it would raise later."""
+    """Return `f` as a str if it is a path, and raise now the errors of writing to it."""
     if isinstance(f, os.PathLike):
         f = os.fspath(f)
     if isinstance(f, str):
@@ -80,7 +89,7 @@ class FileWriter:
     Parameters
     ----------
     plan : _C.WritePlan or _C.PackedPlan
-        What is in the file, and where.
+        The layout and the contents of the file.
     compute_crcs : bool
         False writes zeros for every checksum, as torch can be told to.
     fsync, atomic : bool
@@ -114,7 +123,7 @@ class FileWriter:
         """Write to a path: atomically where a regular file is or will be there.
 
         Other savers may replace or remove the file at any moment.  So whether it can be replaced is
-        decided by what no saver changes: links, the directory, who owns it.
+        decided by facts that no saver changes: links, the directory, its owner.
         """
         with _translated_errors(path):
             status = _status(path)
@@ -200,7 +209,7 @@ class ArchiveWriter(FileWriter):
     _plan: _C.WritePlan
 
     def begin_staging(self) -> None:
-        """Fix the values of what is on accelerators: those the caller's streams leave there now."""
+        """Fix the values of tensors on accelerators: those that the caller's streams leave now."""
         self._plan.begin_staging(options=self._options())
 
     def write(self, target: Any) -> None:
@@ -305,7 +314,7 @@ def _writable_status(path: str) -> os.stat_result | None:
 
 
 def _resolved(path: str) -> str | None:
-    """Return the absolute name of what `path` links to; None for a link to an open file."""
+    """Return the absolute name of the file behind links; None for a link to an open file."""
     target = _C.resolve_links(os.fsencode(path))
     return None if target is None else os.path.join(os.getcwd(), os.fsdecode(target))
 
@@ -383,7 +392,7 @@ def _is_plain(stream: Any) -> bool:
 def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
     """Return a function that writes all of its argument, however little `write` takes at a time.
 
-    What `write` returns counts only if it can be a number of bytes: many file-like objects return
+    The result of `write` counts only if it can be a number of bytes: many file-like objects return
     None or something else.
     """
 
@@ -433,5 +442,6 @@ def _dirty_limit_nbytes() -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 1 << 30
-    # A control group's part: of what its limit leaves. Not by rank: what others write is gone.
+    # Of a control group, a part of the room that its limit leaves.  Not divided by ranks, because
+    # pages that others have dirtied are no longer available.
     return min(free, memory_limits.available_nbytes()) * ratio // 100
