@@ -23,8 +23,8 @@ namespace ptsave {
 class AcceleratorUnstager final : public Unstager {
  public:
   // `targets` are contiguous bytes on accelerators, which stay alive as long as this.  Copies come
-  // after what the current streams of this thread have been given by then, so that memory which
-  // they have just let go of is not overwritten too early.  Leases hold `lease_nbytes`.
+  // after all work that the current streams of this thread have by then, because a target may be
+  // memory that this work still uses.  Leases hold `lease_nbytes`.
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                       std::size_t max_leases);
   ~AcceleratorUnstager() override;
@@ -43,7 +43,7 @@ class AcceleratorUnstager final : public Unstager {
 
   bool retire_oldest();
   void copy(const c10::Storage& from, std::span<const Piece> pieces);
-  // False, and nothing has happened, if the device has no room for what arrives together.
+  // False, and nothing has happened, if the device has no room for the bytes that arrive together.
   bool distribute(const c10::Storage& from, std::span<const Piece> pieces);
 
   std::vector<at::Tensor> targets_;

@@ -1,4 +1,4 @@
-// Memory as tensors of bytes, which is what ATen copies.
+// Memory as tensors of bytes, because ATen copies tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -16,7 +16,7 @@ namespace ptsave {
 c10::Storage pinned_storage(c10::DeviceType device_type, std::size_t nbytes);
 
 // A bounded number of equal buffers, made when they are first needed.  torch's own host allocator
-// keeps what is freed, so only the first save or load of a process waits for memory to be locked.
+// keeps freed memory, so only the first save or load of a process waits for memory to be locked.
 // Safe for concurrent use.
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:

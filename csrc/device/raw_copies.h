@@ -7,7 +7,7 @@
 
 namespace ptsave {
 
-// Neither autograd nor Python modes see what this thread does as long as this lives; so it needs no
+// Hides this thread's copies from autograd and Python modes as long as it lives; so they need no
 // GIL.
 class RawCopies {
  public:

@@ -44,7 +44,7 @@ class SideStreams {
     c10::StreamGuard guard_;
   };
 
-  // Whether a device has what copies beside the caller take: streams, and pinned host memory.
+  // Whether a device has streams and pinned host memory, which copies beside the caller take.
   static bool are_supported(c10::Device device);
 
  private:
@@ -57,8 +57,7 @@ class SideStreams {
   std::vector<c10::Stream> free_;
 };
 
-// Waits for all of them, whatever becomes of each; then throws what the first that failed has
-// thrown.
+// Waits for all of them, whatever becomes of each; then throws the error of the first that failed.
 void synchronize(std::span<const c10::Event> events);
 
 }  // namespace ptsave

@@ -1,5 +1,5 @@
-// What the restricted machine computes with: values on its stack and in its memo.  The GIL is held
-// wherever these are used.
+// Values of the restricted machine, on its stack and in its memo.  The GIL is held wherever these
+// are used.
 #pragma once
 
 #include <cstddef>
@@ -57,7 +57,7 @@ class Memo {
   // Looks through the pickle, which must stay where it is.
   explicit Memo(std::string_view pickle);
 
-  // Whether the pickle reads entry `i`, so that it matters what is in it.
+  // Whether the pickle reads entry `i`; other entries need not be kept.
   bool is_read(std::uint32_t i) const {
     return i < read_.size() ? static_cast<bool>(read_[i]) : i >= n_near_ && far_read_.contains(i);
   }

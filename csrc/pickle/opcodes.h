@@ -67,7 +67,7 @@ inline std::uint64_t little_endian(std::string_view bytes) {
   return value;
 }
 
-// A place in a pickle.  As a Python file does, it gives what is left where less is left than asked.
+// A place in a pickle.  Like a Python file, it returns fewer bytes than asked near the end.
 class PickleCursor {
  public:
   explicit PickleCursor(std::string_view pickle) : pickle_(pickle) {}

@@ -38,7 +38,7 @@ bool are_built_in(PyTypeObject* type, const std::array<const char*, N>& names) {
   });
 }
 
-// What torch.Tensor.__reduce_ex__ and torch.nn.Parameter.__reduce_ex__ ask a tensor for.
+// Members of a tensor that torch.Tensor.__reduce_ex__ and torch.nn.Parameter.__reduce_ex__ use.
 constexpr std::array kTensorMembers = {"size",         "stride",          "storage_offset",
                                        "device",       "dtype",           "layout",
                                        "is_quantized", "is_sparse",       "is_nested",

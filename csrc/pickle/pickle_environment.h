@@ -1,5 +1,5 @@
-// What the pickler knows of torch and Python, and whether both still behave as it takes for
-// granted.
+// Objects of torch and Python that the pickler refers to, and a check that both still behave as it
+// assumes.
 //
 // One instance for the process, made at the first use and never freed.  Needs the GIL.
 #pragma once
@@ -16,17 +16,18 @@ class PickleEnvironment {
  public:
   static const PickleEnvironment& get();
 
-  // Whether a save does now what torch and Python do out of the box: no mode is active that could
-  // see a tensor's methods being called, none of those methods has been replaced, and no reducer
-  // is registered for a type that the pickler reduces by itself.
+  // Whether torch and Python behave as out of the box: no mode is active that could see a tensor's
+  // methods being called, none of those methods has been replaced, and no reducer is registered for
+  // a type that the pickler reduces by itself.
   bool is_default() const;
 
   // torch.storage's class for the typed storages of a dtype, or nothing if the dtype has none; then
   // its tensors are saved with an untyped storage.  HandOver: torch cannot save such a tensor.
   std::optional<Object> typed_storage_class(PyObject* dtype) const;
 
-  // Where torch.load finds storages of this storage's kind: what the first package answers that is
-  // registered with torch.serialization.  HandOver: other packages than torch's would be asked.
+  // The location from which torch.load restores this storage, such as "cuda:0": the answer of the
+  // first package registered with torch.serialization that has one.  HandOver: packages other than
+  // torch's would be asked.
   Object location_of(PyObject* untyped_storage) const;
 
   // As they are now: people replace them.

@@ -21,7 +21,7 @@ std::string_view ascii(PyObject* text) {
           static_cast<std::size_t>(PyUnicode_GET_LENGTH(text))};
 }
 
-// Whether what the name stands for in the module is the object.
+// Whether the module's attribute of that name is the object.
 bool is_found(PyObject* object, PyObject* module_name, PyObject* name) {
   const Object module = Object::steal(PyImport_GetModule(module_name));
   if (!module || PyModule_CheckExact(module.get()) == 0) {

@@ -1,5 +1,5 @@
-// The pickle being written, with what has been written so far: opcodes, memo, globals and reduced
-// objects, the same for objects of any kind.
+// The pickle being written: opcodes, memo, globals and reduced objects, the same for objects of any
+// kind.
 //
 // Lives as long as one save.  Not thread-safe; needs the GIL.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace ptsave {
 
-// Only Python's pickler knows what to write, or to raise.
+// Thrown where only Python's pickler can write the object, or raise the right error.
 struct HandOver {};
 
 // An object that one pickle refers to again and again: once it is written, its number is known

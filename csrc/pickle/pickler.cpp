@@ -1,5 +1,9 @@
-// Follows CPython's Modules/_pickle.c step by step: what is memoised when, how items are batched
-// (lists, dicts and iterators differ), and what a recursive tuple looks like, is in the bytes.
+// Follows CPython's Modules/_pickle.c step by step, because its choices are in the bytes: the
+// moment at which an object is memoised, the batches of items (lists, dicts and iterators differ),
+// the form of a recursive tuple.  Of a tensor it follows torch's persistent_id and __reduce_ex__,
+// down to the identity of interned strings ('storage', 'cpu', the key of a storage).  Objects that
+// those would make and nothing else could refer to are not made, only counted; an object with a
+// single reference, from the container in which it was met, needs no memo entry.
 #include "pickle/pickler.h"
 
 #include <c10/util/Exception.h>
@@ -25,16 +29,16 @@ namespace {
 constexpr int kBatchSize = 1000;
 // Deeper objects are left to Python's pickler, so that the C stack cannot overflow here.
 constexpr int kMaxDepth = 400;
-// What Python's pickler needs of the recursion limit: two for a container, and at its deepest the
-// calls of a tensor's __reduce_ex__ and all that it calls.
+// Levels of the recursion limit that Python's pickler uses: two for a container, and at its deepest
+// the calls of a tensor's __reduce_ex__ and all that it calls.
 constexpr int kLevelsForContainer = 2;
 constexpr int kLevelsForReduce = 16;
 
-// Of an object that is referred to once by what it was met in, and `known` times in all, as far as
-// one can know here.
+// Reach of an object with one reference from the container in which it was met, and `known`
+// references in all, as far as one can know here.
 Reach reach_with(Py_ssize_t known, PyObject* object) {
 #ifdef Py_GIL_DISABLED
-  return Reach::kAgain;  // what is counted elsewhere is not seen
+  return Reach::kAgain;  // references counted by other threads are not seen
 #else
   return Py_REFCNT(object) == known ? Reach::kOnce : Reach::kAgain;
 #endif
@@ -129,7 +133,7 @@ void Pickler::save(PyObject* object, Reach reach) {
   save_container(object, reach);
 }
 
-// What is never memoised.
+// Writes None, bools and numbers, which are never memoised.
 bool Pickler::save_atom(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
   if (object == Py_None) {
@@ -146,7 +150,7 @@ bool Pickler::save_atom(PyObject* object) {
   return true;
 }
 
-// What has no parts of any type.
+// Writes objects without parts: bytes, strings, dtypes, functions, types, ...
 bool Pickler::save_simple(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
   if (type == &PyBytes_Type) {
@@ -252,7 +256,7 @@ void Pickler::save_tuple(PyObject* tuple, Reach reach) {
   if (size > 3) out_.opcode(opcode::kMark);
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* const item = PyTuple_GET_ITEM(tuple, i);
-    // A tuple that contains itself is written twice, and with it what is only in it.
+    // A tuple that contains itself is written twice, and objects that only it holds as well.
     save(item, reach == Reach::kOnce ? reach_with(1, item) : Reach::kAgain);
   }
   if (reach == Reach::kAgain) {

@@ -16,9 +16,11 @@ struct PickledObject {
   std::vector<c10::Storage> storages;  // storage i is the record data/i
 };
 
-// Pickles `object` with protocol 2 as torch.save does, or returns nothing if it holds anything
-// whose pickle only Python's pickler knows; nothing has been changed or called then that could be
-// noticed. PythonError: what Python's pickler would raise.  The GIL is held throughout.
+// Pickles `object` with protocol 2 as torch.save does.  Returns nothing if the object needs
+// Python's pickler: other types, tensors with attributes, hooks or dispatch keys of their own,
+// torch modes, replaced methods, registered reducers and packages, 400 levels of nesting.  Nothing
+// has been changed or called then that could be noticed.  PythonError: the error of Python's
+// pickler.  The GIL is held throughout.
 std::optional<PickledObject> pickle_object(PyObject* object);
 
 }  // namespace ptsave

@@ -52,8 +52,8 @@ bool RestrictedMachine::rebuild_over(const c10::Storage& storage, c10::ScalarTyp
   return true;
 }
 
-// A tuple of the last n values is to be made.  If nothing but the next opcode can use it, and that
-// one knows what to do with the values, there is no need for the tuple.
+// Called to make a tuple of the last n values.  If nothing but the next opcode can use it, and that
+// one can take the values from the stack, the tuple is not made.
 bool RestrictedMachine::consume_tuple(std::size_t n) {
   PickleCursor ahead = cursor_;
   const auto next = [&ahead] { return ahead.at_end() ? opcode::kStop : ahead.byte(); };

@@ -50,7 +50,7 @@ class RestrictedMachine {
   void note_offset() const;
   void let_others_run();
 
-  // ---- the stack, where what leaves it towards Python must be an object
+  // ---- the stack; a value that leaves it towards Python must be an object
 
   void push_borrowed(PyObject* object) { stack_.push(Object::borrow(object)); }
   Object pop_object();

@@ -1,5 +1,6 @@
-// An abstract machine: it takes the steps that Python's and torch's unpicklers take, but on what is
-// known about each value in place of the value.  Whatever it has no rule for, it refuses.
+// An abstract machine: it takes the steps of Python's and torch's unpicklers on kinds of values
+// (plain, storage, tensor, container, ...) instead of values.  It refuses steps that it has no rule
+// for.
 #include "pickle/scan.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@
 namespace ptsave {
 namespace {
 
-// Remembers that it ran past the pickle's end; what it gives then means nothing.
+// Remembers that it ran past the pickle's end; its results mean nothing then.
 class Cursor {
  public:
   explicit Cursor(std::string_view pickle) : cursor_(pickle) {}
@@ -76,21 +77,20 @@ bool is_plain(Value value) { return value.kind == Kind::kPlain || value.kind == 
 // Whether no tensor or storage can be reached from it, now or later.
 bool is_apart(Value value) { return is_plain(value) || value.kind == Kind::kArray; }
 
-// What of a mutable object matters to those who use it; one for each object, however many
-// references.
+// The state of a mutable object; one for each object, however many references.
 struct Container {
-  // Until something else is put into it.  A container in a container is something else: what is put
-  // into the inner one later does not show here.
+  // Until something else is put into it.  A container in a container is something else, because
+  // items that are put into the inner one later do not show here.
   bool holds_plain_only = true;
   bool has_attributes = false;
 };
 
 // ------------------------------------------------------------------------------------- functions
 
-// What a pickle may call, with what, one character for an argument:
+// A function that a pickle may call, and its arguments, one character for each:
 //   s storage    t tensor or parameter    p plain    l list of plain values
 //   h hooks: stored, not looked into      m metadata: every value is asked for its truth
-//   ? what follows may be missing         * any number of plain arguments
+//   ? the rest may be missing             * any number of plain arguments
 //   # any number of plain arguments and NumPy's objects
 // A tensor where a number is expected would be asked for its value, a tensor where a sequence is
 // expected for all of them.
@@ -212,7 +212,7 @@ class Machine {
   // ---- the stack
 
   bool protocol() {
-    cursor_.byte();  // what the opcodes that are known here do is the same in all protocols
+    cursor_.byte();  // the opcodes known here are the same in all protocols
     return true;
   }
   bool mark() {
@@ -309,7 +309,7 @@ bool Machine::tuple_of(std::size_t n) {
 }
 
 bool Machine::put(std::size_t i) {
-  // Picklers count from 0 and spend bytes on each entry, so this refuses only what none has
+  // Picklers count from 0 and spend bytes on each entry, so this refuses only indices that none has
   // written, and it bounds the memory.
   if (depth() == 0 || i >= max_memo_size_) return false;
   if (i >= memo_.size()) memo_.resize(i + 1);
@@ -430,7 +430,7 @@ bool Machine::build() {
   return true;
 }
 
-// What torch.save writes: pickle protocol 2, without what makes objects of classes (NEWOBJ, EXT).
+// The opcodes of torch.save: pickle protocol 2, without those for objects of classes (NEWOBJ, EXT).
 constexpr Machine::Steps Machine::steps() {
   Steps steps{};
   steps[opcode::kNone] = steps[opcode::kNewTrue] = steps[opcode::kNewFalse] = &Machine::plain<0>;

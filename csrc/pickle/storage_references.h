@@ -31,7 +31,7 @@ struct PlainStorage {
   const StorageType* type;      // of the first reference
   std::string key;
   const std::string* location;  // as well
-  Object typed;                 // what torch's persistent_load has returned, if it was necessary
+  Object typed;                 // the result of torch's persistent_load, once it was necessary
 };
 
 // A storage of no bytes, which has no other reference.
@@ -62,14 +62,14 @@ class StorageReferences {
 
   const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
 
-  // The storage as what torch's persistent_load makes of it: one object, however often it is asked
+  // The storage as the object that torch's persistent_load makes: one, however often it is asked
   // for.
   Object as_object(std::size_t index);
 
   // Tells that torch's persistent_load is about to be called with this id.
   void leave_to_torch(PyObject* id);
 
-  // Whether torch's persistent_load cannot fail because of what the id is made of.
+  // Whether an id has the types that torch's persistent_load takes for granted.
   bool is_well_formed(PyObject* id) const;
 
  private:
@@ -77,7 +77,7 @@ class StorageReferences {
   static constexpr std::uint32_t kLeftToTorch = 1;
   static constexpr std::uint32_t kFirst = 2;  // storage i is kFirst + i
 
-  // What is known about a key.
+  // The state of a key: unseen, left to torch, or the number of a storage.
   std::uint32_t& state_of(std::string_view key);
   // Nothing if it is no storage type.
   const StorageType* known_type(PyObject* object);

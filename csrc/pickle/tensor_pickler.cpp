@@ -18,8 +18,8 @@
 namespace ptsave {
 namespace {
 
-// All that ordinary tensors have.  Whatever else takes part in dispatch (Python, functorch,
-// quantization, sparse layouts, ...) may change what a tensor says of itself.
+// Dispatch keys of ordinary tensors.  Any other one (Python, functorch, quantization, sparse
+// layouts, ...) may change a tensor's answers about itself.
 constexpr c10::DispatchKeySet kOrdinaryKeys({
     c10::DispatchKey::CPU,
     c10::DispatchKey::CUDA,
@@ -76,8 +76,8 @@ bool has_names(const TensorImpl& impl) {
 
 Object wrapped(const c10::Storage& storage) { return Object::checked(THPStorage_Wrap(storage)); }
 
-// Of what Python's str(number) would be.  Python may keep the strings of one digit, so that the
-// user's object can refer to them; longer ones are always new.
+// The first number whose str(number) is always a new object.  Python may keep the strings of one
+// digit, so that the user's object can refer to them.
 constexpr std::uint32_t kFirstFreshKey = 10;
 
 }  // namespace

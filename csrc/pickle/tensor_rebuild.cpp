@@ -108,7 +108,7 @@ bool nothing_intervenes() {
          at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// What torch does: backends outside of torch may have kinds of tensors of their own.
+// Takes torch's own steps, because backends outside of torch may have tensor types of their own.
 at::Tensor make_tensor_of_backend(const PlainTensor& plain) {
   const auto options = at::TensorOptions(plain.dtype).device(plain.storage.device());
   at::Tensor tensor = at::empty({0}, options);
@@ -184,7 +184,7 @@ Object dtype_argument(Rebuild function, PyObject* arguments) {
     return Object::borrow(PyTuple_GET_ITEM(arguments, kDtype));
   }
   const Object storage = Object::borrow(PyTuple_GET_ITEM(arguments, 0));
-  // A tensor has what torch asks of a storage here.
+  // A tensor has the attributes that torch asks a storage for here.
   if (THPVariable_Check(storage.get())) refuse_quantized();
   if (PyObject_HasAttrString(storage.get(), "_untyped_storage") == 0) return {};
   return attribute(storage, "dtype");

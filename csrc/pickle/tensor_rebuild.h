@@ -1,4 +1,4 @@
-// What torch._utils._rebuild_tensor* and _rebuild_parameter do, for plain arguments.
+// Rebuilds tensors as torch._utils._rebuild_tensor* and _rebuild_parameter do, for plain arguments.
 #pragma once
 
 #include <Python.h>
@@ -41,8 +41,8 @@ class HooksSetter {
 
  private:
   Object name_;
-  // What torch.Tensor has under that name, as long as it is torch's own: setting an attribute finds
-  // it anew for each tensor.
+  // torch.Tensor's descriptor of that name, as long as it is torch's own: setting an attribute
+  // would look it up for each tensor.
   Object descriptor_;
   PyGetSetDef* direct_ = nullptr;
 };

@@ -3,7 +3,7 @@
 namespace ptsave {
 namespace {
 
-// Reads what is expected; everything returns false, or null, for anything else.
+// Reads the expected opcodes; every function returns false, or null, for any other.
 class Recognizer {
  public:
   Recognizer(const PickleCursor& cursor, const Memo& memo) : cursor_(cursor), memo_(memo) {}
@@ -30,7 +30,7 @@ class Recognizer {
     return true;
   }
 
-  // What was made last is put nowhere, or where nobody reads it.
+  // The last object is put nowhere, or into a memo entry that nobody reads.
   bool not_kept() {
     std::uint64_t i = 0;
     if (opcode(opcode::kBinPut)) {

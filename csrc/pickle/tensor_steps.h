@@ -15,7 +15,7 @@
 
 namespace ptsave {
 
-// What the opcodes say, with borrowed objects out of the memo.
+// Arguments of a plain tensor, read from its 26 opcodes, with borrowed objects out of the memo.
 struct TensorSteps {
   // Of the persistent id ("storage", type, key, location, numel).
   PyObject* word = nullptr;

@@ -1,6 +1,7 @@
-// torch's own restricted unpickler, for single steps: what it allows, calls and raises is torch's
-// by construction.  And what of torch the fast steps must know.  The GIL is held wherever these are
-// used.
+// torch's own restricted unpickler, for single steps, and the functions of torch that the fast
+// steps recognize.  A step is a pickle of a few bytes ("h\0h\1R." for REDUCE) with the operands in
+// its memo, so its policy, its calls and its errors are torch's by construction, of the installed
+// version.  The GIL is held wherever these are used.
 #pragma once
 
 #include <Python.h>
@@ -54,7 +55,7 @@ class TorchMachine {
  public:
   TorchMachine(PyObject* persistent_load, PyObject* encoding, CollectorPause& pause);
 
-  // What `program` leaves on the stack when its memo begins with the values 0, 1, ...
+  // Returns the object that `program` leaves on the stack; its memo begins with these values.
   Object run(std::string_view program, std::initializer_list<PyObject*> memo = {}) const;
   Object run(std::string_view program, const Object& memo) const;
 

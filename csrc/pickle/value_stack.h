@@ -19,7 +19,7 @@ namespace ptsave {
 }
 
 // torch's machine has one Python list for each mark and looks into the last one only; so here
-// nothing reaches below the topmost mark, and what is missing is reported in the words of a list.
+// nothing reaches below the topmost mark, and a missing value is reported in the words of a list.
 // The GIL is held wherever this is used.
 class ValueStack {
  public:
@@ -61,7 +61,7 @@ class ValueStack {
 
  private:
   std::vector<Value> values_;
-  std::vector<std::size_t> marks_;  // what base_ was outside each mark
+  std::vector<std::size_t> marks_;  // values of base_ outside each mark
   std::size_t base_ = 0;            // how many values lie below the topmost mark
 };
 

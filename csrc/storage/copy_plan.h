@@ -38,7 +38,7 @@ struct TensorCopy {
   bool neg;
 };
 
-// What to do for a list of copies, which the numbers here mean: the destinations are read, then
+// Steps for a list of copies, whose numbers are indices into it: the destinations are read, then
 // the repeated copies are made from the targets of others, then the others, in this order.
 struct CopySteps {
   struct Repeated {

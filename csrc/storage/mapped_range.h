@@ -14,7 +14,7 @@ namespace ptsave {
 
 // Bytes that come from the file when they are looked at; writing to them changes a copy in memory.
 // IoError (errno 0 beyond the end).  The file may be closed.  If it becomes shorter while the
-// tensor lives, the process is killed when it looks at what has gone.
+// tensor lives, the process is killed when it looks at the missing bytes.
 at::Tensor map_range(const File& file, std::uint64_t offset, std::uint64_t nbytes);
 
 // The same if the page cache is known to hold all of it, so that looking at it does not wait.

@@ -11,7 +11,7 @@
 namespace ptsave {
 namespace {
 
-// Of what cannot be read straight into place, so much is in memory at a time, or one record.
+// Bytes in memory at a time, or one record, of copies that are no reads into place.
 constexpr std::uint64_t kBatchNbytes = std::uint64_t{32} << 20;
 
 }  // namespace
@@ -60,7 +60,7 @@ std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
   }
   const auto note_changes = [&] {
     for (const std::size_t record : reader_.begun()) {
-      // What an earlier run has changed stays changed when the storage is read as well.
+      // A record whose targets an earlier run has changed stays changed when its storage is read.
       if (!is_whole[record]) has_changed_[record] = true;
     }
     for (const std::size_t i : steps.direct)

@@ -26,7 +26,7 @@ class Restore {
   struct Options {
     std::size_t n_threads;
     bool verify;
-    std::size_t max_pinned_nbytes;  // host memory for what goes on to accelerators
+    std::size_t max_pinned_nbytes;  // host memory for bytes that go on to accelerators
   };
 
   // Both must outlive it.

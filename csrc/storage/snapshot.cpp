@@ -17,7 +17,8 @@ namespace {
 // Neighbours share a block until it has this size: few large blocks, but no need for the pool to
 // have one piece of memory for all.
 constexpr std::size_t kBlockNbytes = std::size_t{32} << 20;
-// What a thread copies at a time.
+// Bytes that a thread copies at a time.  Below the size at which memcpy streams by itself, so
+// stream_copy does: memcpy would read each line of the target first.
 constexpr std::uint64_t kCopyNbytes = std::uint64_t{4} << 20;
 
 bool needs_copy(const c10::Storage& storage) {

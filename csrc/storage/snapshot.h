@@ -34,12 +34,12 @@ class Snapshot {
   void release_sources() { pieces_.clear(); }
   // ... and of the copies.
   void release();
-  // In a forked child, instead of release(): the memory stays for ever.  What accelerators know
-  // must not be touched there, not even to free it.
+  // In a forked child, instead of release(): the memory stays for ever.  Memory of accelerators
+  // must not be touched there, not even to free it, because that asks the parent's driver.
   void abandon();
 
  private:
-  // What is copied, as one sequence of bytes: a source and where it begins there.
+  // A source, and its beginning in the sequence of all copied bytes.
   struct Piece {
     c10::Storage source;
     std::byte* target = nullptr;

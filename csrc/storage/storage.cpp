@@ -25,8 +25,8 @@ constexpr std::uint64_t kMaxSeamNbytes = 512;
 constexpr std::uint64_t kMinChunkNbytes = (std::uint64_t{4} << 20) - (std::uint64_t{64} << 10);
 constexpr std::uint64_t kMaxStagedChunkNbytes = std::uint64_t{4} << 20;
 
-// Addresses that nothing else in this process has.  What cannot be written to needs no memory, and
-// no system's accounting counts it.
+// Addresses that nothing else in this process has.  A mapping that cannot be written to needs no
+// memory, and no system's accounting counts it.
 class ReservedAddresses final : public Owner {
  public:
   explicit ReservedAddresses(std::size_t nbytes)
