@@ -47,8 +47,7 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   std::vector<ArchiveSource> sources;
   sources.reserve(files.size());
   for (const auto& [fd, name] : files) {
-    sources.emplace_back(File::reopen_for_reading(fd, name), 0,
-                         direct_reads(direct));
+    sources.emplace_back(File::reopen_for_reading(fd, name), 0, direct_reads(direct));
   }
   RangeRead read(std::move(sources), std::move(file_ranges));
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);

@@ -73,8 +73,7 @@ class Reader final : public StorageSource {
   static std::unique_ptr<Reader> open_descriptor(int fd, std::uint64_t offset,
                                                  const std::string& name, bool direct) {
     return std::make_unique<Reader>(
-        ArchiveSource(File::reopen_for_reading(fd, name), offset,
-                      direct_reads(direct)),
+        ArchiveSource(File::reopen_for_reading(fd, name), offset, direct_reads(direct)),
         py::none());
   }
   static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {

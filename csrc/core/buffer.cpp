@@ -27,7 +27,7 @@ std::chrono::nanoseconds thread_cpu_time() {
 Mapping::Mapping(std::size_t nbytes, Use use) {
   if (nbytes == 0) return;
   if (nbytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();
-  nbytes_ = align_up(nbytes, kPageNbytes);
+  nbytes_ = align_up(nbytes, page_nbytes());
   const bool huge = nbytes_ >= kHugePageNbytes;
   const std::size_t reserved = huge ? nbytes_ + kHugePageNbytes : nbytes_;
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (use == Use::kParts ? MAP_NORESERVE : 0);
@@ -59,8 +59,9 @@ Mapping::~Mapping() {
 }
 
 std::chrono::nanoseconds Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
+  const PageRange pages = pages_covering(begin, end, page_nbytes());
   const auto start = thread_cpu_time();
-  static_cast<void>(::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE));
+  static_cast<void>(::madvise(data_ + pages.begin, pages.nbytes(), MADV_POPULATE_WRITE));
   return thread_cpu_time() - start;
 }
 
@@ -69,9 +70,9 @@ void Mapping::use_small_pages() const noexcept {
 }
 
 void Mapping::discard(std::size_t begin, std::size_t end) const noexcept {
-  begin = align_up(begin, kPageNbytes);
-  end = align_down(end, kPageNbytes);
-  if (begin < end) static_cast<void>(::madvise(data_ + begin, end - begin, MADV_DONTNEED));
+  const PageRange pages = pages_inside(begin, end, page_nbytes());
+  if (pages.empty()) return;
+  static_cast<void>(::madvise(data_ + pages.begin, pages.nbytes(), MADV_DONTNEED));
 }
 
 void Mapping::exclude_from_children() const noexcept {
@@ -84,10 +85,10 @@ void Mapping::abandon() noexcept {
 }
 
 BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes)
-    : memory_(count * align_up(buffer_nbytes, kPageNbytes)) {
+    : memory_(count * align_up(buffer_nbytes, page_nbytes())) {
   free_.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
-    free_.push_back(memory_.data() + i * align_up(buffer_nbytes, kPageNbytes));
+    free_.push_back(memory_.data() + i * align_up(buffer_nbytes, page_nbytes()));
   }
 }
 

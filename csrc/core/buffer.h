@@ -11,17 +11,13 @@
 #include <mutex>
 #include <vector>
 
+#include "core/pages.h"
+
 namespace ptsave {
 
-inline constexpr std::size_t kPageNbytes = 4096;
+// That of systems with pages of 4 KiB; a whole number of pages on all others, where huge pages are
+// larger than most tensors.
 inline constexpr std::size_t kHugePageNbytes = std::size_t{2} << 20;
-
-constexpr std::uint64_t align_down(std::uint64_t value, std::uint64_t alignment) {
-  return value - value % alignment;
-}
-constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
-  return align_down(value + alignment - 1, alignment);
-}
 
 // How much of a mapping will be used.  The system refuses one that is larger than all of its memory
 // and has to be usable; a part of one may be all that anybody needs.
@@ -41,8 +37,8 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
-  // Makes the pages of [begin, end) present, and returns the CPU time that took.  Does nothing on
-  // kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
+  // Makes the pages that hold [begin, end) present, and returns the CPU time that took.  Does
+  // nothing on kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
   std::chrono::nanoseconds populate(std::size_t begin, std::size_t end) const noexcept;
   // Pages that are not present yet will be small ones.
   void use_small_pages() const noexcept;

@@ -18,8 +18,8 @@
 #include <random>
 #include <thread>
 
-#include "core/buffer.h"
 #include "core/error.h"
+#include "core/pages.h"
 #include "core/system.h"
 
 #ifndef STATX_DIOALIGN
@@ -137,8 +137,8 @@ std::uint64_t File::nbytes() const {
 }
 
 bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
-  const std::uint64_t begin = align_down(offset, kPageNbytes);
-  const std::uint64_t n_pages = align_up(offset + nbytes - begin, kPageNbytes) / kPageNbytes;
+  const PageRange pages = pages_covering(offset, offset + nbytes, page_nbytes());
+  const std::uint64_t n_pages = pages.nbytes() / page_nbytes();
   return sys::cached_pages(fd(), offset, nbytes) == static_cast<std::int64_t>(n_pages);
 }
 

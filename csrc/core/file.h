@@ -7,6 +7,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,10 +46,15 @@ inline constexpr std::int64_t kReadersByte = kInPlaceSaveByte - 1;
 
 // What direct I/O on a file demands; all zero where the file system has none.
 struct DirectIoAlignment {
+  // Disks that take sectors of 512 bytes mostly have ones of 4 KiB.
+  static constexpr std::uint32_t kMinBlockNbytes = 4096;
+
   std::uint32_t memory = 0;
   std::uint32_t offset = 0;
 
-  bool supported() const { return offset != 0; }
+  constexpr bool supported() const { return offset != 0; }
+  // Positions and sizes of direct transfers are multiples of this.
+  constexpr std::uint32_t block_nbytes() const { return std::max(kMinBlockNbytes, offset); }
 };
 
 // An open file of known name.  The transfer functions are safe for concurrent use.

@@ -80,13 +80,14 @@ std::uint64_t RangeList::read_cached(const Stretch& stretch) const {
   return at;
 }
 
-// Through a buffer: direct reads take whole pages, and disks write faster into memory that is in
+// Through a buffer: direct reads take whole blocks, and disks write faster into memory that is in
 // use already.
 bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin,
                             BufferPool& buffers) const {
-  const std::uint64_t buffer_begin = align_down(begin, kPageNbytes);
+  const std::size_t block = files_[stretch.file].block_nbytes();
+  const std::uint64_t buffer_begin = align_down(begin, block);
   const BufferPool::Lease buffer(buffers);
-  const std::uint64_t nbytes_wanted = align_up(stretch.end, kPageNbytes) - buffer_begin;
+  const std::uint64_t nbytes_wanted = align_up(stretch.end, block) - buffer_begin;
   if (!files_[stretch.file].read_direct(buffer_begin, buffer.data(), nbytes_wanted)) return false;
   for_each_piece(stretch, begin, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
     stream_copy(place, buffer.data() + (offset - buffer_begin), nbytes);

@@ -8,6 +8,7 @@
 
 #include "core/crc32.h"
 #include "core/error.h"
+#include "core/pages.h"
 #include "core/transfer_plan.h"
 
 namespace ptsave {
@@ -111,7 +112,7 @@ std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::s
     if (record.nbytes == 0) continue;
     wanted.push_back({i, exact_offsets ? payload_offset(i) : record.payload_offset});
   }
-  return std::make_shared<TransferPlan>(plan_transfer(index_, std::move(wanted)));
+  return std::make_shared<TransferPlan>(plan_transfer(index_, std::move(wanted), page_nbytes()));
 }
 
 void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n_threads,

@@ -6,18 +6,24 @@
 #include <utility>
 
 #include "core/crc32.h"
+#include "core/pages.h"
 
 namespace ptsave {
 namespace {
 
-// What it costs to make a small page present, and how much more than small pages huge ones may cost
-// before they are given up: a part of what small pages would cost for the whole region, or a
-// little.
-constexpr std::chrono::nanoseconds kSmallPageTime{1200};
+// What it costs to make 4 KiB present by small pages, and how much more than small pages huge ones
+// may cost before they are given up: a part of what small pages would cost for the whole region, or
+// a little.
+constexpr std::size_t kSmallNbytes = 4096;
+constexpr std::chrono::nanoseconds kSmallTime{1200};
 constexpr std::chrono::nanoseconds kMinLoss = std::chrono::milliseconds{6};
 constexpr int kLossDivisor = 10;
 // Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
 constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
+
+std::chrono::nanoseconds small_pages_time(std::size_t nbytes) {
+  return kSmallTime * static_cast<std::int64_t>(align_up(nbytes, kSmallNbytes) / kSmallNbytes);
+}
 
 // Several segments, for a payload that lies in more than one.
 class Segments final : public Owner {
@@ -30,34 +36,35 @@ class Segments final : public Owner {
 
 }  // namespace
 
-Region::Region(std::shared_ptr<const TransferPlan> plan, bool verify, Use use)
-    : plan_(std::move(plan)),
-      verify_(verify),
-      memory_(std::make_shared<Mapping>(plan_->mirror_nbytes, use)) {
-  cut_segments();
-}
-
-void Region::cut_segments() {
-  const auto begin_segment = [this](std::size_t begin) {
-    if (segment_begins_.empty() || begin > segment_begins_.back()) segment_begins_.push_back(begin);
+std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std::size_t page) {
+  std::vector<std::size_t> begins;
+  const auto begin_segment = [&](std::size_t begin) {
+    if (begins.empty() || begin > begins.back()) begins.push_back(begin);
   };
   std::size_t filled = 0;
   std::size_t previous_end = 0;
   bool alone = true;
-  for (const Slot& slot : plan_->slots) {
+  for (const Slot& slot : slots) {
     const std::size_t nbytes = slot.end - slot.header;
     const bool large = nbytes >= kSegmentNbytes / 4;
     if (alone || large || filled + nbytes > kSegmentNbytes) {
-      const std::size_t begin = align_down(slot.header, kPageNbytes);
+      const std::size_t begin = align_down(slot.header, page);
       begin_segment(begin);
-      // A page that two segments' records share is one of its own: else each would keep the next.
-      if (previous_end > begin) begin_segment(begin + kPageNbytes);
+      if (previous_end > begin) begin_segment(begin + page);
       filled = 0;
     }
     filled += nbytes;
     previous_end = slot.end;
     alone = large;
   }
+  return begins;
+}
+
+Region::Region(std::shared_ptr<const TransferPlan> plan, bool verify, Use use)
+    : plan_(std::move(plan)),
+      verify_(verify),
+      memory_(std::make_shared<Mapping>(plan_->mirror_nbytes, use)),
+      segment_begins_(segment_begins(plan_->slots, page_nbytes())) {
   for (std::size_t i = 0; i < segment_begins_.size(); ++i) {
     const std::size_t end =
         i + 1 < segment_begins_.size() ? segment_begins_[i + 1] : memory_->nbytes();
@@ -95,18 +102,15 @@ bool Region::holds(const std::byte* place) const {
 // pages that the host has left alone.
 void Region::make_present(const std::byte* place, std::size_t nbytes) {
   const auto at = static_cast<std::size_t>(place - memory_->data());
-  const std::size_t begin = align_down(at, kPageNbytes);
-  const std::size_t end = align_up(at + nbytes, kPageNbytes);
-  const auto took = memory_->populate(begin, end);
-  const auto expected = kSmallPageTime * static_cast<std::int64_t>((end - begin) / kPageNbytes);
+  const auto took = memory_->populate(at, at + nbytes);
+  const auto expected = small_pages_time(nbytes);
   const std::int64_t loss = (took - expected).count();
   // What was saved earlier is no reason to go on: only a recent loss counts.
   std::int64_t before = huge_page_loss_ns_.load(std::memory_order_relaxed);
   while (!huge_page_loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
                                                    std::memory_order_relaxed)) {
   }
-  const auto all_small =
-      kSmallPageTime * static_cast<std::int64_t>(memory_->nbytes() / kPageNbytes);
+  const auto all_small = small_pages_time(memory_->nbytes());
   const std::int64_t bearable = std::max(kMinLoss, all_small / kLossDivisor).count();
   if (before <= bearable && before + loss > bearable) memory_->use_small_pages();
 }

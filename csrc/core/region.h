@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "core/buffer.h"
@@ -35,6 +36,10 @@ class Segment final : public Owner {
   std::size_t end_;
 };
 
+// Where the segments of a region begin, which each end where the next begins.  All at pages; a page
+// that is of two segments' records is a segment of its own, or each would keep the next.
+std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std::size_t page);
+
 // The memory exists from the beginning; its pages come when they are filled.
 class Region final : public Placement {
  public:
@@ -61,8 +66,6 @@ class Region final : public Placement {
   std::span<const std::byte> header(const Slot& slot) const override;
 
  private:
-  void cut_segments();
-
   std::shared_ptr<const TransferPlan> plan_;
   const bool verify_;
   std::shared_ptr<Mapping> memory_;

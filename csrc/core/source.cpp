@@ -5,8 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "core/buffer.h"
 #include "core/error.h"
+#include "core/pages.h"
 #include "core/system.h"
 
 namespace ptsave {
@@ -17,17 +17,24 @@ namespace {
 // read_ahead_kb decide), and drop the rest without a word.
 constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
 
+// What is read begins at a page of the archive, and buffers begin at pages of memory.
+bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
+  return page % alignment.block_nbytes() == 0 &&
+         (alignment.memory == 0 || page % alignment.memory == 0);
+}
+
 }  // namespace
 
 ArchiveSource::ArchiveSource(File file, std::uint64_t base_offset, DirectReads direct)
     : file_(std::move(file)), base_offset_(base_offset), name_(file_->path()) {
   const std::uint64_t file_nbytes = file_->nbytes();
   nbytes_ = file_nbytes > base_offset ? file_nbytes - base_offset : 0;
-  if (direct != DirectReads::kNever && base_offset % kPageNbytes == 0 &&
-      file_->direct_io_alignment().offset <= kPageNbytes) {
-    direct_ = file_->open_direct_reader();
-    if (direct == DirectReads::kAlone) co_readers_ = std::make_unique<CoReaders>();
-  }
+  if (direct == DirectReads::kNever) return;
+  const DirectIoAlignment alignment = file_->direct_io_alignment();
+  if (!fits_pages(alignment, page_nbytes()) || base_offset % alignment.block_nbytes() != 0) return;
+  block_nbytes_ = alignment.block_nbytes();
+  direct_ = file_->open_direct_reader();
+  if (direct == DirectReads::kAlone) co_readers_ = std::make_unique<CoReaders>();
 }
 
 ArchiveSource::ArchiveSource(const std::byte* data, std::uint64_t nbytes, std::string name)
@@ -72,7 +79,7 @@ void ArchiveSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
 
 bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const {
   if (!direct_ || (co_readers_ && !co_readers_->absent(*file_, nbytes))) return false;
-  const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, kPageNbytes));
+  const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, block_nbytes_));
   auto* bytes = static_cast<std::byte*>(data);
   while (offset < end && offset < nbytes_) {
     const ssize_t n =
@@ -81,7 +88,7 @@ bool ArchiveSource::read_direct(std::uint64_t offset, void* data, std::size_t nb
     // Whatever the reason, the buffered read that follows works or reports it.
     if (n <= 0) return false;
     const auto advance = static_cast<std::size_t>(n);
-    if (offset + advance < nbytes_ && advance % kPageNbytes != 0) return false;
+    if (offset + advance < nbytes_ && advance % block_nbytes_ != 0) return false;
     bytes += advance;
     offset += advance;
   }

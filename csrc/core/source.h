@@ -45,14 +45,17 @@ class ArchiveSource {
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Has the file system fetch these bytes into the page cache; does not wait for them.
   void read_ahead(std::uint64_t offset, std::size_t nbytes) const;
-  // Reads whole pages past the page cache: offset, data and capacity are multiples of the page
-  // size. Reads up to the end of the file if that comes first.  False where direct reads do not
-  // work or are not wanted.
+  // Direct reads begin and end at multiples of this, which is no more than a page.
+  std::size_t block_nbytes() const { return block_nbytes_; }
+  // Reads whole blocks past the page cache: offset and nbytes are multiples of block_nbytes(), data
+  // is at a page. Reads up to the end of the file if that comes first.  False where direct reads do
+  // not work or are not wanted.
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:
   std::optional<File> file_;
   Descriptor direct_;
+  std::size_t block_nbytes_ = DirectIoAlignment::kMinBlockNbytes;
   std::unique_ptr<CoReaders> co_readers_;  // DirectReads::kAlone
   const std::byte* memory_ = nullptr;
   std::uint64_t base_offset_ = 0;

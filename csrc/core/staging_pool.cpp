@@ -41,7 +41,7 @@ std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& s
   const std::lock_guard lock(mutex_);
   std::size_t missing = 0;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    const std::size_t nbytes = align_up(sizes[i], kPageNbytes);
+    const std::size_t nbytes = align_up(sizes[i], page_nbytes());
     if (const auto extent = best_fit(nbytes); extent != free_.end()) {
       blocks[i] = take(extent, nbytes);
     } else {
@@ -53,7 +53,7 @@ std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& s
   std::byte* at = map(missing);
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     if (blocks[i].data != nullptr) continue;
-    blocks[i] = take(free_.find(at), align_up(sizes[i], kPageNbytes));
+    blocks[i] = take(free_.find(at), align_up(sizes[i], page_nbytes()));
     at += blocks[i].nbytes;
   }
   return blocks;

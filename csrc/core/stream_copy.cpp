@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "core/buffer.h"
+#include "core/pages.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -14,9 +14,10 @@ namespace ptsave {
 namespace {
 
 constexpr std::size_t kLineNbytes = 64;
-// Pages copied side by side: more of memory's banks are busy than with one after another.
-constexpr std::size_t kPages = 4;
-constexpr std::size_t kGroupNbytes = kPages * kPageNbytes;
+// Strips copied side by side: more of memory's banks are busy than with one after another.
+constexpr std::size_t kStripNbytes = 4096;
+constexpr std::size_t kStrips = 4;
+constexpr std::size_t kGroupNbytes = kStrips * kStripNbytes;
 // Below this the copy may well be read from the cache.
 constexpr std::size_t kMinNbytes = std::size_t{256} << 10;
 
@@ -35,9 +36,9 @@ inline void stream_line(std::byte* target, const std::byte* source) {
 }
 
 inline void stream_group(std::byte* target, const std::byte* source) {
-  for (std::size_t line = 0; line < kPageNbytes; line += kLineNbytes) {
-    for (std::size_t page = 0; page < kGroupNbytes; page += kPageNbytes) {
-      stream_line(target + page + line, source + page + line);
+  for (std::size_t line = 0; line < kStripNbytes; line += kLineNbytes) {
+    for (std::size_t strip = 0; strip < kGroupNbytes; strip += kStripNbytes) {
+      stream_line(target + strip + line, source + strip + line);
     }
   }
 }

@@ -182,11 +182,12 @@ void Transfer::read_pieces(ChunkIntake& intake, const Read& read) {
 // Through a buffer: the disk writes faster into memory that is in use already than into fresh
 // pages, by more than the copy costs, which checksums on the way.
 void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
-  if (intake.at() % kPageNbytes != 0) return;
+  const std::uint64_t offset = chunk.archive_position(intake.at());
+  const std::size_t block = source_.block_nbytes();
+  if (offset % block != 0) return;
   const BufferPool::Lease buffer(buffers());
   const std::size_t nbytes = intake.nbytes_left();
-  if (source_.read_direct(chunk.archive_position(intake.at()), buffer.data(),
-                          align_up(nbytes, kPageNbytes))) {
+  if (source_.read_direct(offset, buffer.data(), align_up(nbytes, block))) {
     intake.add(buffer.data(), nbytes);
   }
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/pages.h"
+
 namespace ptsave {
 namespace {
 
@@ -18,21 +20,21 @@ struct Run {
 };
 
 std::vector<Run> place_records(const ArchiveIndex& index, const std::vector<WantedRecord>& records,
-                               TransferPlan& plan) {
+                               std::size_t page, TransferPlan& plan) {
   std::vector<Run> runs;
   std::uint64_t archive_end = 0;
   plan.slots.resize(records.size());
   plan.slot_by_index.assign(index.records().size(), TransferPlan::kNoSlot);
   for (std::size_t i = 0; i < records.size(); ++i) {
     const IndexedRecord& record = index.records()[records[i].index];
-    const std::uint64_t page = align_down(record.header_offset, kPageNbytes);
-    if (runs.empty() || page > align_up(archive_end, kPageNbytes) + kMaxGapNbytes) {
+    const std::uint64_t begin = align_down(record.header_offset, page);
+    if (runs.empty() || begin > align_up(archive_end, page) + kMaxGapNbytes) {
       const std::size_t mirror_begin = runs.empty() ? 0 : runs.back().mirror_end;
-      runs.push_back({page, mirror_begin, mirror_begin, i});
+      runs.push_back({begin, mirror_begin, mirror_begin, i});
     }
     Run& run = runs.back();
     archive_end = records[i].payload_offset + record.nbytes;
-    run.mirror_end = run.mirror_begin + align_up(archive_end - run.archive_begin, kPageNbytes);
+    run.mirror_end = run.mirror_begin + align_up(archive_end - run.archive_begin, page);
     Slot& slot = plan.slots[i];
     slot.index = records[i].index;
     slot.header = run.mirror_begin + (record.header_offset - run.archive_begin);
@@ -77,12 +79,13 @@ std::size_t TransferPlan::chunk_at(std::size_t at) const {
   return static_cast<std::size_t>(next - chunks.begin()) - 1;
 }
 
-TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedRecord> records) {
+TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedRecord> records,
+                           std::size_t page) {
   if (!std::ranges::is_sorted(records, {}, &WantedRecord::payload_offset)) {
     std::ranges::sort(records, {}, &WantedRecord::payload_offset);
   }
   TransferPlan plan;
-  cut_chunks(place_records(index, records, plan), plan);
+  cut_chunks(place_records(index, records, page, plan), plan);
   return plan;
 }
 

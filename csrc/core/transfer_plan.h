@@ -61,6 +61,7 @@ struct TransferPlan {
 };
 
 // In any order.  Empty records must not be among them.
-TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedRecord> records);
+TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedRecord> records,
+                           std::size_t page);
 
 }  // namespace ptsave

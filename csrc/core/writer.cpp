@@ -105,10 +105,6 @@ std::string checked_tail(FileBody& body, const WriteOptions& options) {
   return tail;
 }
 
-std::uint64_t direct_alignment(const File& file) {
-  return std::max<std::uint64_t>(kPageNbytes, file.direct_io_alignment().offset);
-}
-
 // Writes an aligned buffer to a file in direct mode.  A kernel that refuses (EINVAL) although it
 // promised direct I/O gets the rest of the file through the page cache.
 void write_aligned(File& file, std::uint64_t offset, const std::byte* data, std::size_t nbytes) {
@@ -159,7 +155,7 @@ void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
 }
 
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options) {
-  return align_up(options.chunk_nbytes, direct_alignment(file));
+  return align_up(options.chunk_nbytes, file.direct_io_alignment().block_nbytes());
 }
 
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
@@ -172,7 +168,8 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
 void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
                   const Poll& poll) {
   // Only whole blocks can be written directly; what is left of the body goes with the tail.
-  const std::uint64_t aligned_end = align_down(body.nbytes(), direct_alignment(file));
+  const std::uint64_t aligned_end =
+      align_down(body.nbytes(), file.direct_io_alignment().block_nbytes());
   std::string rest;
   BufferPool buffers(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
                      body.chunk_nbytes());

@@ -9,24 +9,21 @@
 #include <cstring>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 
-#include "core/buffer.h"
 #include "core/error.h"
+#include "core/pages.h"
 
 namespace ptsave {
 namespace {
 
-struct Pages {
-  std::byte* begin = nullptr;
-  std::size_t nbytes = 0;
-};
-
 // The mapping that a storage of map_range() is in.
-Pages pages_of(const c10::Storage& storage) {
-  auto* data = static_cast<std::byte*>(storage.mutable_data());
-  const std::size_t lead = reinterpret_cast<std::uintptr_t>(data) % kPageNbytes;
-  return {data - lead, static_cast<std::size_t>(align_up(lead + storage.nbytes(), kPageNbytes))};
+std::span<std::byte> pages_of(const c10::Storage& storage) {
+  auto* const data = static_cast<std::byte*>(storage.mutable_data());
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const PageRange pages = pages_covering(address, address + storage.nbytes(), page_nbytes());
+  return {data - (address - pages.begin), static_cast<std::size_t>(pages.nbytes())};
 }
 
 }  // namespace
@@ -39,15 +36,14 @@ at::Tensor map_range(const File& file, std::uint64_t offset, std::uint64_t nbyte
   const auto options = at::TensorOptions(at::kByte).device(at::kCPU);
   const auto numel = static_cast<std::int64_t>(nbytes);
   if (nbytes == 0) return at::empty({0}, options);
-  const std::uint64_t begin = align_down(offset, kPageNbytes);
-  const auto mapped_nbytes =
-      static_cast<std::size_t>(align_up(offset + nbytes - begin, kPageNbytes));
+  const PageRange pages = pages_covering(offset, offset + nbytes, page_nbytes());
+  const auto mapped_nbytes = static_cast<std::size_t>(pages.nbytes());
   // No memory is put by for the copies that writing would make: files may be larger than memory.
   void* memory = ::mmap(nullptr, mapped_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
-                        file.fd(), static_cast<off_t>(begin));
+                        file.fd(), static_cast<off_t>(pages.begin));
   if (memory == MAP_FAILED) throw IoError(errno, "mmap", file.path());
   return at::from_blob(
-      static_cast<std::byte*>(memory) + (offset - begin), {numel},
+      static_cast<std::byte*>(memory) + (offset - pages.begin), {numel},
       [memory, mapped_nbytes](void*) { ::munmap(memory, mapped_nbytes); }, options);
 }
 
@@ -58,15 +54,15 @@ std::optional<at::Tensor> map_cached_range(const File& file, std::uint64_t offse
 }
 
 void detach_from_file(const c10::Storage& storage, const std::string& name) {
-  const Pages pages = pages_of(storage);
+  const std::span<std::byte> pages = pages_of(storage);
   void* copy =
-      ::mmap(nullptr, pages.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      ::mmap(nullptr, pages.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (copy == MAP_FAILED) throw std::bad_alloc();
-  std::memcpy(copy, pages.begin, pages.nbytes);
-  if (::mremap(copy, pages.nbytes, pages.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, pages.begin) ==
+  std::memcpy(copy, pages.data(), pages.size());
+  if (::mremap(copy, pages.size(), pages.size(), MREMAP_MAYMOVE | MREMAP_FIXED, pages.data()) ==
       MAP_FAILED) {
     const int errnum = errno;
-    ::munmap(copy, pages.nbytes);
+    ::munmap(copy, pages.size());
     throw IoError(errnum, "mremap", name);
   }
 }

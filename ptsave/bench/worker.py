@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from ptsave.bench.task import Figure, Task
 StateDict = dict[str, torch.Tensor]
 VOCABULARY = 50257
 CONTEXT = 1024
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 FREE_MEMORY_FACTOR = 2  # a file in the page cache, and tensors
 
 

@@ -35,32 +35,22 @@ bool is_resident(const std::byte* page) {
   return ::mincore(const_cast<std::byte*>(page), 1, &residency) == 0 && (residency & 1u) != 0;
 }
 
-TEST(Align, RoundsToMultiples) {
-  EXPECT_EQ(align_down(0, 4096), 0u);
-  EXPECT_EQ(align_down(4095, 4096), 0u);
-  EXPECT_EQ(align_down(4096, 4096), 4096u);
-  EXPECT_EQ(align_up(0, 4096), 0u);
-  EXPECT_EQ(align_up(1, 4096), 4096u);
-  EXPECT_EQ(align_up(4096, 4096), 4096u);
-  EXPECT_EQ(align_up((std::uint64_t{1} << 40) + 1, 64), (std::uint64_t{1} << 40) + 64);
-}
-
 class MappingSizes : public testing::TestWithParam<std::size_t> {};
 
 TEST_P(MappingSizes, AreZeroFilledAlignedAndWritable) {
   const std::size_t nbytes = GetParam();
   const Mapping mapping(nbytes);
   ASSERT_GE(mapping.nbytes(), nbytes);
-  EXPECT_EQ(mapping.nbytes() % kPageNbytes, 0u);
-  const std::size_t alignment = nbytes >= kHugePageNbytes ? kHugePageNbytes : kPageNbytes;
+  EXPECT_EQ(mapping.nbytes() % page_nbytes(), 0u);
+  const std::size_t alignment = nbytes >= kHugePageNbytes ? kHugePageNbytes : page_nbytes();
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(mapping.data()) % alignment, 0u);
   EXPECT_TRUE(all_zero(mapping.data(), mapping.nbytes()));
   std::memset(mapping.data(), 1, mapping.nbytes());
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MappingSizes,
-                         testing::Values(1, kPageNbytes - 1, kPageNbytes, kPageNbytes + 1,
-                                         kHugePageNbytes - kPageNbytes, kHugePageNbytes - 1,
+                         testing::Values(1, page_nbytes() - 1, page_nbytes(), page_nbytes() + 1,
+                                         kHugePageNbytes - page_nbytes(), kHugePageNbytes - 1,
                                          kHugePageNbytes, kHugePageNbytes + 1,
                                          5 * kHugePageNbytes + 12345));
 
@@ -72,14 +62,14 @@ TEST(Mapping, OfNothingHoldsNothing) {
 }
 
 TEST(Mapping, MovesItsMemory) {
-  Mapping first(kPageNbytes);
+  Mapping first(page_nbytes());
   std::byte* const data = first.data();
   Mapping second(std::move(first));
   EXPECT_EQ(second.data(), data);
   Mapping third;
   third = std::move(second);
   EXPECT_EQ(third.data(), data);
-  EXPECT_EQ(third.nbytes(), kPageNbytes);
+  EXPECT_EQ(third.nbytes(), page_nbytes());
   EXPECT_TRUE(is_mapped(data));
   third = Mapping();
   EXPECT_EQ(third.data(), nullptr);
@@ -91,7 +81,7 @@ TEST(Mapping, LeavesNoAddressSpaceBehind) {
   const auto vm_pages = [] { return std::stoull(scratch::read_file("/proc/self/statm")); };
   const auto before = vm_pages();
   for (int i = 0; i < 200; ++i) const Mapping mapping(std::size_t{1} << 31);
-  EXPECT_LT(vm_pages(), before + (std::size_t{1} << 31) / kPageNbytes);
+  EXPECT_LT(vm_pages(), before + (std::size_t{1} << 31) / page_nbytes());
 }
 
 TEST(Mapping, ThatIsTooLargeIsBadAlloc) {
@@ -102,17 +92,27 @@ TEST(Mapping, ThatIsTooLargeIsBadAlloc) {
 
 TEST(Mapping, DiscardsWholePagesOnly) {
   constexpr std::size_t kPages = 8;
-  const Mapping mapping(kPages * kPageNbytes);
+  const Mapping mapping(kPages * page_nbytes());
   std::memset(mapping.data(), 7, mapping.nbytes());
-  mapping.discard(kPageNbytes + 1, 4 * kPageNbytes + 5);
+  mapping.discard(page_nbytes() + 1, 4 * page_nbytes() + 5);
   for (std::size_t page = 0; page < kPages; ++page) {
     const std::byte expected{static_cast<unsigned char>(page == 2 || page == 3 ? 0 : 7)};
-    for (std::size_t i = 0; i < kPageNbytes; ++i) {
-      ASSERT_EQ(mapping.data()[page * kPageNbytes + i], expected) << page << " " << i;
+    for (std::size_t i = 0; i < page_nbytes(); ++i) {
+      ASSERT_EQ(mapping.data()[page * page_nbytes() + i], expected) << page << " " << i;
     }
   }
-  mapping.discard(5 * kPageNbytes + 1, 6 * kPageNbytes - 1);  // no whole page
-  EXPECT_EQ(mapping.data()[5 * kPageNbytes + 1], std::byte{7});
+  mapping.discard(5 * page_nbytes() + 1, 6 * page_nbytes() - 1);  // no whole page
+  EXPECT_EQ(mapping.data()[5 * page_nbytes() + 1], std::byte{7});
+}
+
+TEST(Mapping, PopulatesThePagesOfAnyRange) {
+  const Mapping mapping(8 * page_nbytes());
+  mapping.use_small_pages();
+  mapping.populate(2 * page_nbytes() + 1, 3 * page_nbytes() + 1);
+  if (!is_resident(mapping.data() + 2 * page_nbytes())) GTEST_SKIP() << "an old kernel";
+  EXPECT_FALSE(is_resident(mapping.data() + page_nbytes()));
+  EXPECT_TRUE(is_resident(mapping.data() + 3 * page_nbytes()));
+  EXPECT_FALSE(is_resident(mapping.data() + 4 * page_nbytes()));
 }
 
 TEST(Mapping, DiscardedMemoryGoesBackToTheSystem) {
@@ -121,7 +121,7 @@ TEST(Mapping, DiscardedMemoryGoesBackToTheSystem) {
   mapping.discard(kHugePageNbytes, 3 * kHugePageNbytes);
   EXPECT_TRUE(is_resident(mapping.data()));
   EXPECT_FALSE(is_resident(mapping.data() + kHugePageNbytes));
-  EXPECT_FALSE(is_resident(mapping.data() + 3 * kHugePageNbytes - kPageNbytes));
+  EXPECT_FALSE(is_resident(mapping.data() + 3 * kHugePageNbytes - page_nbytes()));
   EXPECT_TRUE(is_resident(mapping.data() + 3 * kHugePageNbytes));
 }
 
@@ -133,7 +133,7 @@ TEST(BufferPool, LendsDistinctBuffers) {
   std::set<std::byte*> buffers;
   for (const BufferPool::Lease* lease : {&a, &b, &c}) {
     std::memset(lease->data(), 1, 5000);
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(lease->data()) % kPageNbytes, 0u);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(lease->data()) % page_nbytes(), 0u);
     for (std::byte* other : buffers) EXPECT_GE(std::abs(lease->data() - other), 5000);
     buffers.insert(lease->data());
   }

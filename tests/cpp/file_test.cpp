@@ -240,25 +240,26 @@ TEST(File, PreallocationIsOptional) {
 
 TEST(File, DirectIoWorksWhereItIsPromised) {
   const Folder folder;
-  const std::string content = scratch::noise(3 * 4096 + 17, 1);
+  constexpr std::size_t kBlock = DirectIoAlignment::kMinBlockNbytes;
+  const std::string content = scratch::noise(3 * kBlock + 17, 1);
   write_file(folder / "file", content);
   File file = File::open_for_writing(folder / "file");
   const DirectIoAlignment alignment = file.direct_io_alignment();
   const Descriptor direct = file.open_direct_reader();
   EXPECT_EQ(static_cast<bool>(direct), alignment.supported());
   if (!alignment.supported()) return;
-  ASSERT_LE(alignment.offset, kPageNbytes);
-  const Mapping memory(4 * kPageNbytes);
+  ASSERT_EQ(alignment.block_nbytes(), kBlock);
+  const Mapping memory(4 * kBlock);
   EXPECT_EQ(::pread(direct.get(), memory.data(), memory.nbytes(), 0),
             static_cast<ssize_t>(content.size()));
   EXPECT_EQ(std::string(reinterpret_cast<char*>(memory.data()), content.size()), content);
   ASSERT_TRUE(file.set_direct(true));
   EXPECT_NE(::fcntl(file.fd(), F_GETFL) & O_DIRECT, 0);
   EXPECT_EQ(errno_of([&] { file.write_at(1, memory.data() + 1, 100); }, folder / "file"), EINVAL);
-  file.write_at(kPageNbytes, memory.data(), kPageNbytes);
+  file.write_at(kBlock, memory.data(), kBlock);
   ASSERT_TRUE(file.set_direct(false));
   file.write_at(1, "x", 1);
-  EXPECT_EQ(read_file(folder / "file").substr(4096, 4096), content.substr(0, 4096));
+  EXPECT_EQ(read_file(folder / "file").substr(kBlock, kBlock), content.substr(0, kBlock));
 }
 
 TEST(File, DirectIoIsRefusedWhereThereIsNone) {

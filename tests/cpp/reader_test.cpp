@@ -64,8 +64,8 @@ void expect_payloads(ArchiveReader& reader, const std::vector<Record>& records,
     ASSERT_TRUE(text_of(payload) == records[i].data) << "record " << i;
     if (payload.nbytes == 0) continue;
     // Aligned as in the file, so that direct reads need no copy.
-    ASSERT_EQ(reinterpret_cast<std::uintptr_t>(payload.data) % kPageNbytes,
-              reader.payload_offset(i) % kPageNbytes);
+    ASSERT_EQ(reinterpret_cast<std::uintptr_t>(payload.data) % page_nbytes(),
+              reader.payload_offset(i) % page_nbytes());
   }
 }
 
@@ -512,7 +512,7 @@ TEST(Reader, LeavesNoDescriptorsBehind) {
 // ------------------------------------------------------------------------------ memory of payloads
 
 bool is_resident(const std::byte* address) {
-  const auto page = align_down(reinterpret_cast<std::uintptr_t>(address), kPageNbytes);
+  const auto page = align_down(reinterpret_cast<std::uintptr_t>(address), page_nbytes());
   unsigned char residency = 0;
   return ::mincore(reinterpret_cast<void*>(page), 1, &residency) == 0 && (residency & 1u) != 0;
 }

@@ -89,7 +89,7 @@ class Sources {
 };
 
 SourceStager::Buffers buffers_for(std::size_t chunk_nbytes, std::size_t n_threads) {
-  return {max_staged_nbytes(align_up(chunk_nbytes, kPageNbytes)),
+  return {max_staged_nbytes(align_up(chunk_nbytes, page_nbytes())),
           std::max<std::size_t>(n_threads, 1)};
 }
 

@@ -45,8 +45,8 @@ TEST(StagingPool, BlocksArePageAlignedDisjointAndWritable) {
   ASSERT_EQ(blocks.size(), sizes.size());
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     EXPECT_GE(blocks[i].nbytes, sizes[i]);
-    EXPECT_LT(blocks[i].nbytes, sizes[i] + kPageNbytes);
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(blocks[i].data) % kPageNbytes, 0u);
+    EXPECT_LT(blocks[i].nbytes, sizes[i] + page_nbytes());
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(blocks[i].data) % page_nbytes(), 0u);
     fill(blocks[i], static_cast<int>(i));
   }
   for (std::size_t i = 0; i < blocks.size(); ++i)

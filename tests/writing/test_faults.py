@@ -218,7 +218,7 @@ def test_no_more_memory(folder: Path, room: int) -> None:
     ptsave.save(contents, folder / "large.pt")
 
     def limit() -> None:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
 
     def save_and_load() -> None:
