@@ -22,11 +22,13 @@ from ptsave import _C
 from ptsave.archive.checks import check_small_records, check_version
 from ptsave.archive.damage import entries_in, entries_using, storage_id
 from ptsave.archive.filling import fill, release_storages, verifies_storages
+from ptsave.archive.loading import reader_for
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
+from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
 from ptsave.errors import add_note
-from ptsave.serialization import load, reader_for, resolve_weights_only, unpickling_errors
+from ptsave.serialization import load
 from ptsave.sources.local import describe
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.support.progress import ProgressCallback, progress_bar
@@ -175,7 +177,7 @@ class FileCopier:
 
     def __init__(self, reader: RecordReader, progress: ProgressCallback | None) -> None:
         self._reader = reader
-        self._verify = verifies_storages(reader)
+        self._verify = verifies_storages(reader, stacklevel=7)
         self._progress = progress
         self._nbytes_done = 0
         self._shown: set[int] = set()  # records

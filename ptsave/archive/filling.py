@@ -27,7 +27,7 @@ __all__ = [
 _ID_N_DIGITS = 20  # of names, and then of checksums
 
 
-def verifies_storages(reader: RecordReader, stacklevel: int = 7) -> bool:
+def verifies_storages(reader: RecordReader, stacklevel: int = 8) -> bool:
     """Whether storages are compared with checksums; warns if they should be and have none."""
     if not reader.verify or reader.engine.storages_have_crcs:
         return reader.verify

@@ -69,6 +69,7 @@ class StreamReader(RemoteReader):
     def __init__(self, stream: Any, *, verify: bool) -> None:
         self._stream = FileObject(stream, describe(stream))
         super().__init__(self._stream, verify=verify)
+        self._stream.rewind()
         self._nbytes_read = 0
         self.verifies = self.verify
 

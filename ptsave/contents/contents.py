@@ -17,8 +17,8 @@ from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
+from ptsave.archive.weights_only import unpickling_errors
 from ptsave.errors import CheckpointWarning
-from ptsave.serialization import unpickling_errors
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.plain_tensors import shares_bytes

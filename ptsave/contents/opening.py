@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from ptsave.archive.checks import check_compressed_members, check_version
+from ptsave.archive.loading import LoadOptions, load_file, reader_for
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
@@ -19,7 +20,6 @@ from ptsave.contents.contents import Contents, LoadedContents, UnreadContents, m
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import directory_error
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.serialization import load
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
     is_legacy,
@@ -182,5 +182,6 @@ def _load_whole(
         return storage
 
     with opened as stream:
-        obj = load(stream, stay, weights_only=True, verify=verify)
+        options = LoadOptions(stay, weights_only=True, verify=verify)
+        obj = load_file(stream, options, reader_for(stream, None, verify))
     return LoadedContents(obj, locations, metadata, nbytes)

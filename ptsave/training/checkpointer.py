@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from ptsave.archive.loading import wants_mmap
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.errors import CheckpointWarning, add_note
-from ptsave.serialization import wants_mmap
 from ptsave.support.ranks import check_rank_is_named, check_rank_saves
 from ptsave.training.checkpoint import entries_of, restore_entries
 from ptsave.training.directory import CheckpointDirectory, create_directory

@@ -25,6 +25,7 @@ from stock_comparison import (
 )
 
 import ptsave
+from ptsave.archive.unpickling import unpickle
 
 
 @pytest.fixture
@@ -40,9 +41,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     pickle_object = ptsave.serialization.pickle_object  # type: ignore[attr-defined]
-    unpickle = ptsave.serialization.unpickle  # type: ignore[attr-defined]
     monkeypatch.setattr(ptsave.serialization, "pickle_object", noting("save", pickle_object))
-    monkeypatch.setattr(ptsave.serialization, "unpickle", noting("load", unpickle))
+    monkeypatch.setattr("ptsave.archive.loading.unpickle", noting("load", unpickle))
     return seen
 
 

@@ -242,7 +242,7 @@ def test_mapping_of_a_file_that_is_replaced(tmp_path: Path, shared: bool) -> Non
     """What is mapped is the file whose pickle was read, at whatever moment it is replaced."""
     from torch.utils.serialization import config
 
-    from ptsave import serialization
+    from ptsave.archive import loading
 
     config.load.mmap_flags = 1 if shared else 2  # MAP_SHARED, MAP_PRIVATE
     path = tmp_path / "model.pt"
@@ -250,7 +250,7 @@ def test_mapping_of_a_file_that_is_replaced(tmp_path: Path, shared: bool) -> Non
     while True:
         n += 1
         ptsave.save(OLD, path)
-        with meanwhile(lambda: ptsave.save(MINE, path), n, serialization.__file__) as calls:
+        with meanwhile(lambda: ptsave.save(MINE, path), n, loading.__file__) as calls:
             loaded = ptsave.load(path, mmap=True)
         expected = {"old": OLD, "mine": MINE}[loaded["name"]]
         assert torch.equal(loaded["weight"], expected["weight"]), f"call {n}"

@@ -1,0 +1,232 @@
+"""Loads one file or file object: an archive by ptsave's reader, anything else by torch's loader."""
+
+from __future__ import annotations
+
+import mmap as mmap_module
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
+
+from ptsave.archive.byte_order import is_native_byte_order
+from ptsave.archive.checks import check_compressed_members, check_small_records, check_version
+from ptsave.archive.opening import open_archive
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.stream_reader import open_stream
+from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
+from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
+from ptsave.errors import CorruptCheckpointError, not_checkpoint
+from ptsave.sources.kinds import HEAD_NBYTES, is_of_another_program, what_it_surely_is
+from ptsave.sources.local import describe
+from ptsave.sources.remote_errors import named_errors
+from ptsave.sources.urls import refuse_url
+from ptsave.support import torch_serialization as stock
+from ptsave.support.progress import progress_bar
+from ptsave.support.torch_serialization import (
+    WARNS_OF_UNUSED_ARGUMENTS,
+    ArchiveFileReader,
+    check_dill_version,
+    is_path,
+    log_api_usage,
+    restricted_unpickler,
+)
+
+__all__ = ["LoadOptions", "load_file", "reader_for", "wants_mmap"]
+
+_TORCHSCRIPT_WARNING = (
+    "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
+    "'torch.jit.load' (call 'torch.jit.load' directly to silence this warning)"
+)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The arguments of :func:`ptsave.load` beside the file.
+
+    Attributes
+    ----------
+    map_location, pickle_module, weights_only, mmap, verify, progress
+        As for :func:`ptsave.load`.
+    pickle_load_args : dict of str to object
+        Keyword arguments of the unpickler.
+    """
+
+    map_location: Any = None
+    pickle_module: Any = None
+    weights_only: bool | None = None
+    mmap: bool | None = None
+    verify: bool = True
+    progress: bool = False
+    pickle_load_args: dict[str, Any] = field(default_factory=dict)
+
+
+def load_file(
+    f: Any, options: LoadOptions, reader: RecordReader | None, *, stacklevel: int = 3
+) -> Any:
+    """Load a file as :func:`torch.load` does.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        The file.
+    options : LoadOptions
+        How to load it.
+    reader : RecordReader or None
+        As from `reader_for`; it is closed afterwards.
+    stacklevel : int, default 3
+        Of warnings: 2 for those who call this.
+    """
+    begin = None if is_path(f) else _position(f)
+    restricted = resolve_weights_only(
+        options.weights_only, options.pickle_module, stacklevel=stacklevel + 1
+    )
+    if reader is not None and reader.has_record("constants.pkl"):
+        reader.close()
+        warnings.warn(_TORCHSCRIPT_WARNING, UserWarning, stacklevel=stacklevel)
+        return _load_torchscript(f, options.map_location, restricted)
+    module = restricted_unpickler if restricted else options.pickle_module or pickle
+    if reader is not None and not reader.engine.all_stored:
+        with closing(reader):
+            check_compressed_members(reader)
+        reader = None
+        if not fills_storages(options.map_location):  # torch would swap bytes that are not there
+            archive = ArchiveFileReader(os.fspath(f) if is_path(f) else f)
+            with unpickling_errors(module):
+                return unpickle_without_bytes(
+                    archive, options.map_location, module, options.pickle_load_args
+                )
+    if reader is None:
+        return _load_by_torch(f, options, restricted)
+    log_api_usage("torch.load")
+    if options.pickle_load_args and restricted and WARNS_OF_UNUSED_ARGUMENTS:
+        warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=stacklevel)
+    with (
+        closing(reader),
+        progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress,
+    ):
+        result = _load_archive(reader, options, module)
+        end = None if begin is None else begin + reader.end_of_storages()
+    if end is not None:
+        f.seek(end)
+    return result
+
+
+def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
+    with named_errors(describe(f)), _naming_what_it_is(f):
+        return stock.load(
+            f,
+            options.map_location,
+            options.pickle_module,
+            weights_only=restricted,
+            mmap=options.mmap,
+            **options.pickle_load_args,
+        )
+
+
+def _load_archive(reader: RecordReader, options: LoadOptions, pickle_module: Any) -> Any:
+    check_dill_version(options.pickle_module)
+    map_location = options.map_location
+    overall_storage = _map_file(reader, map_location) if wants_mmap(options.mmap) else None
+    arguments = {"encoding": "utf-8", **options.pickle_load_args}
+    check_version(reader)
+    with unpickling_errors(pickle_module):
+        result = unpickle(reader, map_location, pickle_module, overall_storage, arguments)
+    if reader.verify:
+        check_small_records(reader)
+    return result
+
+
+@contextmanager
+def _naming_what_it_is(f: Any) -> Iterator[None]:
+    """Name a file that torch has failed to load and that is known to be something else.
+
+    torch's own words, about pickles and ``weights_only=False``, come after that, because programs
+    may look for them; not where the file is another program's.
+    """
+    begin = None if is_path(f) else _position(f)
+    try:
+        yield
+    except (OSError, MemoryError, CorruptCheckpointError):
+        raise
+    except Exception as error:
+        head, nbytes = _head_of(f, begin)
+        what = what_it_surely_is(head, nbytes)
+        if what is None:
+            raise
+        path = describe(f)
+        words = "" if is_of_another_program(head) else f"\n{error}"
+        raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
+
+
+def _position(f: Any) -> Any:
+    try:
+        return f.tell()
+    except Exception:  # of anybody's file-like object
+        return None
+
+
+def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
+    """Return the first bytes of a file that failed to load, and its size; a pickle's if unknown."""
+    try:
+        if is_path(f):
+            with open(f, "rb") as stream:
+                return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
+        nbytes = f.seek(0, os.SEEK_END) - begin
+        f.seek(begin)
+        head = bytes(f.read(HEAD_NBYTES))
+    except Exception:  # the error that is being raised is the one that counts
+        return b"\x80\x02", 2
+    return head, nbytes
+
+
+def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
+    """Decide who loads: an open archive for ptsave, or None for torch's own loader.
+
+    torch's loader gets whatever is no zip archive (the formats before torch 1.6, or not a
+    checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
+    position; and it raises the error for arguments that do not go together.
+    """
+    if is_path(f):
+        refuse_url(f)
+    elif wants_mmap(mmap):
+        return None
+    engine = open_archive(f)
+    if engine is not None:
+        return RecordReader(engine, describe(f), verify=verify)
+    return open_stream(f, verify=verify)
+
+
+def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
+    if restricted:
+        raise RuntimeError(
+            "Cannot use ``weights_only=True`` with TorchScript archives passed to "
+            "``torch.load``. " + UNSAFE_MESSAGE
+        )
+    return torch.jit.load(f, map_location=map_location)
+
+
+def wants_mmap(mmap: bool | None) -> bool:
+    """Whether files are mapped by a load with that option; None is torch's default."""
+    from torch.utils.serialization import config
+
+    return config.load.mmap if mmap is None else mmap
+
+
+def _map_file(reader: RecordReader, map_location: Any) -> Any:
+    """Map the very file that was opened, whatever has got its name meanwhile."""
+    shared = get_default_mmap_options() == mmap_module.MAP_SHARED
+    if shared and fills_storages(map_location) and not is_native_byte_order(reader):
+        raise ValueError(
+            f"{reader.path} is in another byte order than this machine, and to load it with "
+            "mmap=True and MAP_SHARED would swap the bytes in the file: use MAP_PRIVATE, or "
+            "mmap=False"
+        )
+    descriptor = reader.engine.descriptor
+    nbytes = os.fstat(descriptor).st_size
+    return torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared, nbytes)

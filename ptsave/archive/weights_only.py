@@ -1,0 +1,92 @@
+"""The option weights_only: torch's default for it, and torch's advice around what it refuses."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.serialization import UNSAFE_MESSAGE
+
+from ptsave.support.torch_serialization import (
+    IGNORES_CASE_OF_VARIABLES,
+    defaults_to_weights_only,
+    restricted_unpickler,
+)
+
+__all__ = ["resolve_weights_only", "unpickling_errors"]
+
+_TRUE_VALUES = ("1", "y", "yes", "true")
+
+
+@contextmanager
+def unpickling_errors(pickle_module: Any) -> Iterator[None]:
+    """Put torch's advice around the errors of its restricted unpickler."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
+            raise
+        raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+
+
+def resolve_weights_only(
+    weights_only: bool | None, pickle_module: Any, *, stacklevel: int = 3
+) -> bool:
+    """Apply torch's default and its environment variables; `stacklevel` is of its warning."""
+    force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    if force and force_not:
+        raise RuntimeError(
+            "Only one of `TORCH_FORCE_WEIGHTS_ONLY_LOAD` or `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` "
+            "should be set, but both were set."
+        )
+    restricted = defaults_to_weights_only(pickle_module) if weights_only is None else weights_only
+    if force:
+        restricted = True
+    elif force_not and weights_only is None:
+        warnings.warn(
+            "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected, since the"
+            "`weights_only` argument was not explicitly passed to `torch.load`, forcing "
+            "weights_only=False.",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
+        restricted = False
+    if restricted and pickle_module is not None:
+        raise RuntimeError("Can not safely load weights when explicit pickle_module is specified")
+    return bool(restricted)
+
+
+def _is_set(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
+    return (value.lower() if IGNORES_CASE_OF_VARIABLES else value) in _TRUE_VALUES
+
+
+def _weights_only_message(message: str) -> str:
+    """Put torch's advice around an error of its restricted unpickler."""
+    documentation = (
+        "\n\nCheck the documentation of torch.load to learn more about types accepted by default "
+        "with weights_only https://pytorch.org/docs/stable/generated/torch.load.html."
+    )
+    if re.search(r"GLOBAL (\S+) was not an allowed global by default.", message):
+        return (
+            "Weights only load failed. This file can still be loaded, to do so you have two "
+            "options, \033[1mdo those steps only if you trust the source of the checkpoint\033[0m. "
+            f"\n\t(1) {UNSAFE_MESSAGE}\n\t(2) Alternatively, to load with `weights_only=True` "
+            "please check the recommended steps in the following error message.\n\t"
+            f"WeightsUnpickler error: {message}{documentation}"
+        )
+    if re.search(r"(\S+) must be (\S+) to load", message):
+        return f"Weights only load failed. {message}\n {UNSAFE_MESSAGE}\n"
+    advice = (
+        ""
+        if re.search(r"whose module (\S+) is blocked", message)
+        else "Please file an issue with the following so that we can make `weights_only=True` "
+        "compatible with your use case: WeightsUnpickler error: "
+    )
+    return f"Weights only load failed. {UNSAFE_MESSAGE}\n{advice}\n\n{message}{documentation}"
