@@ -62,10 +62,12 @@ def _open(f: Any) -> _C.Reader | None:
 
 
 def _open_path(path: str | bytes) -> _C.Reader | None:
-    if not isinstance(path, str) or path.endswith(".safetensors"):
+    if not isinstance(path, str):
         with suppress(FileNotFoundError):  # which torch says in words of its own
             refuse_special_file(path)  # or torch's loader would wait for somebody to write to it
         return None
+    if path.endswith(".safetensors") and not os.path.exists(path):
+        return None  # the library's words, as from torch.load
     if "\0" in path or stat.S_ISCHR(os.stat(path).st_mode):  # /dev/null: as torch has it
         return None
     with open(path, "rb", buffering=0, opener=regular_only) as stream:

@@ -1,20 +1,24 @@
-"""Archives in file objects that the engine cannot read by itself: read in order, verified."""
+"""Archives in file objects and behind URLs: storages are read when unpickling asks, verified."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.remote import RemoteReader
-from ptsave.archive.spans import memory_of
+from ptsave.archive.spans import FetchedSpans, Span, memory_of
 from ptsave.sources.kinds import is_zip
 from ptsave.sources.local import describe
-from ptsave.sources.ranges import FileObject
+from ptsave.sources.ranges import FileObject, RangeSource
 
 __all__ = ["StreamReader", "open_stream"]
+
+_AHEAD_NBYTES = 32 << 20  # of storages fetched by one call: a small one costs a request by itself
 
 
 def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
@@ -47,7 +51,7 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
     except (OSError, io.UnsupportedOperation):
         return None  # torch's error names the missing method
     is_archive = isinstance(head, bytes) and is_zip(head)  # text is torch's to refuse
-    return StreamReader(f, verify=verify) if is_archive else None
+    return StreamReader(FileObject(f, describe(f)), verify=verify) if is_archive else None
 
 
 class StreamReader(RemoteReader):
@@ -55,8 +59,8 @@ class StreamReader(RemoteReader):
 
     Parameters
     ----------
-    stream : file-like
-        At the beginning of the archive.  It gets that position back when this is closed.
+    source : RangeSource
+        The archive.  A file object gets its position back when this is made, and when it is closed.
     verify : bool
         Whether checksums are compared.
 
@@ -66,25 +70,60 @@ class StreamReader(RemoteReader):
         Whether those of storages are.
     """
 
-    def __init__(self, stream: Any, *, verify: bool) -> None:
-        self._stream = FileObject(stream, describe(stream))
-        super().__init__(self._stream, verify=verify)
-        self._stream.rewind()
+    def __init__(self, source: RangeSource, *, verify: bool) -> None:
+        super().__init__(source, verify=verify)
+        self._rewind()
         self._nbytes_read = 0
+        self._n_records = len(self.engine.records())
+        self._ahead: dict[int, Tensor] = {}  # payloads by record, fetched with another one
         self.verifies = self.verify
 
-    def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> Tensor:
         record = self.find_storage(name, nbytes)
-        offset = self.get_record_offset(name)
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        self._stream.read_into(offset, memory_of(payload))
-        if self.verifies:
-            self.require_crc(record, _C.crc32(memory_of(payload)))
+        if isinstance(self.source, FileObject):
+            payload = self._read_one(self.source, record, self.get_record_offset(name), nbytes)
+        else:
+            if record not in self._ahead:
+                self._fetch_from(record)
+            payload = self._ahead.pop(record)
         self._nbytes_read += nbytes
         if self.progress is not None:
             self.progress(self._nbytes_read)
         return payload
 
+    def _read_one(self, source: FileObject, record: int, offset: int, nbytes: int) -> Tensor:
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        source.read_into(offset, memory_of(payload))
+        if self.verifies:
+            self.require_crc(record, _C.crc32(memory_of(payload)))
+        return payload
+
+    def _fetch_from(self, record: int) -> None:
+        """Fetch a storage, and those that follow in the file, as they are asked for next."""
+        payloads = {
+            number: torch.empty(self.engine.record(number).nbytes, dtype=torch.uint8)
+            for number in self._storages_from(record)
+        }
+        spans = [Span(number, 0, payload) for number, payload in payloads.items()]
+        FetchedSpans(self).read(spans, verify=None if self.verifies else False)
+        self._ahead = payloads  # others of before were not asked for: they are not kept
+
+    def _storages_from(self, record: int) -> Iterator[int]:
+        yield record
+        nbytes = self.engine.record(record).nbytes
+        for number in range(record + 1, self._n_records):
+            found = self.engine.record(number)
+            nbytes += found.nbytes
+            if nbytes > _AHEAD_NBYTES:
+                return
+            if found.name.startswith("data/"):
+                yield number
+
     def close(self) -> None:
         super().close()
-        self._stream.rewind()
+        self._ahead.clear()
+        self._rewind()
+
+    def _rewind(self) -> None:
+        if isinstance(self.source, FileObject):
+            self.source.rewind()
