@@ -53,7 +53,7 @@ class ArchiveLayout {
   // Central directory and both end records, with all CRCs zero: nbytes() -
   // central_directory_offset() bytes.
   void central_directory(std::byte* out) const;
-  // Puts every record's CRC, in order, into what central_directory() has written.
+  // Puts every record's CRC, in order, into the bytes that central_directory() has written.
   void set_central_crcs(std::span<const std::uint32_t> crcs, std::byte* directory) const;
 
  private:
@@ -94,10 +94,10 @@ std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view
 std::uint64_t hash_names(std::span<const std::string_view> names);
 
 // torch's 40-digit `.data/serialization_id`, from hash_names() and the CRCs of the non-empty
-// records, in write order.  torch collects the CRCs by looking at what passes its write function,
-// so an empty record (no data descriptor) adds none, and a payload that itself begins with
-// "PK\7\8" and has at least 8 bytes adds its bytes 4..7 as a little-endian number in front of its
-// own CRC: see descriptor_lookalike().
+// records, in write order. torch collects the CRCs by looking at bytes that pass its write
+// function, so an empty record (no data descriptor) adds none, and a payload that itself begins
+// with "PK\7\8" and has at least 8 bytes adds its bytes 4..7 as a little-endian number in front of
+// its own CRC: see descriptor_lookalike().
 std::string serialization_id(std::uint64_t names_hash, std::span<const std::uint32_t> crcs);
 
 // The extra number a payload that begins with `front` (8 bytes suffice) adds, if it does.

@@ -39,7 +39,7 @@ bool agrees(std::uint64_t narrow, std::uint64_t wide, std::uint64_t mark) {
   return narrow == mark || narrow == wide;
 }
 
-// The zip64 EOCD and what its locator says.
+// The zip64 EOCD and the fields of its locator.
 struct Zip64End {
   zip::End end;
   std::uint64_t offset;
@@ -98,7 +98,7 @@ void check_disks(const zip::End& end, std::uint64_t offset) {
   if (!one_disk) fail_archive(kMultidisk, "end record names several disks", {}, offset);
 }
 
-// What miniz does not compare.
+// Compares fields that miniz does not compare.
 void check_zip64_agreement(const zip::End& narrow, const Zip64End& wide, std::uint64_t offset) {
   const zip::End& end = wide.end;
   const bool same = agrees(narrow.directory.offset, end.directory.offset, zip::kMax32) &&
@@ -179,7 +179,7 @@ std::string_view strip_root(std::string_view full_name, std::string_view root) {
 
 bool is_folder(const zip::CentralHeader& header) { return header.name.ends_with('/'); }
 
-// What miniz checks of every header, in its order.
+// Makes miniz's checks of every header, in its order.
 void check_central_header(const zip::CentralHeader& header) {
   const std::string_view name = header.name.substr(header.name.find('/') + 1);  // all without '/'
   const auto fail = [&](const char* miniz_error, const char* fault) {
@@ -246,7 +246,7 @@ struct Extent {
 };
 
 // Where the payload begins if it fills the extent.  zip writers that leave gaps make this wrong,
-// never out of bounds: slack_nbytes is what the extent leaves beside fixed header, name and
+// never out of bounds: slack_nbytes is the rest of the extent beside fixed header, name and
 // payload.
 std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t limit,
                                      std::uint64_t slack_nbytes) {
@@ -376,7 +376,7 @@ std::size_t ArchiveIndex::find(std::string_view name) const {
 
 namespace {
 
-// What torch refuses when it is asked for a record, in its order.  It goes by the central header.
+// Refuses records that torch refuses to read, in its order.  It goes by the central header.
 void check_supported(const IndexedRecord& record) {
   constexpr std::uint16_t kDeflated = 8;
   const auto fail = [&](const char* miniz_error, std::string detail) {
@@ -393,10 +393,10 @@ void check_supported(const IndexedRecord& record) {
   if ((record.flags & zip::kFlagPatch) != 0) fail("unsupported feature", "marked as a patch");
 }
 
-// Compares what torch does not; `header` may end inside the name.
+// Compares fields that torch does not compare; `header` may end inside the name.
 zip::LocalHeader parse_agreeing_header(std::span<const std::byte> header,
                                        const IndexedRecord& record, std::size_t root_nbytes) {
-  // Bits that change what the payload is or where it ends; the rest tells nothing a reader needs.
+  // Bits that change the meaning or the end of the payload; a reader needs no others.
   constexpr std::uint16_t kMeaningful = zip::kFlagEncrypted | zip::kFlagDescriptor |
                                         zip::kFlagPatch | zip::kFlagStrongEncryption |
                                         zip::kFlagMasked;

@@ -22,8 +22,8 @@ std::uint32_t crc32_copy(std::uint32_t crc, void* dst, const void* src, std::siz
 // The CRC of A followed by B, given crc(A), crc(B) and B's length in bytes.  O(log nbytes_b).
 std::uint32_t crc32_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t nbytes_b);
 
-// Bytes that are both checksummed and read or written go in pieces of this size: the second step
-// then finds in the cache what the first has left there.
+// Bytes that are both checksummed and read or written go in pieces of this size, because the second
+// step then finds them in the cache.
 inline constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 
 // One implementation, for tests and benchmarks that run over all of them.

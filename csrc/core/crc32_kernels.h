@@ -60,7 +60,7 @@ constexpr ByteTable make_product_table(std::uint32_t factor, int byte_index) {
   return table;
 }
 
-// kSlices[k][b]: what byte b does to the state once k further bytes have passed.
+// kSlices[k][b]: the change of the state by byte b, once k further bytes have passed.
 inline constexpr std::size_t kSliceCount = 16;
 inline constexpr std::array<ByteTable, kSliceCount> kSlices = [] {
   std::array<ByteTable, kSliceCount> slices{};

@@ -16,7 +16,7 @@
 
 #include "core/crc32_kernels.h"
 
-// The file needs no special compiler flags; each function names what it uses.  Every function that
+// The file needs no special compiler flags; each function names its features.  Every function that
 // a wider kernel shares asks for a subset of that kernel's features, so that it can be inlined
 // there.
 #define PTSAVE_TARGET_128 __attribute__((target("avx,pclmul")))
@@ -216,7 +216,7 @@ PTSAVE_TARGET_128 std::uint32_t update_pclmulqdq(std::uint32_t crc, const void* 
 namespace {
 
 // Writes 64 bytes to an aligned `dst` past the caches: the line is not read from memory first, and
-// does not displace what is useful there.
+// does not displace useful lines there.
 PTSAVE_TARGET_128 PTSAVE_INLINE void stream_block(unsigned char* dst, Block block) {
   auto* const to = reinterpret_cast<__m128i*>(dst);
   _mm_stream_si128(to, block.a0);

@@ -18,7 +18,7 @@ class FormatError : public std::runtime_error {
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
   // `reason` is the wording of torch's own reader for the same fault where it has one (tools match
-  // on it), `detail` what ptsave knows beyond that.  `record` is the record's name without the root
+  // on it), `detail` ptsave's own findings.  `record` is the record's name without the root
   // folder, or empty; `offset` is an absolute position in the archive, or kNoOffset.
   FormatError(std::string reason, std::string detail, std::string record = {},
               std::uint64_t offset = kNoOffset)

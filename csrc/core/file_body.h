@@ -1,5 +1,5 @@
-// The bytes of a file that is being written, chunk by chunk: what they are.  Where they go is a
-// ChunkSink's business.
+// A file that is being written, chunk by chunk: a FileBody produces the bytes, a ChunkSink takes
+// them.
 #pragma once
 
 #include <algorithm>
@@ -60,8 +60,8 @@ class FileBody {
   // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
   // different chunks of one pipeline.
   virtual void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) = 0;
-  // Makes what of the tail needs no chunk, for a thread that would only wait while others produce
-  // them.  Optional.
+  // Makes the parts of the tail that need no chunk, on a thread that would only wait while others
+  // produce them.  Optional.
   virtual void prepare_tail() {}
   // The rest of the file, once every chunk is produced.
   virtual std::string tail() = 0;

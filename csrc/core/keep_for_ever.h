@@ -1,4 +1,5 @@
-// For forked children: what must not be destroyed there.
+// keep_for_ever: leaks objects in forked children whose destructors would call the parent's GPU
+// driver.
 #pragma once
 
 #include <utility>

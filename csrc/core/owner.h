@@ -7,9 +7,9 @@
 
 namespace ptsave {
 
-// What keeps loaded memory in place.  It counts its references itself, so that one of them is a
-// single pointer: a torch storage has room for that much, a std::shared_ptr would need memory of
-// its own for each storage.
+// Keeps loaded memory in place.  It counts its references itself, so that one of them is a single
+// pointer, for which a torch storage has room; a std::shared_ptr would need memory of its own for
+// each storage.
 class Owner {
  public:
   Owner(const Owner&) = delete;

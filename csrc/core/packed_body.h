@@ -23,7 +23,7 @@ class PackedBody final : public FileBody {
   std::span<const std::uint32_t> crcs() override { return crcs_; }
 
  private:
-  // What a chunk has of a payload.
+  // The part of a payload that lies in a chunk.
   struct PieceCrc {
     std::size_t payload;
     std::uint64_t nbytes;

@@ -30,7 +30,7 @@ class ChunkPipeline {
   ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work);
   ChunkPipeline(const ChunkPipeline&) = delete;
   ChunkPipeline& operator=(const ChunkPipeline&) = delete;
-  // Cancels what has not begun and joins the workers.
+  // Cancels chunks that have not begun and joins the workers.
   ~ChunkPipeline();
 
   // Waits until every chunk is done.  Rethrows a worker's exception.  Owner only.
@@ -41,7 +41,7 @@ class ChunkPipeline {
 
   // For workers: waits until `ready` holds; throws Stopped if the transfer is cancelled meanwhile.
   void wait_in_worker(const std::function<bool()>& ready);
-  // Makes waiting threads look again; call after changing what a `ready` depends on.
+  // Makes waiting threads look again; call after changing the state that a `ready` depends on.
   void notify();
 
   // Thrown inside workers when another one failed; never reaches the owner.

@@ -29,7 +29,7 @@ class Placement {
 
   // Bytes before the slot's payload, behind the one before.
   virtual void put_seam(const Slot& slot, std::size_t at, std::span<const std::byte> bytes) = 0;
-  // A part of the slot's payload; returns the CRC-32 of what `crc` is of, followed by `bytes`.
+  // A part of the slot's payload; returns `crc` continued over `bytes`.
   virtual std::uint32_t put_payload(const Slot& slot, std::size_t at,
                                     std::span<const std::byte> bytes, std::uint32_t crc) = 0;
 

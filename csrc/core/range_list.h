@@ -23,7 +23,7 @@ struct FileRange {
 // itself.
 class RangeList {
  public:
-  // What a stretch lies within, and so the size of a buffer through which it is read.
+  // Size of the window of a file in which a stretch lies, and of a buffer through which it is read.
   static constexpr std::size_t kWindowNbytes = kHugePageNbytes;
 
   // std::invalid_argument for a range of no file; IoError for one beyond the end of its file.

@@ -38,9 +38,9 @@ class ArchiveReader {
   // Verified if asked: FormatError.
   void read(std::size_t i, std::uint64_t offset, void* payload, bool verify) const;
 
-  // Reads `records` whole, in file order, and puts what the destinations say where they say;
-  // damaged ones are returned in file order.  Without destinations nothing is kept.  Leaves alone
-  // what the calls below have started and is safe for concurrent use, as is all that is const.
+  // Reads `records` whole, in file order, and fills the destinations; damaged ones are returned in
+  // file order.  Without destinations nothing is kept.  Does not disturb the calls below, and is
+  // safe for concurrent use, as are all const functions.
   std::vector<DamagedRecord> read_records(std::vector<std::size_t> records,
                                           const std::vector<Destination>& destinations,
                                           std::size_t n_threads, bool verify,
@@ -61,8 +61,8 @@ class ArchiveReader {
   // those that destinations name; damaged ones are returned in file order.  std::invalid_argument
   // for destinations that overlap in, or reach beyond, a payload.  The payloads that
   // reserve() has placed are not touched, unless they are the destination.
-  // `unstager`, which may be null, is for destinations with targets; what has been sent to it may
-  // still be under way when this returns or throws.
+  // `unstager`, which may be null, is for destinations with targets; copies that it has been sent
+  // may still be under way when this returns or throws.
   std::vector<DamagedRecord> fill(const std::vector<Destination>& destinations,
                                   std::size_t n_threads, bool verify, const Poll& poll,
                                   Unstager* unstager = nullptr);
@@ -80,7 +80,7 @@ class ArchiveReader {
   void discard(std::size_t i) const;
   std::uint64_t nbytes_read() const;
   std::uint64_t nbytes_to_read() const;
-  // Stops reading and waits for what is in flight.  Payloads stay as they are.
+  // Stops reading and waits for reads in flight.  Payloads stay as they are.
   void cancel();
 
  private:

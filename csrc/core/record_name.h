@@ -1,4 +1,4 @@
-// What a record may be called, and how to show a name that came from a file.  Internal to archive.
+// Rules for names of records, and a printable form of names from files.  Internal to archive.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace ptsave {
 
-// What forbids `name` (without the archive's root) for a record, or nullptr.
+// Returns the rule that forbids `name` (without the archive's root) for a record, or nullptr.
 const char* record_name_fault(std::string_view name);
 
 // `text` as it may appear in a message: cut if long, control characters masked.  Not always UTF-8.

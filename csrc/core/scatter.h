@@ -69,8 +69,8 @@ class Scatter final : public Placement {
   std::vector<std::uint32_t> first_extents_;  // by slot, and one past the last
   std::vector<std::size_t> header_begins_;    // by slot, and one past the last
   std::vector<std::byte> headers_;
-  // By chunk: where what goes on to accelerators is until the chunk is complete, each byte as far
-  // from the beginning as it is in the chunk.
+  // By chunk: the bytes that go on to accelerators, until the chunk is complete, each as far from
+  // the beginning as it is in the chunk.
   std::vector<std::unique_ptr<Lease>> leases_;
 };
 

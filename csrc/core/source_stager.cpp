@@ -60,7 +60,7 @@ const std::byte* SourceStager::in_memory(const PayloadPiece& piece) const {
   const ArchiveSource& source = sources_[payload.source];
   const std::uint64_t begin = payload.offset + piece.offset;
   const bool is_inside = begin <= source.nbytes() && piece.nbytes <= source.nbytes() - begin;
-  if (source.memory() == nullptr || !is_inside) return nullptr;  // reading it says what is missing
+  if (source.memory() == nullptr || !is_inside) return nullptr;  // reading it raises the error
   return source.memory() + begin;
 }
 

@@ -1,4 +1,4 @@
-// Payloads that are parts of files: what is written never is in memory as a whole.
+// Payloads that are parts of other files; of each, only the piece of a chunk is in memory.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct SourcePayload {
 
   std::size_t source = kNoSource;
   std::uint64_t offset = 0;
-  std::optional<std::uint32_t> crc;  // what it must be
+  std::optional<std::uint32_t> crc;  // the expected one
 };
 
 // Reads pieces from the page cache, or past it, into a bounded number of buffers; a chunk that is a
@@ -61,10 +61,10 @@ class SourceStager final : public Stager {
 // A payload whose bytes are not those that they should be.
 struct DamagedPayload {
   std::size_t record = 0;
-  std::uint32_t crc = 0;  // of what was read
+  std::uint32_t crc = 0;  // of the bytes that were read
 };
 
-// Compares what was written with what is known of the sources.  `crcs` may be of more records than
+// Compares the CRCs of written payloads with the sources'.  `crcs` may be of more records than
 // `payloads`.
 std::vector<DamagedPayload> damaged_payloads(std::span<const SourcePayload> payloads,
                                              std::span<const std::uint32_t> crcs);

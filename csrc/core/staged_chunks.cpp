@@ -7,7 +7,7 @@
 namespace ptsave {
 namespace {
 
-constexpr std::uint64_t kFrontNbytes = 8;  // what descriptor_lookalike() looks at
+constexpr std::uint64_t kFrontNbytes = 8;  // descriptor_lookalike() looks at these
 
 // The bytes of pieces that somebody else keeps.
 class KeptPieces final : public StagedPieces {

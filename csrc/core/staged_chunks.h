@@ -13,16 +13,16 @@
 
 namespace ptsave {
 
-// What has to be staged for the bytes [begin, end) of the archive, in file order.  A piece that
-// begins a payload has at least as many bytes as it takes to see a lookalike of a descriptor, even
+// The pieces to stage for the bytes [begin, end) of the archive, in file order.  A piece that
+// begins a payload has at least the 8 bytes that it takes to see a lookalike of a descriptor, even
 // if the chunk ends before.
 std::vector<PayloadPiece> staged_pieces(const ArchiveLayout& layout, const Stager& stager,
                                         std::uint64_t begin, std::uint64_t end);
 
-// Upper bound of what staged_pieces() has for a chunk.
+// Upper bound of the bytes in staged_pieces() of a chunk.
 std::size_t max_staged_nbytes(std::size_t chunk_nbytes);
 
-// Stages everything first, so that what was staged from may change while the archive is written.
+// Stages everything first, so that the tensors may change while the archive is written.
 // The staged bytes stay until the object goes: a write that fails may be tried again.
 class StagedAhead final : public Stager {
  public:
@@ -31,7 +31,7 @@ class StagedAhead final : public Stager {
               std::size_t chunk_nbytes);
   ~StagedAhead() override;
 
-  // Stages all chunks, on n_threads threads; what it staged from is not needed any more after.
+  // Stages all chunks, on n_threads threads; lets go of the storages afterwards.
   void run(std::size_t n_threads, const Poll& poll);
 
   bool stages(std::size_t record) const override { return is_staged_[record]; }

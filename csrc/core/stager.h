@@ -1,5 +1,5 @@
-// Payloads that are on their way from the memory of an accelerator into host memory, or back.  What
-// core knows about accelerators; device/ implements it.
+// Interfaces for payloads on their way from the memory of an accelerator into host memory, or back.
+// core knows no more about accelerators; device/ implements them.
 #pragma once
 
 #include <cstddef>
@@ -79,7 +79,7 @@ class Unstager {
   virtual std::unique_ptr<Lease> lease(std::size_t nbytes) = 0;
   // Starts copying.
   virtual void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) = 0;
-  // Waits for everything that was sent, also if it has to throw what went wrong.
+  // Waits for everything that was sent, then throws the first error.
   virtual void drain() = 0;
 };
 

@@ -1,9 +1,9 @@
 // Memory for copies of storages that wait to be written.
 //
-// The pool keeps what comes back to it: fresh pages cost more than the copy that is made into them.
-// Free memory is one heap of extents, so a save finds the memory of an earlier one whatever the
-// sizes of its storages are.  Only when it does not suffice, new memory is mapped, and what is free
-// still goes back to the system first: the pool never holds more than was once in use together.
+// The pool keeps blocks that come back to it, because fresh pages cost more than the copy into
+// them.  Free memory is one heap of extents, so a save finds the memory of an earlier one whatever
+// the sizes of its storages are.  Only when it does not suffice, new memory is mapped, and free
+// memory goes back to the system first: the pool never holds more than was once in use together.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +46,7 @@ class StagingPool {
   // Page-aligned blocks of (at least) these sizes, which are not 0.  Throws std::bad_alloc, and
   // nothing is taken then.
   std::vector<StagingBlock> acquire(const std::vector<std::size_t>& sizes);
-  // Gives back to the system what is in no block.
+  // Gives back to the system the memory that is in no block.
   void trim();
   Statistics statistics() const;
 

@@ -42,7 +42,8 @@ inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
 inline int close(int fd) {
   return ::close(fd);  // never injected: a failed close leaves no fd that a retry could use
 }
-// Closing a duplicate makes the file system report what it puts off until a close; `fd` stays open.
+// Closing a duplicate makes the file system report errors that it puts off until a close; `fd`
+// stays open.
 inline int close_duplicate(int fd) {
   if (fault("close")) return -1;
   const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);

@@ -1,5 +1,5 @@
-// One load in progress: workers that read an archive chunk by chunk into what a Placement says, and
-// the checks that follow each piece while its bytes are in the cache.
+// One load in progress: workers that read an archive chunk by chunk into the memory of a Placement,
+// and the checks that follow each piece while its bytes are in the cache.
 #pragma once
 
 #include <atomic>

@@ -46,8 +46,8 @@ void write_direct(FileBody& body, File& file, const WriteOptions& options, Progr
 // The size that chunks must have for write_direct().
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
 
-// Overwrites `path` in place with the `nbytes` bytes that `write` writes (0: with holes).  What is
-// read from that very file has to be written elsewhere first: to `scratch`, which is then copied.
+// Overwrites `path` in place with the `nbytes` bytes that `write` writes (0: with holes).  A save
+// that reads from that very file is written to `scratch` first, which is then copied.
 void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,
                const std::function<void(File&)>& write, const Poll& poll);
 

@@ -12,7 +12,7 @@ constexpr std::uint32_t kEndSignature = 0x06054b50;
 constexpr std::uint32_t kZip64EndSignature = 0x06064b50;
 constexpr std::uint32_t kZip64LocatorSignature = 0x07064b50;
 constexpr std::uint16_t kZip64ExtraId = 0x0001;
-// What miniz claims in the zip64 EOCD: made on Unix by version 3.0, needs version 4.5.
+// miniz's claims in the zip64 EOCD: made on Unix by version 3.0, needs version 4.5.
 constexpr std::uint16_t kMadeBy = 0x031e;
 constexpr std::uint16_t kVersionNeeded = 45;
 
@@ -158,7 +158,7 @@ std::byte* write_central_header(const Entry& entry, std::uint32_t crc, std::byte
 
 std::byte* write_end_records(const Directory& directory, std::byte* out) {
   std::byte* p = store32(out, kZip64EndSignature);
-  p = store64(p, kZip64EndNbytes - 12);  // of what follows this field
+  p = store64(p, kZip64EndNbytes - 12);  // of the bytes behind this field
   p = store16(p, kMadeBy);
   p = store16(p, kVersionNeeded);
   p = store64(p, 0);  // this disk, the directory's disk

@@ -130,7 +130,7 @@ struct CentralHeader {
 };
 
 // Reads the central header at the front of `bytes`, zip64 fields resolved.  Returns nullptr, or
-// what is wrong with it (then `header` is unspecified).
+// the fault (then `header` is unspecified).
 const char* parse_central_header(std::span<const std::byte> bytes, CentralHeader& header);
 
 }  // namespace ptsave::zip
