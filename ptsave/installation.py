@@ -26,8 +26,8 @@ def install() -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
     Both ``torch`` and ``torch.serialization`` are changed, so callers inside torch and in
-    libraries use ptsave, too.  To TorchScript they stay the operators that torch's are: scripted code
-    calls those.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
+    libraries use ptsave, too.  To TorchScript they stay the operators that torch's are: scripted
+    code calls those.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
     thread; the change is seen by all.
 
     Examples

@@ -16,7 +16,7 @@ from ptsave.comparison.sides import ComparedCheckpoint, flat
 from ptsave.comparison.tensors import are_empty, compare_tensors
 from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
-from ptsave.tree.containers import is_container, values_of
+from ptsave.tree.containers import is_container, values_of, walk
 from ptsave.tree.names import entry_not_found
 
 __all__ = ["Comparison", "compare"]
@@ -194,17 +194,8 @@ def _objects(
 
 def _holds_more(obj: Any) -> bool:
     """Whether something is in an object, however deep, that is no tensor."""
-    seen: set[int] = set()
-    pending = [obj]
-    while pending:
-        value = pending.pop()
-        if not is_container(value):
-            if not isinstance(value, Tensor):
-                return True
-        elif id(value) not in seen:
-            seen.add(id(value))
-            pending += values_of(value)
-    return False
+    leaves = (value for value in walk(obj, parts=values_of) if not is_container(value))
+    return any(not isinstance(value, Tensor) for value in leaves)
 
 
 def _compare_values(

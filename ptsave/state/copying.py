@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ptsave.support.torch_tensors import set_grad_enabled, untyped_of
-from ptsave.tree.containers import attributes_of, values_of
+from ptsave.tree.containers import parts_of, walk
 
 __all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
 
@@ -155,17 +155,18 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
     Uninitialized parameters and buffers are left out, because they have no memory.
     Each container is looked at once.
     """
-    seen: set[int] = set()
-    pending = [obj]
-    while pending:
-        value = pending.pop()
+    for value in walk(obj, opens=_opens, parts=_keys_and_parts):
         if isinstance(value, Tensor):
             if not is_lazy(value):
                 yield value
         elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
             untyped = untyped_of(value) if isinstance(value, torch.TypedStorage) else value
             yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
-        elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [*value, *values_of(value)] if isinstance(value, Mapping) else value
-            pending += attributes_of(value).values()
+
+
+def _opens(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple, set, frozenset))
+
+
+def _keys_and_parts(value: Any) -> list[Any]:
+    return [*(value if isinstance(value, Mapping) else ()), *parts_of(value)]

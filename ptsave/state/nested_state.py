@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
+
+from ptsave.tree.containers import items_of
 
 __all__ = ["advice", "parts_with_tensors"]
 
@@ -60,7 +63,7 @@ def _parts(obj: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[An
     for path, part in pending:
         yield path, part
         if len(path) < _MAX_DEPTH:
-            children = list(part.items())[:_MAX_ENTRIES]
+            children = islice(items_of(part), _MAX_ENTRIES)
             pending += [
                 ((*path, key), child)
                 for key, child in children

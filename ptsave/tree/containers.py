@@ -6,10 +6,18 @@ One that is called ``items`` takes the method's place in ``value.items()``; it d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["attributes_of", "is_container", "items_of", "set_attributes", "values_of"]
+__all__ = [
+    "attributes_of",
+    "is_container",
+    "items_of",
+    "parts_of",
+    "set_attributes",
+    "values_of",
+    "walk",
+]
 
 
 def is_container(value: Any) -> bool:
@@ -62,3 +70,46 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
     """
     if attributes:
         value.__dict__.update(attributes)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return the values in a container, and those of its attributes.
+
+    >>> parts_of({"a": 1})
+    [1]
+    """
+    return [*values_of(value), *attributes_of(value).values()]
+
+
+def walk(
+    obj: Any,
+    *,
+    opens: Callable[[Any], bool] = is_container,
+    parts: Callable[[Any], Iterable[Any]] = parts_of,
+) -> Iterator[Any]:
+    """Yield an object and all that is in it, in order: containers once, before their parts.
+
+    Parameters
+    ----------
+    obj : object
+        The object.
+    opens : callable
+        Returns whether something is a container that is looked into.
+    parts : callable
+        Returns the values in such a container.
+
+    Examples
+    --------
+    >>> list(walk({"a": [1, 2]}))
+    [{'a': [1, 2]}, [1, 2], 1, 2]
+    """
+    seen: set[int] = set()
+    pending = [obj]
+    while pending:
+        value = pending.pop()
+        if not opens(value):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending += reversed([*parts(value)])

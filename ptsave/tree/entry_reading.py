@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptsave.support.torch_tensors import untyped_of
-from ptsave.tree.containers import attributes_of, items_of, set_attributes, values_of
+from ptsave.tree.containers import attributes_of, items_of, set_attributes, walk
 
 __all__ = ["leaves_of", "read_entry", "require_picklable", "tensor_over"]
 
@@ -36,15 +36,9 @@ def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> 
 
 def leaves_of(entry: Any) -> Iterator[Any]:
     """Yield the tensors and storages of an entry."""
-    seen: set[int] = set()
-    pending = [entry]
-    while pending:
-        value = pending.pop()
+    for value in walk(entry, opens=_is_container):
         if isinstance(value, (Tensor, torch.UntypedStorage, torch.TypedStorage)):
             yield value
-        elif id(value) not in seen and _is_container(value):
-            seen.add(id(value))
-            pending += reversed([*values_of(value), *attributes_of(value).values()])
 
 
 def _is_container(value: Any) -> bool:
@@ -127,12 +121,4 @@ def _make_tuple(value: tuple[Any, ...], made: dict[int, Any]) -> None:
 
 def _containers_in(entry: Any) -> Iterator[Any]:
     """Yield every container of an entry once."""
-    seen: set[int] = set()
-    pending = [entry]
-    while pending:
-        value = pending.pop()
-        if _is_container(value) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            pending += values_of(value)
-            pending += attributes_of(value).values()
+    return filter(_is_container, walk(entry, opens=_is_container))

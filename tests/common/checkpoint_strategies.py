@@ -13,9 +13,6 @@ from stock_comparison import (
     typed_storage,
 )
 from torch import nn
-from torch.utils.serialization import config as torch_config
-
-config: Any = torch_config  # a module with methods, which type checkers do not know
 
 DTYPES = [
     torch.float32,

@@ -140,3 +140,11 @@ def test_missing_entry_of_a_counter(tmp_path: Path) -> None:
         assert archive[("n", "a")] == 2
         with pytest.raises(KeyError, match="no entry"):
             archive[("n", "c")]
+
+
+def test_advice_on_the_part_that_was_meant(tmp_path: Path, attributes: dict[str, Any]) -> None:
+    path = tmp_path / "checkpoint.pt"
+    part = nn.Linear(2, 2).state_dict()
+    torch.save(_Shadowing({"model": part}, attributes, OrderedDict), path)
+    with pytest.raises(RuntimeError, match=r"ptsave\.load_checkpoint\(path, model=model\)"):
+        ptsave.load_into(path, nn.Linear(2, 2))
