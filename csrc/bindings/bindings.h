@@ -1,4 +1,4 @@
-// What the parts of the Python module share: convert, release the GIL, map errors.
+// Helpers of the Python module's parts: convert arguments, release the GIL, map errors.
 #pragma once
 
 #include <c10/core/Device.h>

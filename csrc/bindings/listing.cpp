@@ -1,4 +1,4 @@
-// What there is to say about many tensors at once: a call of Python for each attribute of each of
+// Facts about many tensors in one call, because a call of Python for each attribute of each of
 // 100,000 tensors would take a second.
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
@@ -28,7 +28,7 @@ py::tuple tuple_of(at::IntArrayRef numbers) {
   return result;
 }
 
-// A torch.Size: torch does not export what makes one.
+// Makes a torch.Size by calling its type, because torch exports no function for it.
 py::object shape_of(const at::Tensor& tensor) {
   auto* const type = reinterpret_cast<PyObject*>(&THPSizeType);
   PyObject* const shape = PyObject_CallOneArg(type, tuple_of(tensor.sizes()).ptr());

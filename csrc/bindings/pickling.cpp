@@ -1,4 +1,4 @@
-// What ptsave._C knows about pickles.
+// ptsave._C's functions for pickles: pickle, unpickle, scan, and lists of storages.
 #include <pybind11/stl.h>
 #include <torch/csrc/Storage.h>
 

@@ -43,7 +43,7 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
     const std::span<std::byte> memory = writable_bytes(object);
     file_ranges.push_back({file, offset, memory.size(), memory.data()});
   }
-  // What outlives the GIL's absence is C++'s alone: `ranges` holds the tensors.
+  // Only C++ objects are used without the GIL; `ranges` keeps the tensors alive.
   std::vector<ArchiveSource> sources;
   sources.reserve(files.size());
   for (const auto& [fd, name] : files) {

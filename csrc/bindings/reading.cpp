@@ -53,7 +53,7 @@ const at::Tensor& unpack(const py::handle& tensor) {
   return THPVariable_Unpack(tensor.ptr());
 }
 
-// Where what was saved at a location goes.
+// The device for storages that were saved at a location.
 struct Place {
   std::string location;
   c10::Device device;
@@ -191,7 +191,7 @@ class Reader final : public StorageSource {
     is_reading_ = false;
     restore_.emplace(*reader_, [this](std::size_t i) { return shared_storage(i); });
   }
-  // What was saved at `location` goes to the CPU, or, after reserve(), to an accelerator.  Only for
+  // Storages saved at `location` go to the CPU, or, after reserve(), to an accelerator.  Only for
   // such locations storages are handed to the unpickler.
   void place(const std::string& location, c10::Device device) {
     const auto place = std::ranges::find(places_, location, &Place::location);

@@ -71,8 +71,8 @@ Descriptor reopen_descriptor(int fd, int flags = 0) {
       [&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_CLOEXEC | flags); }));
 }
 
-// Has the kernel fetch what is read and what read_ahead() asks for, and nothing beyond: its guesses
-// would bring into the page cache what is about to be read past it.
+// Turns the kernel's own readahead off: it fetches only bytes that are read or that read_ahead()
+// asks for, because its guesses would fill the page cache with bytes about to be read past it.
 File without_guesses(Descriptor fd, std::string path) {
   ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_RANDOM);
   return {std::move(fd), std::move(path)};
@@ -240,7 +240,7 @@ std::uint64_t random_token() {
   return std::random_device{}() ^ (std::uint64_t{std::random_device{}()} << 32);
 }
 
-// What every temporary file of target `name` begins with.  A name too long to be extended is cut
+// The beginning of every temporary file of target `name`.  A name too long to be extended is cut
 // and told apart by its hash.
 std::string temporary_prefix(const std::string& name) {
   std::string prefix(".");
@@ -445,7 +445,7 @@ void InPlaceFile::open_locked(const std::function<void()>& poll) {
   locked_ = false;
   file_ = File(File::open_for_writing(path_, &created_));
   while (!try_lock_byte(file_.fd())) {
-    created_ = false;  // what is in it by now is another one's
+    created_ = false;  // its contents are another save's by now
     poll();
     constexpr std::chrono::milliseconds kPause(5);
     std::this_thread::sleep_for(kPause);

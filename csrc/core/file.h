@@ -44,7 +44,7 @@ class Descriptor {
 inline constexpr std::int64_t kInPlaceSaveByte = std::numeric_limits<std::int64_t>::max() - 1;
 inline constexpr std::int64_t kReadersByte = kInPlaceSaveByte - 1;
 
-// What direct I/O on a file demands; all zero where the file system has none.
+// Alignment that direct I/O on a file demands; all zero where the file system has none.
 struct DirectIoAlignment {
   // Disks that take sectors of 512 bytes mostly have ones of 4 KiB.
   static constexpr std::uint32_t kMinBlockNbytes = 4096;
@@ -67,7 +67,7 @@ class File {
   // A second, independent description of the file behind `fd` (which stays the caller's), or where
   // that is not permitted, a duplicate.
   static File reopen_for_reading(int fd, std::string path);
-  // Opens (keeping what is there, else creating it, and says which) a file for writing in place;
+  // Opens a file for writing in place, without cutting it, or creates it, which `created` tells;
   // for reading, too, if that is permitted.
   static File open_for_writing(const std::string& path, bool* created = nullptr);
   // A duplicate of `fd`, sharing its position and flags.
@@ -126,7 +126,7 @@ class AtomicFile {
   ~AtomicFile();
 
   File& file() { return file_; }
-  // Publishes what was written.  With `durable`, file and directory are synced, so that the new
+  // Publishes the new file.  With `durable`, file and directory are synced, so that the new
   // file survives power loss once commit() has returned.
   void commit(bool durable);
 
@@ -144,8 +144,8 @@ class AtomicFile {
   File file_;
 };
 
-// Overwrites a file where it is, for what cannot be replaced.  A save at a time: another one, of
-// this process or any other, waits until this object is gone (for a lock on a byte that no file
+// Overwrites a file in place, for targets that cannot be replaced.  A save at a time: another one,
+// of this process or any other, waits until this object is gone (for a lock on a byte that no file
 // has, which is neither flock's nor lockf's of those who lock the file themselves; where a file
 // system has no locks, nobody waits).  Not safe for concurrent use.
 class InPlaceFile {
@@ -183,7 +183,7 @@ std::optional<std::string> resolve_links(const std::string& path);
 void remove_leftovers(const std::string& path);
 
 // The name of the file that the temporary file `entry` was to replace; empty if `entry` is not
-// called like a temporary file.  (Of a name too long to be extended it is what stands for it.)
+// called like a temporary file.  (For a name too long to be extended it is the shortened one.)
 std::string_view target_of_temporary(std::string_view entry);
 
 }  // namespace ptsave

@@ -10,7 +10,7 @@
 namespace ptsave {
 namespace {
 
-// Reading what nobody asked for is cheaper than one more call up to here.
+// Reading a gap of this size is cheaper than one more call.
 constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 
 }  // namespace
@@ -53,8 +53,8 @@ void RangeList::cut() {
   }
 }
 
-// What the page cache holds comes from there, straight into place; at the first gap the rest comes
-// from the disk.
+// Cached bytes come from the page cache, straight into place; at the first gap the rest comes from
+// the disk.
 void RangeList::read(std::size_t i, BufferPool& buffers) const {
   const Stretch& stretch = stretches_[i];
   const ArchiveSource& file = files_[stretch.file];
@@ -96,7 +96,7 @@ bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin,
   return true;
 }
 
-// Calls take(offset, place, nbytes) for what is in the stretch from `begin` on, until it returns
+// Calls take(offset, place, nbytes) for the ranges in the stretch from `begin` on, until it returns
 // false.
 template <class Take>
 void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin,

@@ -157,8 +157,8 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
       return damaged;
     } catch (const LayoutMismatch&) {
       if (exact_offsets) throw;
-      // What is under way must not arrive after what is right, and leases that workers have left
-      // behind are needed again.
+      // Wrong copies that are under way must not arrive after the right ones, and leases that
+      // workers have left behind are needed again.
       if (unstager != nullptr) unstager->drain();
       transfer_.reset();
     } catch (...) {

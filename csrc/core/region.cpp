@@ -11,9 +11,8 @@
 namespace ptsave {
 namespace {
 
-// What it costs to make 4 KiB present by small pages, and how much more than small pages huge ones
-// may cost before they are given up: a part of what small pages would cost for the whole region, or
-// a little.
+// Time to make 4 KiB present by small pages, and the loss at which huge pages are given up: a tenth
+// of the time of small pages for the whole region, at least kMinLoss.
 constexpr std::size_t kSmallNbytes = 4096;
 constexpr std::chrono::nanoseconds kSmallTime{1200};
 constexpr std::chrono::nanoseconds kMinLoss = std::chrono::milliseconds{6};
@@ -96,7 +95,7 @@ bool Region::holds(const std::byte* place) const {
   return place >= memory_->data() && place < memory_->data() + memory_->nbytes();
 }
 
-// Keeps account of what huge pages cost beside small ones.
+// Keeps account of the time that huge pages take beside small ones.
 // Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free
 // page reporting) by whole huge pages, and to get one again can take ten times as long as the small
 // pages that the host has left alone.
@@ -105,7 +104,7 @@ void Region::make_present(const std::byte* place, std::size_t nbytes) {
   const auto took = memory_->populate(at, at + nbytes);
   const auto expected = small_pages_time(nbytes);
   const std::int64_t loss = (took - expected).count();
-  // What was saved earlier is no reason to go on: only a recent loss counts.
+  // Time won earlier does not offset a later loss: the account never falls below zero.
   std::int64_t before = huge_page_loss_ns_.load(std::memory_order_relaxed);
   while (!huge_page_loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
                                                    std::memory_order_relaxed)) {

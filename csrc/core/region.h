@@ -14,7 +14,7 @@
 
 namespace ptsave {
 
-// A record's payload in memory and what keeps it there.  The bytes are writable.
+// A record's payload in memory and the owner of that memory.  The bytes are writable.
 struct LoadedPayload {
   std::byte* data = nullptr;
   std::uint64_t nbytes = 0;

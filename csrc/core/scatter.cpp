@@ -93,8 +93,8 @@ void Scatter::finish(const Chunk& chunk) {
   if (leases_[number]) unstager_->send(std::move(leases_[number]), pieces_of(chunk));
 }
 
-// What is read into a page that is not there waits for the kernel to find and clear it, one small
-// page at a time.
+// A read into a page that is not present waits for the kernel to find and clear it, one small page
+// at a time.
 void Scatter::make_present(const Chunk& chunk) {
   auto extent = std::ranges::upper_bound(extents_, chunk.begin, {}, &Extent::end);
   for (; extent != extents_.end() && extent->begin < chunk.end; ++extent) {

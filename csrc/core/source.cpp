@@ -17,7 +17,7 @@ namespace {
 // read_ahead_kb decide), and drop the rest without a word.
 constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
 
-// What is read begins at a page of the archive, and buffers begin at pages of memory.
+// Whether direct reads may begin at any page of the archive, into buffers at any page of memory.
 bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
   return page % alignment.block_nbytes() == 0 &&
          (alignment.memory == 0 || page % alignment.memory == 0);

@@ -41,7 +41,7 @@ class ArchiveSource {
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Whether the page cache may hold some of these bytes.
   bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
-  // Reads what the page cache holds without waiting; how many bytes that was (possibly 0).
+  // Reads bytes that the page cache holds, without waiting; returns their number (possibly 0).
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Has the file system fetch these bytes into the page cache; does not wait for them.
   void read_ahead(std::uint64_t offset, std::size_t nbytes) const;

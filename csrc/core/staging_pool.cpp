@@ -36,7 +36,7 @@ StagingPool& StagingPool::instance() {
 }
 
 std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& sizes) {
-  // Before the lock: what was taken returns after it if something throws.
+  // Declared before the lock, so that blocks return to the pool after it if something throws.
   std::vector<StagingBlock> blocks(sizes.size());
   const std::lock_guard lock(mutex_);
   std::size_t missing = 0;

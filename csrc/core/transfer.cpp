@@ -32,7 +32,7 @@ class Transfer::ChunkIntake {
   // The slot that the next byte belongs to, or comes before; behind the last one, that.
   const Slot& slot() const { return slots()[std::min(slot_, slots().size() - 1)]; }
 
-  // What is read next goes straight to a payload's place.
+  // Notes that the next bytes are read straight to a payload's place.
   void begin_payload() {
     if (slot_ < chunk_.end_slot && at_ >= slots()[slot_].payload) {
       transfer_.progress_[slot_].begun.store(true, std::memory_order_relaxed);
@@ -127,8 +127,8 @@ void Transfer::read_chunk(std::size_t number) {
   if (const std::byte* memory = source_.memory()) {
     intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
   } else {
-    // What the page cache holds comes from there; at the first gap the rest comes from the disk.
-    // Asking first keeps the kernel from reading ahead what is about to be read directly.
+    // Cached bytes come from the page cache; at the first gap the rest comes from the disk.  Asking
+    // first keeps the kernel from reading ahead bytes that are about to be read directly.
     if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
       read_cached(chunk, intake);
     }
@@ -222,7 +222,7 @@ bool Transfer::header_agrees(const Slot& slot) const {
     return payload_offset(placement_->header(slot), record, index_.root().size(),
                           promised + record.nbytes) == promised;
   } catch (const FormatError&) {
-    return false;  // reading with exact offsets says what is wrong
+    return false;  // reading with exact offsets raises the error
   }
 }
 

@@ -1,5 +1,5 @@
-// What one transfer reads, as a pure function of the archive's index: which bytes of the archive,
-// cut into chunks, and which record each of them belongs to.
+// Plans one transfer, as a pure function of the archive's index: the bytes of the archive to read,
+// cut into chunks, and the record that each of them belongs to.
 //
 // Positions are those in a *mirror*: the wanted parts of the archive, each beginning at a page,
 // one behind the other.  A position in the mirror and its position in the archive are congruent

@@ -167,7 +167,7 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
 
 void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
                   const Poll& poll) {
-  // Only whole blocks can be written directly; what is left of the body goes with the tail.
+  // Only whole blocks can be written directly; the rest of the body goes with the tail.
   const std::uint64_t aligned_end =
       align_down(body.nbytes(), file.direct_io_alignment().block_nbytes());
   std::string rest;

@@ -1,4 +1,4 @@
-"""The option weights_only: torch's default for it, and torch's advice around what it refuses."""
+"""The option weights_only: torch's default for it, and torch's advice around its refusals."""
 
 from __future__ import annotations
 
