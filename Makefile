@@ -169,11 +169,12 @@ fuzz-short:  ## fuzz for one minute
 
 # ----------------------------------------------------------------------------------------- linters
 
-lint: lint-python lint-types lint-format lint-cpp  ## ruff, mypy, clang-format, clang-tidy
+lint: lint-python lint-types lint-format lint-cpp  ## ruff, prose, mypy, clang-format, clang-tidy
 
 lint-python: $(SETUP_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(RUN) tools/prose.py
 
 lint-types: build
 	$(BIN)/mypy
