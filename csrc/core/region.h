@@ -1,4 +1,10 @@
 // Memory that mirrors the wanted part of an archive, and how its payloads own it.
+//
+// The region is one anonymous mapping, cut into segments: a record of 1 MiB or more has its own,
+// smaller neighbours share one of up to 4 MiB.  A storage holds the segments that its payload
+// touches.  When the last storage of a segment goes, the segment's pages go back to the system at
+// once; the address range goes with the last storage of the region.  So a small tensor that
+// survives its checkpoint keeps at most a few MiB of memory.
 #pragma once
 
 #include <atomic>

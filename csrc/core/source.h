@@ -1,4 +1,4 @@
-// Where an archive's bytes come from.
+// Sources of an archive's bytes: a file, through the page cache or past it, or memory.
 #pragma once
 
 #include <cstddef>

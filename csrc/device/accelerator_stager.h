@@ -1,5 +1,13 @@
-// From the memory of accelerators into pinned host memory, with c10's and ATen's interfaces only:
-// one build serves every backend that implements them.
+// From the memory of accelerators into pinned host memory, with c10's and ATen's interfaces only
+// (VirtualGuardImpl, Event, the host allocator, copy_): one build serves every backend that
+// implements them.
+//
+// A worker that takes a chunk of the file has its pieces brought into one pinned buffer, on a side
+// stream that first waits for the work that the caller's stream had when the save began.  Then it
+// checksums and writes, while other workers' copies are under way: there is a copy, a checksum and
+// a write at any time, and no more memory than a buffer for each worker.  Chunks are a little
+// smaller than 4 MiB then, because pinned memory comes in powers of two and a chunk may need a few
+// bytes more than it has (see staged_pieces()).
 #pragma once
 
 #include <c10/core/Storage.h>

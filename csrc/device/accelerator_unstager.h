@@ -1,4 +1,9 @@
 // From pinned host memory into the memory of accelerators, with c10's and ATen's interfaces only.
+//
+// Side streams wait for the caller's, because memory that it has let go of may be the new
+// storages'.  A buffer is used again when the copies from it are done.  The load returns when all
+// copies are, so any stream may use the values; an error in one of them is raised then, after the
+// others have ended.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,8 @@
-// Copies from tensors whose bytes are still in an archive into tensors that exist already: which of
-// them are reads straight into place, and in which order the rest has to be done.
+// Plans copies from tensors whose bytes are still in an archive into tensors that exist already:
+// which are reads straight into place, and the order of the others.  A copy is a read if dtype,
+// strides and conjugation agree.  The same bytes for a second tensor are copied from the first.
+// Targets that overlap keep the order of their copies, unless they are the same bytes (tied
+// parameters).
 //
 // Nothing here needs the GIL.
 #pragma once

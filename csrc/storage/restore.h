@@ -1,7 +1,10 @@
 // Puts the bytes of an archive into tensors that exist already.
 //
 // The copies are collected first, so that everything can be checked before the first of them is
-// made.  Nothing here needs the GIL; one thread at a time.
+// made.  Copies that are no reads into place go through the record's own place in the reserved
+// region, 32 MiB or one record at a time, which is given back after the copy.  A transfer notes
+// which payloads it has begun to place, so after an error it is known which targets have changed.
+// Nothing here needs the GIL; one thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,7 @@
 // Copies of storages, as they were at one moment.
+//
+// Neighbouring storages share blocks of 32 MiB, a larger one has its own.  Every storage is really
+// copied, in pieces of 4 MiB by all threads, with stores past the cache.
 #pragma once
 
 #include <c10/core/Storage.h>

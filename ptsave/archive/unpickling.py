@@ -7,7 +7,8 @@ The rule: nothing that can look at a tensor's values may run before the bytes of
 can reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages
 along.  So the steps of the pickle are checked first, and only if none does more than that does
 unpickling start while bytes are still arriving; in every other case it starts when all of them
-have.
+have, and are verified.  So does that of a large pickle whose storages hold few bytes, because
+checking it takes as long as reading them.
 """
 
 from __future__ import annotations

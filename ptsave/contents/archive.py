@@ -1,4 +1,10 @@
-"""`open`: a checkpoint whose tensors are read only when they are asked for."""
+"""`open`: a checkpoint whose tensors are read only when they are asked for.
+
+The object is made once, by the restricted machine, over storages without bytes: its tensors have
+shapes and strides, take no memory, and are never handed out.  Indexing such a tensor gives another
+one, whose strides say which blocks of the storage to read.  Whole records are read in parallel and
+verified; of parts there is no checksum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`convert`: the tensors of a checkpoint in a file, or files, of another format."""
+"""`convert`: the tensors of a checkpoint in a file, or files, of another format.
+
+The source is opened unread, its placeholders are pickled or listed in a header, and the writers of
+saving bring each payload from its file, chunk by chunk, with its CRC-32 on the way.  A payload that
+is a whole record is compared before the commit; records of which only parts are wanted are read
+once more before.  Tensors that are no range of bytes (transposed, expanded, conjugate) go through a
+temporary file without a name, in pieces of 32 MiB; so does a URL, as a whole.
+"""
 
 from __future__ import annotations
 

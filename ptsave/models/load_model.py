@@ -1,4 +1,19 @@
-"""Filling models from the files that models are published in, as inference engines do."""
+"""`load_model`: fills a model from published weights, as inference engines do.
+
+* Everything is known before anything moves: every file is open, its size agrees with its header,
+  the index with the files, and each tensor has one place.  The files stay open, so a set that is
+  replaced meanwhile is read to its end.
+* Bytes that fit as they are are read straight into parameters, from all files over one cursor.
+* Other tensors (a ``weight_loader``, another dtype, layout or device, memory that overlaps) are
+  read in batches of half the budget, while the batch before is delivered on the calling thread, in
+  the order of the files.  Conversions come in pieces of 32 MiB; a loader gets the whole tensor.
+* Cached parts of such tensors are mapped privately instead of read, so the loader's copy is the
+  only one.  If a loader keeps the tensor, which its storage's reference count tells, a copy takes
+  the place of the mapping, at the same address, before the next is delivered: nobody ever sees the
+  file change.
+* Tied tensors need one entry; of several the last one in the model's order is read, because
+  ``load_state_dict`` would leave that one there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Saving a model as a set of shards that others find in the Hugging Face layout."""
+"""`save_model`: a model as a set of shards in the Hugging Face layout.
+
+The index makes files a model.  Shards have names that nothing else has (a tag, where a set is
+replaced), each is complete when it appears, and the index is renamed into place after all of them.
+Readers prefer an unsplit file to an index.  So where a set replaces such a file, that is removed
+first; where a file replaces a set, the index is removed after its shards.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,22 @@
 """`load_state_dict` of modules: torch's semantics in time linear in the number of keys.
 
 torch filters the state dict of a module once for each of its children.  Here it is divided among
-them in one pass, and modules that run no code but torch's are loaded by `_Loading` itself.
+them in one pass (`StateDictPart`), in the parent's order; otherwise the order is torch's: a
+module's own entries, its children, its post-hooks.
+
+* Each module's own entries are loaded here if its ``_load_from_state_dict`` is torch's, it has no
+  pre-hooks but those of lazy buffers, torch's modes are off and every entry is copied plainly.
+  Otherwise the module's own method is called, before anything of that module was touched, so that
+  its errors, warnings and calls are torch's.
+* Values may arrive later, because a `Copier` decides when.  So nothing here looks at a value, and
+  before other people's code runs (hooks, overrides, extra state, tensor subclasses) the copier is
+  shown the entries that this code can reach.
+* A hook may keep the dict that it was given and edit it while a later child loads, which torch
+  would notice.  Its reference count tells whether anybody keeps it; only then is it divided again,
+  and only after other people's code has run.
+* Mismatched sizes that are to be ignored are left out of the plan, or, where torch's code runs,
+  replaced by the module's own tensors in a last pre-hook: copied to itself, a tensor keeps its
+  value and is neither missing nor unexpected.
 """
 
 from __future__ import annotations

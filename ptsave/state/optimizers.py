@@ -1,4 +1,10 @@
-"""`load_optimizer_state_dict`: `Optimizer.load_state_dict` in linear time, by order or by name."""
+"""`load_optimizer_state_dict`: `Optimizer.load_state_dict` in linear time, by order or by name.
+
+It takes torch's steps one by one: pre-hooks, checks, the state of each parameter, groups,
+``__setstate__``, post-hooks.  Nothing is copied before the whole state dict has been checked.  A
+value is filled in place, for a restore from a file, if the tensor that is there has the right
+shape, dtype and device, and shares no memory with another one or with a parameter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Checkpoints of a training run, saved in the background, a few of them kept."""
+"""`AsyncCheckpointer`: checkpoints of a training run, saved in the background, a few of them kept.
+
+* Old checkpoints are removed last, in a callback of the save's future, on the thread that wrote:
+  with ``fsync``, file and directory are synced by then.  A save that failed or was cancelled
+  removes nothing, so at least `keep` checkpoints are there at any moment, once there have been.
+* Errors stay with the futures.  The checkpointer looks at them without counting as an observer, so
+  an error that nobody has asked for is raised by `wait`, or is a warning at exit.
+* After a fork, locks may be held by threads that are not there: the first use in the child makes
+  new ones and forgets the parent's saves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The checkpoints in a directory: how they are called, which are there, which may go."""
+"""The checkpoints in a directory: names, listing, pruning, locks.
+
+The directory is the only record: no index could disagree with it.  A file called
+``step-<number>.pt`` is a complete checkpoint, because only a rename makes one.  The number counts,
+however many zeros are before it.
+"""
 
 from __future__ import annotations
 
