@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ptsave.contents.shard_files import find_shards
 from ptsave.errors import CheckpointWarning, add_note
+from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
@@ -123,8 +124,9 @@ def load_model(
     -----
     Parameters and buffers that share memory count as one, of which one name is enough; where the
     checkpoint has several, the last in the model's order counts, as for ``load_state_dict``.
-    Buffers that state dicts leave out may be missing.  CRCs are verified for files of
-    :func:`torch.save`; safetensors files have none.
+    Buffers that state dicts leave out may be missing.  Lazy buffers
+    (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and are None where it has no
+    such tensor.  CRCs are verified for files of :func:`torch.save`; safetensors files have none.
 
     Examples
     --------
@@ -143,18 +145,21 @@ def load_model(
     refuse_url(path)
     files = find_shards(os.fsdecode(path))
     with ExitStack() as stack:
-        plan = WeightPlan(ModelTensors(model), packed, open_shards(files, stack))
+        entries = open_shards(files, stack)
+        lazy_buffers = LazyBuffers(model, entries)
+        plan = WeightPlan(ModelTensors(model, lazy_buffers), packed, entries)
         plan.check(model, strict=strict)
         tied_names = {
             delivery.name: plan.tensors.tied_names(delivery.name) for delivery in plan.deliveries
         }
         _move(model, plan, device)
         nbytes = sum(delivery.entry.nbytes for delivery in plan.deliveries)
-        tensors = ModelTensors(model).by_name
+        tensors = {**ModelTensors(model).by_name, **lazy_buffers.allocate()}
         with progress_bar(progress, "loading", nbytes) as callback:
             filling = Filling(tensors, plan.deliveries, callback)
             filling.run()
         _renew_ties(tensors, tied_names)
+        lazy_buffers.put()
     return plan.report
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
@@ -62,11 +63,13 @@ class ModelTensors:
         Those that a state dict has.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, lazy_buffers: LazyBuffers | None = None) -> None:
         self.by_name: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        if lazy_buffers is not None:
+            self.by_name = lazy_buffers.in_place_of(self.by_name)
         self.required = set(self.by_name).difference(_left_out_of_state_dicts(model))
         self._names: dict[object, list[str]] = {}
         for name, tensor in self.by_name.items():

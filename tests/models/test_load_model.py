@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _weights import (
@@ -24,6 +25,7 @@ from _weights import (
 )
 from safetensors import safe_open
 from safetensors.torch import save_file
+from stock_comparison import saved_bytes
 from torch import Tensor, nn
 
 import ptsave
@@ -430,6 +432,75 @@ def test_memory_that_no_loader_keeps_is_used_again(tmp_path: Path) -> None:
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
     ptsave.load_model(model, tmp_path)
     assert len(places) <= 140  # 1 MiB each, of 128 MiB
+
+
+# ----------------------------------------------------------------------------------- lazy buffers
+
+
+class Remembering(nn.Module):
+    """A module with lazy buffers: None, of another shape, of the same shape."""
+
+    first: Tensor | None
+    second: Tensor | None
+    third: Tensor | None
+
+    def __init__(self, **sizes: int | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        for name in ("first", "second", "third"):
+            n = sizes.get(name)
+            self.register_buffer(name, None if n is None else torch.full((n,), float(n)))
+            ptsave.register_lazy_buffer(self, name)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"first": 2, "second": 5, "third": 7}, {"first": 5, "third": 1}], ids=str
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_lazy_buffers_are_as_after_load_state_dict(
+    tmp_path: Path, suffix: str, sizes: dict[str, int], shared: bool
+) -> None:
+    saved, expected, model = (
+        Remembering(first=5, second=3),
+        Remembering(**sizes),
+        Remembering(**sizes),
+    )
+    modules = [nn.Sequential(each, each) if shared else each for each in (saved, expected, model)]
+    state = {name: tensor.clone() for name, tensor in modules[0].state_dict().items()}
+    write_file(tmp_path / f"model{suffix}", state)
+    kept = model.first
+    modules[1].load_state_dict(modules[0].state_dict())
+    assert ptsave.load_model(modules[2], tmp_path / f"model{suffix}") == ([], [], [], {})
+    assert_equal(model.state_dict(), expected.state_dict())
+    assert model.third is None
+    assert (model.first is kept) == (sizes.get("first") == 5)
+    assert model.first is not None
+    assert not model.first.is_meta
+
+
+def test_lazy_buffers_stay_where_loading_fails(tmp_path: Path) -> None:
+    model = Remembering(first=2, third=1)
+    buffers = dict(model.named_buffers())
+    path = tmp_path / "model.pt"
+    torch.save({**Remembering(first=5).state_dict(), "linear.bias": torch.ones(4)}, path)
+    check_refused(model, path, "size mismatch")
+    data = saved_bytes(torch.save, Remembering(first=500).state_dict())
+    at = data.index(np.full(500, 500, "f4").tobytes())
+    path.write_bytes(data[: at + 9] + b"?" + data[at + 10 :])
+    with pytest.raises(ptsave.CorruptCheckpointError, match="first"):
+        ptsave.load_model(model, path)
+    assert all(getattr(model, name) is buffer for name, buffer in buffers.items())
+    assert values_of(model)["first"].tolist() == [2, 2]
+
+
+def test_lazy_buffers_of_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    saved = Remembering(first=5, second=3)
+    torch.save(saved.state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = Remembering(first=2, third=1)
+    ptsave.load_model(model, tmp_path / "model.pt", device="cpu")
+    assert_equal(model.state_dict(), saved.state_dict())
 
 
 # ------------------------------------------------------------------------------- what does not fit

@@ -1,0 +1,91 @@
+"""Lazy buffers of a model: those that a checkpoint gives another shape, or takes away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ptsave.models.shards import Entry
+from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
+
+__all__ = ["LazyBuffers"]
+
+
+@dataclass
+class _LazyBuffer:
+    """One buffer, under all of its names in the model."""
+
+    module: nn.Module
+    name: str
+    full_names: list[str] = field(default_factory=list)
+    entry: Entry | None = None  # None: the checkpoint has nothing for it
+    new: Tensor | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the present tensor is filled, having the shape of the entry."""
+        present = self.module._buffers[self.name]
+        return self.entry is not None and present is not None and present.shape == self.entry.shape
+
+    def like(self) -> Tensor | None:
+        """Return a tensor of the entry's shape and type that takes no memory."""
+        if self.entry is None:
+            return None
+        return torch.empty((), dtype=self.entry.dtype, device="cpu").expand(self.entry.shape)
+
+
+class LazyBuffers:
+    """The buffers that :func:`ptsave.register_lazy_buffer` has declared in a model.
+
+    A new tensor takes a buffer's place only when it holds the checkpoint's values, so that a load
+    that fails leaves the buffer as it was.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    entries : sequence of Entry
+        The checkpoint.  Of two entries of one name the later one decides.
+    """
+
+    def __init__(self, model: nn.Module, entries: Sequence[Entry]) -> None:
+        by_name = {entry.name: entry for entry in entries}
+        found: dict[tuple[int, str], _LazyBuffer] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for hook in lazy_buffer_hooks(module):
+                if hook.name in module._buffers:
+                    key = (id(module), hook.name)
+                    lazy = found.setdefault(key, _LazyBuffer(module, hook.name))
+                    full_name = f"{prefix}.{hook.name}" if prefix else hook.name
+                    lazy.full_names.append(full_name)
+                    lazy.entry = by_name.get(full_name, lazy.entry)
+        self._changing = [lazy for lazy in found.values() if not lazy.stays]
+
+    def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a model's tensors by name as they will be, new buffers without values."""
+        tensors = dict(tensors)
+        for lazy in self._changing:
+            like = lazy.like()
+            for name in lazy.full_names:
+                tensors.pop(name, None)
+                if like is not None:
+                    tensors[name] = like
+        return tensors
+
+    def allocate(self) -> dict[str, Tensor]:
+        """Make the new buffers, where the model is now, and return them by name."""
+        tensors = {}
+        for lazy in self._changing:
+            like = lazy.like()
+            if like is not None:
+                lazy.new = new_buffer(lazy.module, lazy.module._buffers[lazy.name], like)
+                tensors.update(dict.fromkeys(lazy.full_names, lazy.new))
+        return tensors
+
+    def put(self) -> None:
+        """Let the new tensors, which hold their values, be the buffers."""
+        for lazy in self._changing:
+            lazy.module._buffers[lazy.name] = lazy.new
