@@ -29,7 +29,7 @@ class CorruptCheckpointError(RuntimeError):
     record : str or None
         The damaged archive record, for example ``"data/7"``.
     offset : int or None
-        Where in the archive the damage was found, in bytes.
+        Position of the damage in the archive, in bytes.
     entries : list of str
         The entries of the saved object that use the record, for example
         ``["model.layers.0.weight"]``; empty where that cannot be told.

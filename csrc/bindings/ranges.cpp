@@ -77,7 +77,7 @@ void detach_storage(const py::object& storage, const std::string& name) {
   without_gil([&] { detach_from_file(mapped, name); });
 }
 
-// How many there are that hold the storage: one is the object itself.
+// Number of references to the storage; the Python object is one of them.
 std::size_t storage_use_count(const py::object& storage) {
   return unpack_storage(storage).use_count();
 }

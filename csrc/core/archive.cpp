@@ -74,8 +74,8 @@ void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entr
   }
 }
 
-// Which names are taken: a flat table of their indices.  Nodes of a std::unordered_set would cost
-// more than all the rest of plan() when records are many.
+// The set of taken names, as a flat table of their indices, because nodes of a std::unordered_set
+// would cost more than all the rest of plan() when records are many.
 class NameSet {
  public:
   explicit NameSet(const ArchiveLayout& layout, std::size_t capacity)

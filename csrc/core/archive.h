@@ -22,7 +22,7 @@ struct RecordSpec {
   std::uint64_t nbytes;
 };
 
-// Where one record lies: local header, payload, data descriptor (none after an empty record).
+// Offsets of one record: local header, payload, data descriptor (none after an empty record).
 struct RecordLayout {
   std::uint64_t header_offset;
   std::uint64_t payload_offset;
@@ -84,7 +84,7 @@ class ArchiveLayout {
 ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
                    std::uint64_t alignment);
 
-// Where the payload of a record begins whose local header is at `header_offset`, as torch's writer
+// Offset of the payload of a record whose local header is at `header_offset`, as torch's writer
 // places it.  `full_name` includes the root.  Throws as plan() does.
 std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view full_name,
                                    std::uint64_t nbytes, std::uint64_t alignment);
@@ -122,12 +122,11 @@ struct IndexedRecord {
   std::uint64_t stored_nbytes = 0;  // compressed size; equals nbytes for STORED records
   std::uint32_t crc = 0;
   std::uint64_t header_offset = 0;
-  // Where the payload must begin if the record fills its place up to the next header (as in every
-  // file torch writes).  Taken from the central directory alone: payload_offset() below confirms
+  // Offset of the payload if the record fills its place up to the next header (as in every file
+  // that torch writes).  Taken from the central directory alone; payload_offset() below confirms
   // it.
   std::uint64_t payload_offset = 0;
-  // Where the next entry's header, or the central directory, begins: nothing of this record lies
-  // there.
+  // Offset of the next entry's header, or of the central directory: the record ends before it.
   std::uint64_t limit = 0;
   std::uint16_t method = 0;  // 0 STORED, 8 DEFLATED, ...
   std::uint16_t flags = 0;   // general purpose bit flag

@@ -23,8 +23,8 @@
 
 namespace ptsave {
 
-// Where the payload of record i of a layout is; null for a hole (bytes that are left unwritten, and
-// have CRC 0: torch's skip_data).  Called for each piece of a payload, but never for one that a
+// Address of the payload of record i of a layout; null for a hole (bytes that are left unwritten,
+// and have CRC 0: torch's skip_data).  Called for each piece of a payload, but never for one that a
 // Stager brings, for an empty one, or for the last record, `.data/serialization_id`, which is
 // computed.  Called by the workers; with no workers on the waiting thread and in ascending order,
 // so that it may then make one payload at a time.

@@ -245,7 +245,7 @@ struct Extent {
   std::size_t record;       // index, or kNotFound for a folder
 };
 
-// Where the payload begins if it fills the extent.  zip writers that leave gaps make this wrong,
+// Offset of the payload if it fills the extent.  zip writers that leave gaps make this wrong,
 // never out of bounds: slack_nbytes is the rest of the extent beside fixed header, name and
 // payload.
 std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t limit,

@@ -19,8 +19,8 @@ namespace ptsave {
 // larger than most tensors.
 inline constexpr std::size_t kHugePageNbytes = std::size_t{2} << 20;
 
-// How much of a mapping will be used.  The system refuses one that is larger than all of its memory
-// and has to be usable; a part of one may be all that anybody needs.
+// The part of a mapping that will be used.  The system refuses a mapping that is larger than all of
+// its memory and has to be usable as a whole (kAll).
 enum class Use : std::uint8_t { kAll, kParts };
 
 // An anonymous private mapping, zero-filled, aligned to huge pages when it is large enough to hold

@@ -20,8 +20,8 @@ namespace ptsave {
 // which the kernel takes back when its holder dies, and for which nobody waits.
 class CoReaders {
  public:
-  // How many bytes are read through the page cache before the first direct read, because ranks that
-  // are started together are some milliseconds apart.
+  // Bytes read through the page cache before the first direct read, because ranks that are started
+  // together are some milliseconds apart.
   static constexpr std::uint64_t kSharedStartNbytes = std::uint64_t{32} << 20;
 
   // Whether the next `nbytes` of `file` (always the same one) are better read past the page cache.

@@ -1,4 +1,4 @@
-// Where the bytes of a transfer go.
+// Placement: the destination of a transfer's bytes, fresh memory (Region) or existing (Scatter).
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ class Placement {
   // it: at most `nbytes`, and at least so many that it is worth a system call.  `slot` is the first
   // that ends behind `at`.  Empty if the bytes have to be read elsewhere.
   virtual std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) = 0;
-  // How many bytes from `at` on to read elsewhere before asking again; at most `nbytes`.
+  // Number of bytes from `at` on to read elsewhere before asking again; at most `nbytes`.
   virtual std::size_t detour(const Slot& slot, std::size_t at, std::size_t nbytes) const = 0;
 
   // Bytes before the slot's payload, behind the one before.

@@ -69,7 +69,7 @@ void RangeList::read(std::size_t i, BufferPool& buffers) const {
   }
 }
 
-// Where the first byte that is not in place yet is.
+// Returns the offset of the first byte that is not in place yet.
 std::uint64_t RangeList::read_cached(const Stretch& stretch) const {
   std::uint64_t at = stretch.begin;
   for_each_piece(stretch, at, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {

@@ -32,7 +32,7 @@ class RangeList {
 
   std::span<const FileRange> ranges() const { return ranges_; }
   std::size_t n_stretches() const { return stretches_.size(); }
-  // How much of its file a stretch is, gaps between ranges included.
+  // Size of a stretch, gaps between ranges included.
   std::uint64_t stretch_nbytes(std::size_t i) const {
     return stretches_[i].end - stretches_[i].begin;
   }

@@ -30,7 +30,7 @@ class ArchiveReader {
   const ArchiveIndex& index() const { return index_; }
   const ArchiveSource& source() const { return source_; }
 
-  // Where the payload of record i begins, from its local header.
+  // Offset of the payload of record i, from its local header.
   std::uint64_t payload_offset(std::size_t i) const;
   // The same for a record that is to be read: FormatError if it is not STORED.
   std::uint64_t stored_payload_offset(std::size_t i) const;

@@ -42,8 +42,8 @@ class Segment final : public Owner {
   std::size_t end_;
 };
 
-// Where the segments of a region begin, which each end where the next begins.  All at pages; a page
-// that is of two segments' records is a segment of its own, or each would keep the next.
+// Beginnings of a region's segments, each of which ends where the next begins.  All at pages; a
+// page with records of two segments is a segment of its own, or each would keep the next.
 std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std::size_t page);
 
 // The memory exists from the beginning; its pages come when they are filled.

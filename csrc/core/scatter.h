@@ -54,7 +54,7 @@ class Scatter final : public Placement {
   };
 
   void make_present(const Chunk& chunk);
-  // Where the byte at `at`, of an extent that holds it, has to be put.
+  // Address for the byte at `at`, of an extent that holds it.
   std::byte* place_in(const Extent& extent, std::size_t at) const;
   std::vector<Unstager::Piece> pieces_of(const Chunk& chunk) const;
   std::size_t slot_number(const Slot& slot) const;

@@ -14,7 +14,7 @@
 
 namespace ptsave {
 
-// Where a payload begins; its size is known to whoever lays it out.
+// The beginning of a payload in a source; its size is in the layout.
 struct SourcePayload {
   static constexpr std::size_t kNoSource = ~std::size_t{0};
 
@@ -49,7 +49,7 @@ class SourceStager final : public Stager {
   class Pieces;
   class PieceInMemory;
 
-  // Where a piece is in memory; null if it has to be read.
+  // Address of a piece in memory; null if it has to be read.
   const std::byte* in_memory(const PayloadPiece& piece) const;
 
   std::span<const ArchiveSource> sources_;

@@ -1,5 +1,5 @@
-// Which parts of which payloads a chunk of an archive needs from an accelerator, and all of them
-// brought to the host before anything is written.
+// The pieces of payloads that a chunk of an archive needs from an accelerator, and StagedAhead,
+// which brings all of them to the host before anything is written.
 #pragma once
 
 #include <cstddef>

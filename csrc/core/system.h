@@ -64,7 +64,7 @@ inline int fstat(int fd, struct stat* status) { return fault("fstat") ? -1 : ::f
 inline int fstatat(int dir_fd, const char* path, struct stat* status) {
   return fault("fstatat") ? -1 : ::fstatat(dir_fd, path, status, 0);
 }
-// How many pages of a part of the file are in the page cache; -1 where the kernel does not tell.
+// Number of pages of a part of the file in the page cache; -1 where the kernel does not tell.
 inline std::int64_t cached_pages(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   constexpr long kCachestat = 451;  // the same number on every architecture
   const std::array<std::uint64_t, 2> range{offset, nbytes};

@@ -32,8 +32,8 @@ class AcceleratorStager final : public Stager {
   // Payloads by record.
   using Sources = std::unordered_map<std::size_t, c10::Storage>;
 
-  // How much of it is in host memory at a time: at most `max_count` chunks, which more workers than
-  // that must not need, with up to `max_nbytes` bytes to stage in each.
+  // Bounds of the host memory at a time: at most `max_count` chunks, which more workers than that
+  // must not need, with up to `max_nbytes` bytes to stage in each.
   struct Buffers {
     std::size_t max_nbytes = 0;
     std::size_t max_count = 0;

@@ -1,4 +1,4 @@
-// Which objects a pickle has written already, by identity.
+// The memo: objects that a pickle has written already, by identity.
 //
 // Holds every object that it can find again, so that no address is used twice.  Needs the GIL.
 #pragma once

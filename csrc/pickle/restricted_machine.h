@@ -44,7 +44,7 @@ class RestrictedMachine {
   static constexpr Steps steps();
   static const Steps kSteps;
 
-  // Whose fault an exception is: if the pickle's, its place in the pickle is noted.
+  // The cause of an exception: if it is the pickle, the place in the pickle is noted.
   enum class Blame : std::uint8_t { kPickle, kPickleUnlessRuntimeError, kNobody };
 
   void note_offset() const;

@@ -17,7 +17,7 @@ namespace ptsave {
 
 using Dimensions = c10::SmallVector<std::int64_t, 5>;
 
-// How a tensor lies in its storage; none of the numbers is negative.
+// Offset, sizes and strides of a tensor in its storage; none of the numbers is negative.
 struct Geometry {
   std::int64_t offset = 0;
   Dimensions sizes;
@@ -33,7 +33,7 @@ struct PlainTensor {
   PyObject* hooks = nullptr;  // a collections.OrderedDict, or null: then it gets none
 };
 
-// How tensors get their `_backward_hooks`.  The GIL is held wherever this is used.
+// Sets the `_backward_hooks` of tensors.  The GIL is held wherever this is used.
 class HooksSetter {
  public:
   HooksSetter();

@@ -91,7 +91,7 @@ class Globals {
 
   // Whether it is one of those that torch allows by default, and was resolved here.
   bool is_default(PyObject* object) const;
-  // Which of torch's functions a resolved global is.
+  // Identifies a resolved global as one of torch's functions.
   Rebuild rebuild_of(PyObject* function) const;
   // The one that makes nearly all tensors, once it was resolved.
   PyObject* tensor_v2() const { return tensor_v2_; }

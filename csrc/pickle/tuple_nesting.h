@@ -1,5 +1,5 @@
-// How tuples are nested: Python hashes them recursively, without a look at the C stack, and a part
-// as often as it occurs.
+// Tracks how deep tuples are nested, because Python hashes them recursively, without a look at the
+// C stack, and a part as often as it occurs.
 #pragma once
 
 #include <Python.h>

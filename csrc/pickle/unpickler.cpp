@@ -10,7 +10,7 @@
 namespace ptsave {
 namespace {
 
-// How much of the pickle is run before signals are handled and other threads may run: some
+// Bytes of the pickle that run before signals are handled and other threads may run: some
 // milliseconds.
 constexpr std::size_t kBytesInARow = std::size_t{128} << 10;
 

@@ -10,7 +10,7 @@
 
 namespace ptsave {
 
-// Where the machine finds the bytes behind tensors.
+// Finds the storages behind tensors, for the machine.
 class StorageSource {
  public:
   StorageSource() = default;

@@ -50,7 +50,7 @@ class ValueStack {
     marks_.push_back(base_);
     base_ = values_.size();
   }
-  // How many values lie above the mark that is removed.
+  // Removes the topmost mark; returns the number of values above it.
   std::size_t pop_mark() {
     if (marks_.empty()) fail(PyExc_IndexError, "pop from empty list");
     const std::size_t n = depth();

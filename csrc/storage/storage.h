@@ -30,7 +30,7 @@ c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device);
 // of which no two are the same.  Their zeros can be read, nothing can be written.  std::bad_alloc.
 std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t> sizes);
 
-// How many elements share a byte: 1, but for the quantized types whose elements are smaller.
+// Number of elements in a byte: 1, but for the quantized types whose elements are smaller.
 int elements_per_byte(c10::ScalarType dtype);
 
 // Whether make_storage() looks at the payload's bytes.

@@ -31,7 +31,8 @@ __all__ = [
     "storage_id",
 ]
 
-# Where an older torch keeps the storages of `_PlainReader`: it would make others for "meta".
+# A map_location that keeps the storages of `_PlainReader`; for "meta", torch before 2.11 would make
+# others.
 _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
 
 

@@ -76,7 +76,7 @@ def load_file(
     f : str, os.PathLike or file-like
         The file.
     options : LoadOptions
-        How to load it.
+        Options of the load.
     reader : RecordReader or None
         As from `reader_for`; it is closed afterwards.
     stacklevel : int, default 3

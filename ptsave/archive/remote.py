@@ -19,7 +19,7 @@ class RemoteReader(RecordReader):
     Parameters
     ----------
     source : RangeSource
-        Where from.
+        The bytes of the archive.
     verify : bool
         Whether checksums are compared.
 

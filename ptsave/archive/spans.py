@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-# How many bytes that nobody wants are fetched rather than skipped.
+# Largest gap, in bytes, that is fetched rather than skipped.
 MAX_FETCHED_GAP = 1 * MIB
 # Bytes asked for at once, and bytes fetched in one request: some file systems make several at a
 # time.
@@ -49,7 +49,7 @@ class Span:
     record : int
         The number of the record.
     begin : int
-        Where the part begins in the payload, in bytes.
+        Offset of the part in the payload, in bytes.
     target : torch.Tensor
         Contiguous uint8 in CPU memory, as long as the part.
     """
@@ -68,7 +68,7 @@ class Damage:
     record : str
         Its name.
     offset : int
-        Where it was found, in bytes.
+        Position of the damage in the archive, in bytes.
     reason : str
         The kind of damage, in words.
     error : Exception

@@ -20,7 +20,7 @@ def read_view(spans: SpanReader, record: int | None, view: Tensor, verify: bool 
     Parameters
     ----------
     spans : SpanReader
-        Of the file.
+        Reads parts of the file's records.
     record : int or None
         The record with the view's storage; None if that has no bytes.
     view : torch.Tensor

@@ -61,11 +61,11 @@ def async_save(
         As for :func:`ptsave.save`.  A relative path means the current directory of now.  A
         file-like object must be left alone until the save has ended.
     staging : {"blocking", "background"}
-        Who copies the tensors.  With "blocking" they may be overwritten when the call returns; with
-        "background" when ``future.wait_staged()`` does, which the call does not wait for.  (Those
-        that are not in CPU memory are copied in the call in any case.)
+        The copy of the tensors.  With "blocking" they may be overwritten when the call returns;
+        with "background" when ``future.wait_staged()`` does, which the call does not wait for.
+        (Those that are not in CPU memory are copied in the call in any case.)
     max_staged_bytes : int or None
-        How many bytes all unfinished saves together may hold.  None is
+        Bytes that all unfinished saves together may hold.  None is
         ``PTSAVE_MAX_STAGED_BYTES`` in the environment, or half of the memory that this process may
         use: the machine's, or its container's limit, divided by ``LOCAL_WORLD_SIZE``.  While
         saves are unfinished it is also at most half of what is free.

@@ -129,7 +129,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         return True
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """For the thread that writes."""
+        """Set the error of the save; called by the thread that writes."""
         self._withdraw = None
         if not self._observed:
             _unseen_failures[self._number] = f"{self._target}: {exception}"
@@ -138,22 +138,22 @@ class SaveFuture(concurrent.futures.Future[None]):
             self._observe()
 
     def set_result(self, result: None) -> None:
-        """For the thread that writes."""
+        """Set the success of the save; called by the thread that writes."""
         self._withdraw = None
         self._nbytes_written = self._nbytes
         super().set_result(result)
 
     def set_staged(self, error: BaseException | None = None) -> None:
-        """For the thread that stages: no tensor is looked at any more."""
+        """Note that no tensor is looked at any more; called by the thread that stages."""
         self._staging_error = error
         self._staged.set()
 
     def set_nbytes_written(self, nbytes: int) -> None:
-        """For the thread that writes."""
+        """Set the progress; called by the thread that writes."""
         self._nbytes_written = nbytes
 
     def fail_in_child(self, error: BaseException) -> None:
-        """For a forked process, whose threads do not do this save, and may have held its locks."""
+        """Fail in a forked process, without the threads of this save."""
         self._observed = True  # the parent will see
         self._condition = threading.Condition()
         self._waiters: list[Any] = []

@@ -21,7 +21,7 @@ class WorkerLane:
     Parameters
     ----------
     name : str
-        Of the thread.
+        Name of the thread.
     """
 
     def __init__(self, name: str) -> None:

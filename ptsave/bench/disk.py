@@ -83,11 +83,11 @@ class Plan:
     Attributes
     ----------
     directory : Path
-        Where.
+        Directory of the files.
     nbytes : int
-        Of tensors, in each file.
+        Bytes of tensors in each file.
     rounds : int
-        How often.
+        Number of rounds.
     contenders : list of str
         Those that can be imported.
     workloads : dict of str to Workload
@@ -129,7 +129,7 @@ class Measurement:
     workloads : dict of str to Workload
         Those that could be.
     results : dict of str to Results
-        Of each of them.
+        Figures of each of them.
     remarks : list of str
         Measurements that were left out, and why.
     """
@@ -150,7 +150,7 @@ def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Pla
         Bytes of tensors to save and load: 1 GiB by default, but at most a quarter of the free
         memory, and of the free space in the directory.
     rounds : int, default 3
-        How often.
+        Number of rounds.
 
     Raises
     ------

@@ -51,7 +51,7 @@ def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
     path : Path
         The file to read, or to write and remove.
     nbytes : int
-        How much to write; a file is read as a whole.
+        Bytes to write; a file is read as a whole.
 
     Returns
     -------

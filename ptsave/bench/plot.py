@@ -44,7 +44,7 @@ def plot_speeds(
     workloads : mapping of str to Workload
         By short names.
     results : mapping of str to Results
-        Of each of them.
+        Figures of each of them.
     title : str
         Title of the plot.
 

@@ -45,7 +45,7 @@ MeasureLimit: TypeAlias = Callable[[str, Path, int], tuple[int, Mapping[str, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One thing that users do.
+    """A task that users have, such as a durable save.
 
     Attributes
     ----------
@@ -143,9 +143,9 @@ class Bench:
     disk, tmpfs : Path
         Folders that are there, and empty.
     nbytes : int
-        How many bytes of tensors to move, at least.
+        Bytes of tensors to move, at least.
     contenders : sequence of str
-        Of `CONTENDERS`; stock is always among them.
+        Some of `CONTENDERS`; stock is always among them.
     measure_limit : callable
         Measures the hardware's limit.
     drop_all : bool, default False
@@ -254,7 +254,7 @@ def run_rounds(
     contenders : sequence of str
         Of `CONTENDERS`.
     rounds : int
-        How often.
+        Number of rounds.
     progress : bool, optional
         Whether to show a progress bar; by default on a terminal.
     """

@@ -39,9 +39,9 @@ def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | No
     listing : FileListing
         The file.
     numbers : sequence of int
-        Which of its nodes, in order.
+        Numbers of the nodes to show, in order.
     max_depth : int or None
-        How many levels are shown.
+        Number of levels to show.
     """
     nodes = listing.tree.nodes
     if max_depth is not None:

@@ -37,9 +37,9 @@ class Comparison:
     remarks : list of str
         Differences that do not count, and entries that were not compared.
     n_tensors : int
-        How many pairs of tensors had their values compared.
+        Number of pairs of tensors whose values were compared.
     nbytes : int
-        Of these tensors in a.
+        Bytes of these tensors in a.
     """
 
     differences: list[EntryDifference] = field(default_factory=list)
@@ -81,7 +81,7 @@ def compare(
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
         :func:`torch.testing.assert_close`; if only one is given, the other is 0.
     detail : {"values", "shapes", "names"}, default "values"
-        How much to compare: ``"shapes"`` leaves out values, ``"names"`` also dtypes and shapes.
+        Depth of the comparison: ``"shapes"`` leaves out values, ``"names"`` also dtypes and shapes.
         Both read nothing but the directories of the files.
     ignore_dtype : bool, default False
         Whether tensors of two dtypes are compared by their values, in float64.

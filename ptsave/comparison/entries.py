@@ -25,7 +25,7 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 @dataclass(frozen=True, eq=False)
 class EntryDifference:
-    """One thing in which two checkpoints differ.
+    """A difference of two checkpoints.
 
     Attributes
     ----------
@@ -37,10 +37,10 @@ class EntryDifference:
     a, b : object
         The two values; tensors have no bytes.  None where a side has no such entry.
     top : str
-        Of an entry that one side has alone: the name of the outermost container that is missing
+        For an entry that one side has alone: the name of the outermost container that is missing
         as a whole, or its own.
     moved : str or None
-        Of such an entry, too: its name on the other side, as far as the names tell.
+        For such an entry, too: its name on the other side, as far as the names tell.
     numbers : NumberDifference or None
         Size and place of the differences between values of tensors.
     """
@@ -71,9 +71,9 @@ class EntryComparer:
     has_values : callable
         Whether a tensor of a has values, and one of b.
     wanted : callable
-        Which names to look at.
+        Whether to look at an entry of a name.
     detail : {"names", "shapes", "values"}
-        How much to compare.
+        Depth of the comparison.
     ignore_dtype : bool
         Whether tensors of two dtypes are a pair, and Python's numbers of two types are compared.
     ignore_types : bool
@@ -86,7 +86,7 @@ class EntryComparer:
     differences : list of EntryDifference
         In the order of a; an entry that b has alone comes where it would belong.
     pairs : list of TensorPair
-        Whose values remain to be compared.
+        Pairs whose values remain to be compared.
     """
 
     def __init__(

@@ -38,13 +38,13 @@ class NumberDifference:
     Attributes
     ----------
     numel : int
-        How many there are on each side.
+        Count of numbers on each side.
     n_different : int
-        How many have other bits or, between two dtypes, another value.
+        Count of those with other bits or, between two dtypes, another value.
     n_outside : int
-        How many are not within the tolerance; without one, the same as `n_different`.
+        Count of those outside the tolerance; without one, the same as `n_different`.
     n_nan_a, n_nan_b : int
-        How many are NaN on this side alone; no other field but the counts looks at them.
+        Count of those that are NaN on this side alone; only the counts include them.
     max_abs : int, float or None
         The largest absolute difference: an int between whole numbers, which is exact.  0 where only
         bits differ: 0.0 and -0.0, NaN and another NaN.  None for dtypes that torch cannot compute
@@ -128,11 +128,11 @@ class _Distances:
     each : torch.Tensor
         0 for two NaNs, and for a NaN on one side.
     largest : int or float
-        Of them; an int is exact.
+        The largest distance; an int is exact.
     magnitudes : torch.Tensor
         Absolute values of b.
     nan_a, nan_b : torch.Tensor or None
-        Where one side alone is NaN.
+        Masks of numbers that are NaN on one side alone.
     """
 
     each: Tensor

@@ -52,7 +52,7 @@ class _Piece:
     index : tuple of slice or None
         The part.
     times : int
-        How often the part is there, in tensors that are expanded on both sides.
+        Repetitions of the part, in tensors that are expanded on both sides.
     is_last : bool
         Whether this completes its tensors.
     """
@@ -89,9 +89,9 @@ def compare_tensors(
     Parameters
     ----------
     a, b : ComparedCheckpoint
-        Where the tensors of the pairs come from.
+        Sources of the tensors.
     pairs : iterable of TensorPair
-        Of equal shapes and layouts.
+        Pairs of equal shapes and layouts.
     tolerance : Tolerance or None
         As for :func:`number_difference`.
     done : callable
@@ -122,9 +122,9 @@ class _Packing:
     Attributes
     ----------
     numbers : list of int
-        Which pairs of the piece they are; none if a side cannot read them so.
+        Numbers of these pairs in the piece; none if a side cannot read them so.
     begins : list of int
-        Where each begins, in bytes.
+        Offset of each, in bytes.
     nbytes : int
         The length of the row.
     """

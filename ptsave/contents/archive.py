@@ -131,7 +131,7 @@ class Archive:
         name : str or tuple
             One of `keys`.
         device : torch.device or str, optional
-            Where to put it: the CPU by default, wherever it was saved from.
+            Target device: the CPU by default, wherever the tensor was saved from.
         verify : bool, optional
             Whether checksums are compared.  A checksum is of a whole storage: by default it is
             compared if the whole storage is read.  True reads the whole storage for it.
@@ -226,9 +226,9 @@ class TensorSlice:
     Attributes
     ----------
     shape : torch.Size
-        In elements.
+        Shape in elements.
     dtype : torch.dtype
-        Of its elements.
+        Dtype of its elements.
     """
 
     def __init__(self, contents: Contents, tensor: Tensor, verify: bool | None) -> None:

@@ -139,7 +139,7 @@ class UnreadContents:
         tensors : list of torch.Tensor
             `can_read_packed` has to hold; each is contiguous and the whole of its storage.
         begins : list of int
-            Where each begins in the row, in bytes.
+            Offset of each in the row, in bytes.
         nbytes : int
             The length of the row.
         """

@@ -70,11 +70,11 @@ class StoredTensor:
     name : str
         Its name.
     shape : torch.Size
-        In elements.
+        Shape in elements.
     dtype : torch.dtype
-        Of its elements.
+        Dtype of its elements.
     offset : int
-        Where its bytes begin in the file.
+        Position of its first byte in the file.
     """
 
     name: str

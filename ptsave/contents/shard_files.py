@@ -73,7 +73,7 @@ class ShardFiles:
     paths : list of str
         In the order of their names.
     weight_map : dict of str to str or None
-        Which of them, as a path, holds which tensor, if there is an index that says so.
+        Paths of files by names of tensors, if there is an index that says so.
     index_path : str
         The index, or "".
     """

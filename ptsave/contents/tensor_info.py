@@ -30,9 +30,9 @@ class TensorInfo(NamedTuple):
     name : str or tuple
         As in :meth:`Archive.keys`.
     dtype : torch.dtype
-        Of its elements.
+        Dtype of its elements.
     shape : torch.Size
-        In elements.
+        Shape in elements.
     stride : tuple of int
         In elements; empty for a tensor that is not strided.
     location : str or None
@@ -40,7 +40,7 @@ class TensorInfo(NamedTuple):
     nbytes : int
         Elements times their size; the storage may be larger, or smaller for an expanded tensor.
     offset : int or None
-        Where its first element lies in the file, in bytes, by the file's directory.  None for an
+        Position of its first element in the file, in bytes, by the file's directory.  None for an
         empty tensor, and for files that can only be loaded as a whole.
     record : str or None
         The archive's record that holds its storage; None where there is none.

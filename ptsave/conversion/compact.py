@@ -34,7 +34,7 @@ from ptsave.writing.pickling import pickle_object
 
 __all__ = ["Compaction", "compact"]
 
-# How much larger than its elements the part of a storage may be that only one tensor uses.
+# Largest ratio of a part of a storage that only one tensor uses to that tensor's elements.
 _MAX_SPARSE = 2
 # Bytes that a further storage takes in a file at most: headers, alignment, its part of the pickle.
 _RECORD_NBYTES = 1024
@@ -49,9 +49,9 @@ class Compaction:
     path : str
         The file that was written, or would be.
     n_tensors : int
-        How many tensors the checkpoint has.
+        Number of tensors in the checkpoint.
     n_storages : int
-        How many of its storages have bytes that no tensor uses.
+        Number of its storages with bytes that no tensor uses.
     nbytes_before, nbytes : int
         The size of the file, as it was and as it is.
     is_written : bool
@@ -88,7 +88,7 @@ def compact(
     source : str or os.PathLike
         The file, which is loaded with ``weights_only=True``.
     target : str or os.PathLike, optional
-        Where to write: over the source by default, if that makes it smaller.
+        File to write: the source by default, if that makes it smaller.
     dry_run : bool, default False
         Whether only to compute the size of the result.
     force : bool, default False
@@ -171,11 +171,11 @@ class _Part(NamedTuple):
     Attributes
     ----------
     begin, end : int
-        Which.
+        Range of the bytes in the storage.
     users : list of int
         The numbers of these tensors.
     nbytes : int
-        How many are kept: fewer, if those of a single tensor are packed.
+        Bytes that are kept: fewer, if those of a single tensor are packed.
     """
 
     begin: int
@@ -194,9 +194,9 @@ class _Compactor:
     Attributes
     ----------
     n_storages : int
-        Of how many storages parts are left out.
+        Number of storages of which parts are left out.
     in_parts : list of StoragePlace
-        Where those are.
+        Places of those.
     """
 
     def __init__(self, sources: PayloadSources, *, dry_run: bool) -> None:

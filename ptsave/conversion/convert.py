@@ -61,7 +61,7 @@ class Conversion:
     path : str
         The file or directory that was written.
     n_tensors : int
-        How many tensors there are in it.
+        Number of tensors in it.
     nbytes : int
         The size of its files but for an index.
     remarks : list of str
@@ -116,11 +116,11 @@ def convert(
         ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
         one, ends with a slash or has no suffix.
     format : {"pt", "safetensors"}, optional
-        Of a directory (default: ``"safetensors"``) or a file with another suffix.
+        Format of a directory (default: ``"safetensors"``) or of a file with another suffix.
     max_shard_size : int or str, optional
         For a directory, as for :func:`ptsave.save_model`: default "5GB".
     max_size : int or str, optional
-        How many bytes the tensors may take in all when each is written in full, as it is but from
+        Bytes that the tensors may take in all when each is written in full, as it is but from
         ``.pt`` to ``.pt`` file: default 8 times those of their storages, and at least 1 GiB.  A
         file of a KiB can hold a tensor that is expanded to any size.
     drop : bool, default False

@@ -80,7 +80,7 @@ def open_checkpoint(
     stack : contextlib.ExitStack
         Closes the files.
     folder : str
-        Where a temporary file may be made: that of a URL is fetched first.
+        Folder for a temporary file: a URL is fetched into it first.
     storage_options : mapping
         For the file system of a URL.
 

@@ -115,7 +115,7 @@ def write_entries(
     overwrite : bool, default False
         Whether a file that is there may be replaced.
     max_size : int or str, optional
-        How many bytes the tensors may take in a safetensors or ``.npy`` file, where each is written
+        Bytes that the tensors may take in a safetensors or ``.npy`` file, where each is written
         in full: default 8 times those of their storages, and at least 1 GiB.
 
     Raises

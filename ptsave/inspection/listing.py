@@ -24,15 +24,15 @@ class Totals:
     Attributes
     ----------
     n_tensors : int
-        How many there are.
+        Number of tensors.
     tensor_nbytes : int
         Elements times their sizes.
     n_storages : int
-        How many storages they have; those that share one, one.
+        Number of storages; tensors that share one count once.
     storage_nbytes : int
         The sizes of these.
     unused_nbytes : int
-        How much of that is certainly in no tensor: views have brought it along.
+        Bytes of these that are certainly in no tensor: views have brought them along.
     file_nbytes : int
         The sizes of the files.
     """
@@ -66,11 +66,11 @@ class FileListing:
     facts : list of tuple
         `Facts` of each tensor of the tree.
     places : list of tuple
-        Where each of them lies, see `Place`.
+        `Place` of each of them.
     sharing : dict of int to list of int
-        Of tensors that share a storage: which ones do.
+        For a tensor that shares its storage, by number: the numbers of all that share it.
     totals : Totals
-        Of all tensors.
+        Sums over all tensors.
     """
 
     path: str

@@ -57,7 +57,7 @@ class Problem:
     record : str or None
         The damaged record, if it is one.
     offset : int or None
-        Where in the file, in bytes.
+        Position in the file, in bytes.
     entries : list of str
         The tensors that are damaged by it, as far as is known.
     """
@@ -81,13 +81,13 @@ class Verification:
     remarks : list of str
         Checks that could not be made, and why.
     n_records : int
-        How many records there are; 0 for a file that is no archive.
+        Number of records; 0 for a file that is no archive.
     nbytes : int
         The size of the file.
     tensors : list of str or None
         The names of all tensors that are known; None if there is no telling.
     whole : list of str or None
-        Of these, those that can still be read.
+        Names of those that can still be read.
     has_checksums : bool
         Whether values were compared with checksums; without them damage may not show.
     """
@@ -111,7 +111,7 @@ class DirectoryVerification:
     contents : CheckpointFiles
         The files in the directory; also those that were not looked at.
     files : list of Verification
-        Of each checkpoint.
+        Result of each checkpoint.
     problems : list of Problem
         Problems of the directory, or of a set of shards, beside those of its files.
     """
@@ -409,7 +409,7 @@ def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Pr
     files : ShardFiles
         The set.
     shards : list of Verification
-        Of each of its files.
+        Result of each of its files.
     """
     problems = []
     found: dict[str, str] = {}

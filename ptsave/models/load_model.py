@@ -82,7 +82,7 @@ def load_model(
         of these counts: ``*.safetensors``, ``pytorch_model*.bin``, ``*.pt``, each with the files
         that an index names if there is one.
     packed_modules_mapping : mapping, optional
-        Which of the checkpoint's modules are parts of one in the model:
+        Modules of the checkpoint that are parts of one in the model:
         ``{"q_proj": ("qkv_proj", "q"), ...}``, with the shard id in the tuple, or
         ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``, whose shard ids are 0, 1 and 2.  Names
         match whole components of a path, and the longest one wins.  Default: the model's attribute
@@ -91,7 +91,7 @@ def load_model(
         Whether tensors that are missing, unexpected, there twice, or left out of a packed parameter
         are an error.  If not, of two tensors for one place the later one is loaded.
     device : torch.device, str or int, optional
-        Where the model shall be.  A tensor on the meta device gets memory there, as by
+        Device to move the model to.  A tensor on the meta device gets memory there, as by
         :meth:`torch.nn.Module.to_empty` (but tied parameters stay tied, and attributes stay), and
         anything else is moved.  By default the model stays where it is.
     progress : bool, default False

@@ -25,7 +25,7 @@ class RecycledMemory:
     Parameters
     ----------
     max_nbytes : int
-        How much memory is held, lent or not.  (More may be lent.)
+        Bytes that are held, lent or not.  (More may be lent.)
 
     Examples
     --------

@@ -61,7 +61,7 @@ def save_model(
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
         The weights to save.
     directory : str or os.PathLike
-        Where, created if there is nothing.
+        Directory of the files, created if there is nothing.
     max_shard_size : int or str, default "5GB"
         The bytes of tensors that a shard holds at most; a larger tensor has a shard of its own.  A
         number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
@@ -186,7 +186,7 @@ class ShardSet:
     Attributes
     ----------
     folder : str
-        Where they go.
+        Directory of the files.
     kind : str
         "safetensors" or "pt".
     shards : list of Shard

@@ -28,7 +28,7 @@ class Replacement(NamedTuple):
     Attributes
     ----------
     buffers, name : dict, str
-        Where the buffer is.
+        The dict that holds the buffer, and its key.
     new, source : Tensor or None
         None, both of them, for a buffer that becomes None.
     """

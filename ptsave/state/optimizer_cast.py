@@ -103,7 +103,7 @@ class StateCaster:
     copier : Copier
         Decides when bytes move.
     present : PresentState or None
-        Where to put values in place, or None for new state throughout.
+        The tensors to fill in place, or None for new state throughout.
     """
 
     def __init__(self, param_groups: Any, copier: Copier, present: PresentState | None) -> None:

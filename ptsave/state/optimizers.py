@@ -69,8 +69,8 @@ def load_optimizer_state_dict(
     state_dict : dict
         As from ``optimizer.state_dict()``.
     match : {"order", "name"}, default "order"
-        Which saved parameter is which: that at the same place, as in torch, or that of the same
-        name, wherever it is.
+        Rule that pairs saved parameters with the optimizer's: the same place, as in torch, or the
+        same name, wherever it is.
     names : sequence of str, optional
         With ``match="name"``: the names of the saved parameters, in saved order, one group after
         the other.  By default those in the file, which is where an optimizer has them that was made

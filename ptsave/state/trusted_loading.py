@@ -52,7 +52,7 @@ def _torchs(function: Any, home: ModuleType) -> Any:
     return function if code is not None and code.co_filename == home.__file__ else object()
 
 
-# Who replaces one of these, before or after ptsave is imported, wants it called.
+# Code that replaces one of these, before or after ptsave is imported, wants it called.
 _LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
 _MODULE = _torchs(load_method_of(nn.Module), module_module)
 _NORM = _torchs(load_method_of(NormBase), batchnorm)

@@ -48,9 +48,9 @@ class StoragePlace(NamedTuple):
     source : int
         The number of the file or memory.
     offset : int
-        Where in it they begin, in bytes.
+        Position of the first byte in it.
     nbytes : int
-        How many there are.
+        Number of bytes.
     crc : int or None
         Their CRC-32, if it is known.
     contents : UnreadContents or None
@@ -73,11 +73,11 @@ class Payload(NamedTuple):
     Attributes
     ----------
     nbytes : int
-        How many there are.
+        Number of bytes.
     source : int
         The number of the file or memory.
     offset : int
-        Where in it they begin, in bytes.
+        Position of the first byte in it.
     place : StoragePlace or None
         The storage that they are all of.
     """
@@ -101,7 +101,7 @@ class PayloadSources:
     stack : contextlib.ExitStack
         Closes the sources.
     folder : str
-        Where a temporary file may be made; it never has a name.
+        Folder for a temporary file, which never has a name.
     """
 
     def __init__(self, stack: ExitStack, folder: str) -> None:
@@ -248,7 +248,7 @@ class TemporaryFile:
     Parameters
     ----------
     folder : str
-        Whose disk it is on; where no files can be made there, it is that of ``$TMPDIR``.
+        Folder on the file's disk; if no files can be made there, ``$TMPDIR`` is used.
     stack : contextlib.ExitStack
         Closes it.
 

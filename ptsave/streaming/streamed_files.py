@@ -109,9 +109,9 @@ class PicklePlan(StreamedPlan):
     obj : object
         The object to save.
     path : str
-        Where.
+        The file.
     sources : PayloadSources
-        Where the bytes of its storages are; those that it does not know are in memory.
+        Maps its storages to bytes; storages that it does not know are in memory.
     """
 
     def __init__(self, obj: Any, path: str, sources: PayloadSources) -> None:
@@ -138,9 +138,9 @@ class SafetensorsPlan(StreamedPlan):
     tensors : mapping of str to torch.Tensor
         Strided ones, of dtypes that the format has.
     path : str
-        Where.
+        The file.
     sources : PayloadSources
-        Where the bytes of their storages are.
+        Maps their storages to bytes.
     metadata : mapping of str to str
         The ``__metadata__``.
     """

@@ -90,7 +90,7 @@ def limit_nbytes(root: Path = _ROOT) -> int:
     Parameters
     ----------
     root : Path
-        Where ``proc`` and the mounts are: another than ``/`` for tests.
+        Directory of ``proc`` and the mounts: another than ``/`` for tests.
 
     Examples
     --------

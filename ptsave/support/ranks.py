@@ -15,7 +15,7 @@ def check_rank_is_named(directory: str, rank: int | None) -> None:
     Parameters
     ----------
     directory : str
-        Where the checkpoints are.
+        The directory of the checkpoints.
     rank : int or None
         The rank whose checkpoints these are, if somebody has said so.
 

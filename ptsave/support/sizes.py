@@ -28,7 +28,7 @@ def parse_size(size: int | str, name: str) -> int:
     size : int or str
         A number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
     name : str
-        Of the argument, for messages.
+        Name of the argument, for messages.
 
     Raises
     ------

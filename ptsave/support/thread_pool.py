@@ -24,9 +24,9 @@ class ThreadPool(Executor):
     Parameters
     ----------
     n_threads : int
-        How many there are at most.
+        Largest number of threads.
     name : str
-        Of each of them.
+        Name of each of them.
 
     Examples
     --------

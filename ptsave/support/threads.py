@@ -52,7 +52,7 @@ class Thread(threading.Thread):
         Runs on the thread.  Gets a function to call as soon as it handles errors by itself: until
         then `start` handles them.
     name : str or None
-        Of the thread.
+        Name of the thread.
     """
 
     def __init__(self, call: Callable[[Callable[[], None]], None], name: str | None = None) -> None:
@@ -91,7 +91,7 @@ class Thread(threading.Thread):
                 raise MemoryError("a thread ran out of memory while it was starting")
 
     def run(self) -> None:
-        """For the thread."""
+        """Run the call; the new thread calls this."""
         self._call(self._waiting.release)
 
     def _begins(self) -> bool:

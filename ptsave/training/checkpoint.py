@@ -189,7 +189,7 @@ def save_checkpoint(
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        Where to save.
+        File to write.
     fsync, atomic, progress
         As for :func:`ptsave.save`.
     **objects : object

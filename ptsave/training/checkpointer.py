@@ -42,11 +42,11 @@ class AsyncCheckpointer:
     Parameters
     ----------
     directory : str or os.PathLike
-        Where the checkpoints are; made if it is not there.
+        Directory of the checkpoints; made if it is not there.
     keep : int or None, default 3
-        How many checkpoints stay.  After each save the lowest steps above that number are removed;
-        never the one just saved, the highest one, or one that this object is restoring.  None
-        keeps all.
+        Number of checkpoints that stay.  After each save the lowest steps above that number are
+        removed; never the one just saved, the highest one, or one that this object is restoring.
+        None keeps all.
     rank : int, optional
         In a job of several ranks: whose checkpoints these are.  Only that rank saves, and all may
         restore.  Ranks that have different values need a directory each.
@@ -274,9 +274,9 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int or None
-            Which checkpoint; None is the latest complete one (call :meth:`wait` before if saves
-            are pending).  If another process removes that one before it is open, the choice is
-            made again.  Positional only: ``restore(1000, model=model)``.
+            Step of the checkpoint; None is the latest complete one (call :meth:`wait` before if
+            saves are pending).  If another process removes that one before it is open, the choice
+            is made again.  Positional only:  ``restore(1000, model=model)``.
         **targets : object
             The objects to restore, under the names they were saved with.
 

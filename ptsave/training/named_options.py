@@ -62,7 +62,7 @@ def check_saving(function: str, objects: Mapping[str, Any], **options: Any) -> N
     Parameters
     ----------
     function : str
-        Who saves.
+        Name of the saving function.
     objects : mapping of str to object
         The objects that it was given under names.
     **options : object

@@ -66,7 +66,7 @@ def check_expansion(
     path : str
         The file they are from, for messages.
     max_size : int or str, optional
-        How many bytes they may take, such as ``"300GB"``; by default 8 times those of their
+        Bytes that they may take, such as ``"300GB"``; by default 8 times those of their
         storages, at least 1 GiB.
     advice : str, optional
         A remedy, for the message.

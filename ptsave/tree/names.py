@@ -34,7 +34,7 @@ class EntryNames:
     tensors : list of torch.Tensor
         In the order of the file.
     names : list of (str or tuple)
-        Of these tensors: dotted, but for those that would have the name of another.
+        Names of these tensors: dotted, but for those that would have the name of another.
     """
 
     def __init__(self, obj: Any, path: str) -> None:

@@ -23,7 +23,7 @@ class Node(NamedTuple):
     Attributes
     ----------
     depth : int
-        How many containers it is in, not counting the object itself.
+        Number of containers around it, not counting the object itself.
     parent : int
         The number of the node of its container; -1 for the object itself.
     prefix : str

@@ -23,11 +23,11 @@ class Blocks:
     Attributes
     ----------
     begins : list of int
-        Where they begin in the storage, in bytes.
+        Offsets of the blocks in the storage, in bytes.
     nbytes : int
         The size of each.
     stride : tuple of int
-        Of the view over the packed blocks, in elements.
+        Strides of the view over the packed blocks, in elements.
     """
 
     begins: list[int]

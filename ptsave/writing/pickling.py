@@ -92,7 +92,7 @@ def pickle_object(
     pickle_protocol : int
         Passed to that class.
     locations : mapping of int to str, optional
-        Where storages, by `entries.storage_id`, are said to have been, if it is not where they are.
+        Locations to write for storages, by their ``_cdata``, instead of their own.
 
     Returns
     -------
