@@ -1,4 +1,4 @@
-"""ptsave behind ``torch.save`` and ``torch.load``, for code that one cannot edit."""
+"""Puts ptsave behind ``torch.save`` and ``torch.load``, for code that one cannot edit."""
 
 from __future__ import annotations
 

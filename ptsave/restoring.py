@@ -1,4 +1,4 @@
-"""Restoring: the tensors of a file go straight into tensors that exist already.
+"""Restores the tensors of a file straight into tensors that exist already.
 
 The file's pickle is run with storages that have their places, but not their bytes.  State dicts are
 loaded from it by the code that loads any other, with a copier that only notes sources and targets,
@@ -259,7 +259,7 @@ class FileCopier:
 def _tell_what_changed(
     error: BaseException, reader: RecordReader, changed: list[_C.Record]
 ) -> None:
-    """Say on an exception which entries have been copied into their targets before it."""
+    """Add a note to an exception that names the entries copied into their targets before it."""
     if changed:
         records = {record.name for record in changed}
         # A name that cannot be had is no reason to say that nothing has changed.

@@ -1,4 +1,4 @@
-// Giving the GIL away and taking it back, so that a thread survives the interpreter's exit.
+// Releases and reacquires the GIL, so that a thread survives the interpreter's exit.
 #pragma once
 
 #include <cxxabi.h>

@@ -1,4 +1,4 @@
-// Whether a file has other readers.
+// Detects other readers of a file.
 //
 // Past the page cache is the fastest way for the only reader of a file.  Eight ranks of one host
 // that load the same checkpoint would fetch it eight times that way; through the page cache they

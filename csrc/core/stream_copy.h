@@ -1,4 +1,4 @@
-// Copies of much memory that will not be read soon.
+// Copies large memory past the cache, for targets that are not read soon.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Copies of bytes that nothing else is to see.
+// Copies of bytes, hidden from autograd and Python modes.
 #pragma once
 
 #include <ATen/core/grad_mode.h>

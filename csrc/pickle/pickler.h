@@ -1,5 +1,5 @@
-// The object graph on its way out: `data.pkl` byte for byte as Python's pickler writes it under
-// torch.save, and the storages it refers to.
+// Pickles an object:  `data.pkl` byte for byte as Python's pickler writes it under torch.save, and
+// the storages it refers to.
 #pragma once
 
 #include <c10/core/Storage.h>

@@ -1,4 +1,4 @@
-// A look at a pickle without running it.
+// Analyses a pickle without running it.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Tensors, parameters and storages on their way into a pickle.
+// Pickles tensors, parameters and storages.
 //
 // Lives as long as one save.  Not thread-safe; needs the GIL.
 #pragma once

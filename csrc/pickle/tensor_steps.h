@@ -1,5 +1,5 @@
-// The opcodes that torch.save writes for the arguments of a plain tensor, recognized as a whole: a
-// checkpoint of many small tensors consists of little else.
+// Recognizes the opcodes that torch.save writes for the arguments of a plain tensor as a whole,
+// because a checkpoint of many small tensors consists of little else.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// The object graph on its way in: the restricted machine behind weights_only=True.
+// Unpickles an object: the restricted machine behind weights_only=True.
 #pragma once
 
 #include <c10/core/Storage.h>

@@ -1,4 +1,4 @@
-"""The byte order of an archive's storages, which torch swaps where it is not this machine's."""
+"""Detects the byte order of an archive's storages; torch swaps it if it is not the machine's."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
 
 
 def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
-    """Decide who loads: an open archive for ptsave, or None for torch's own loader.
+    """Return the open archive if ptsave loads it; None if torch's own loader has to.
 
     torch's loader gets whatever is no zip archive (the formats before torch 1.6, or not a
     checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any

@@ -1,4 +1,4 @@
-"""Everything in an archive compared with its checksums: all damage, not only the first."""
+"""Compares everything in an archive with its checksums: finds all damage, not only the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers torch's unpickling as ``torch._C.PyTorchFileReader`` does, by ptsave's engine."""
+"""`RecordReader`: the interface of ``torch._C.PyTorchFileReader`` over ptsave's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading parts of records into memory, from an archive that is local or far away."""
+"""Reads parts of records into memory, from an archive that is local or far away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object graph on its way in: unpickling, overlapped with reading where that is safe.
+"""Unpickles the object of an archive, overlapped with reading where that is safe.
 
 With ``weights_only=True`` the engine's unpickler takes the place of torch's; otherwise it is
 Python's.

@@ -1,4 +1,4 @@
-"""Reading the values of one view, of a storage whose bytes are in a file."""
+"""Reads the values of one view of a storage whose bytes are in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`async_save`: a copy of the tensors now, the file later."""
+"""`async_save`: copies the tensors now and writes the file later."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class BackgroundSave:
         self.future.set_staged()
 
     def stage_in_background(self) -> None:
-        """Copy, and tell who waits for it."""
+        """Copy the storages, and set the outcome for those who wait for it."""
         try:
             self.stage()
         except BaseException as error:
@@ -134,7 +134,7 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- writing
 
     def write(self) -> None:
-        """Write the file, or find out why not, and tell who waits for it.
+        """Write the file, and set the outcome, a success or an error, for those who wait for it.
 
         Called again after a MemoryError, it completes the steps that are still missing.
         """

@@ -1,4 +1,4 @@
-"""Calls that run one after another, on a thread that exists only while there are some."""
+"""Runs calls one after another, on a thread that exists only while there are some."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class WorkerLane:
             return True
 
     def runs_here(self) -> bool:
-        """Return whether it is one of the calls that asks."""
+        """Return whether the current thread is running one of the calls."""
         return self._thread is threading.current_thread()
 
     def run_next(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rounds in which contenders and the hardware take turns, every figure from a fresh process."""
+"""Runs rounds in which contenders and the hardware take turns, each figure in a fresh process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One figure, in a fresh process: ``python -m ptsave.bench.worker TASK`` (JSON) prints JSON.
+"""Measures one figure, in a fresh process: ``python -m ptsave.bench.worker TASK`` prints JSON.
 
 Only the call is timed: not the steps before it (imports, faulting in the tensors to save, bringing
 the file into the page cache or out of it, fetching free memory from the host of a virtual machine),

@@ -1,4 +1,4 @@
-"""``ptsave bench``: how fast saves and loads are on this machine."""
+"""``ptsave bench``: measures saves and loads on this machine."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _say(text: str) -> None:
 
 
 def note(ctx: click.Context, text: str) -> None:
-    """Say something on standard error that is no result; ``--quiet`` leaves it out."""
+    """Print a remark on standard error; ``--quiet`` leaves it out."""
     if not ctx.ensure_object(Settings).quiet:
         _say(text)
 

@@ -1,4 +1,4 @@
-"""``ptsave globals``: which functions and classes a checkpoint needs."""
+"""``ptsave globals``: lists the functions and classes that a checkpoint needs."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
 
 
 class _Wanted:
-    """Says which names match, and remembers those that do not until one does."""
+    """Matches names with patterns, and remembers the patterns that nothing has matched yet."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns
@@ -242,7 +242,7 @@ def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
 def _remarks_on_sharing(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], pairs: list[TensorPair]
 ) -> list[str]:
-    """Say which tensors share memory on one side only."""
+    """Yield a remark for tensors that share memory on one side only."""
     of_a = _sharing(sources[0], pairs, [pair.a for pair in pairs])
     of_b = _sharing(sources[1], pairs, [pair.b for pair in pairs])
     remarks = []

@@ -90,7 +90,7 @@ def _larger(a: float | None, b: float | None) -> float | None:
 
 
 def number_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None = None) -> NumberDifference:
-    """Return how much two rows of numbers differ.
+    """Return the counts and sizes of the differences between two rows of numbers.
 
     Parameters
     ----------

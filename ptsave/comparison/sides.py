@@ -1,4 +1,4 @@
-"""A checkpoint, of one file or of a directory of shards, as one object whose tensors are unread."""
+"""Opens a checkpoint, a file or a directory of shards, as one object with unread tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing the values of tensors of two checkpoints, in pieces of bounded size."""
+"""Compares the values of tensors of two checkpoints, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of the first side."""
+        """Bytes of the first side."""
         if self.index is None:
             return sum(int(pair.a.numel() * pair.a.itemsize) for pair in self.pairs)
         numel = prod(int(part.stop - part.start) for part in self.index)
@@ -84,7 +84,7 @@ def compare_tensors(
     tolerance: Tolerance | None,
     done: Callable[[int], None],
 ) -> Iterator[tuple[TensorPair, NumberDifference]]:
-    """Yield how much the values of each pair differ, in their order.
+    """Yield the `NumberDifference` of each pair, in their order.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The object that an open archive holds, and how the values of its tensors are had."""
+"""`Contents`: the object of an open checkpoint, and the reading of its tensors' values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Contents(Protocol):
 
 
 class UnreadContents:
-    """The tensors are unread: they have storages that take no memory and hold no values.
+    """Contents with unread tensors, whose storages take no memory and hold no values.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ class UnreadContents:
 
 
 class LoadedContents:
-    """The tensors are in memory: the file is of a kind that can only be loaded as a whole.
+    """Contents with tensors in memory, of a file that can only be loaded as a whole.
 
     Parameters
     ----------

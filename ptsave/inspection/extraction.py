@@ -1,4 +1,4 @@
-"""Parts of checkpoints as files of their own."""
+"""Writes parts of checkpoints as files of their own."""
 
 from __future__ import annotations
 

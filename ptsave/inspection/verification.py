@@ -1,4 +1,4 @@
-"""Whether files are whole: everything that can be checked, and which tensors damage has reached."""
+"""Verifies files: makes every check there is, and names the tensors that damage has reached."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it should be.
+    """A fault of a file or a directory.
 
     Attributes
     ----------
@@ -333,7 +333,7 @@ class _Tensors(NamedTuple):
 
 
 def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
-    """Return which tensors there are.
+    """Return the names of the tensors, by their records.
 
     Raises
     ------

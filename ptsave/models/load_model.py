@@ -252,7 +252,7 @@ class Staged:
 
 @dataclass
 class Filling:
-    """Everything that goes into a model, from files that are open."""
+    """Fills a model from open files."""
 
     tensors: dict[str, Tensor]
     deliveries: list[Delivery]
@@ -375,7 +375,7 @@ class Filling:
 
 
 class Places:
-    """The memory that is about to be read into, so that no byte is written by two threads."""
+    """Tracks the memory to read into, so that no byte is written by two threads."""
 
     def __init__(self) -> None:
         self._ends: dict[int, int] = {}

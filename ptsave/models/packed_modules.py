@@ -1,4 +1,4 @@
-"""Packed parameters: which of a checkpoint's tensors become parts of one parameter of the model.
+"""Maps tensors of a checkpoint to the packed parameters of a model that they are parts of.
 
 Inference engines compute several linear layers as one, so that `q_proj`, `k_proj` and `v_proj` of a
 checkpoint are shards of the model's `qkv_proj`.  Only names here; nothing touches a tensor.

@@ -1,4 +1,4 @@
-"""Memory for tensors that are needed for a moment, and that somebody may keep all the same."""
+"""A pool of CPU memory for tensors; memory is reused once nothing references its tensor."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Replacement(NamedTuple):
 
 
 class Copier(Protocol):
-    """Takes every decision that depends on whether the tensors of a state dict hold values yet."""
+    """Decides when tensors of a state dict are copied, whether they hold values yet or not."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Let `target` hold the values of `source`, as ``target.copy_(source)`` under no_grad.
@@ -60,19 +60,19 @@ class Copier(Protocol):
         """
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Be told that a module is getting these entries themselves, which have their values."""
+        """Give these entries their values, because a module is getting them themselves."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
-        """Be told that other people's code is about to look at these entries, and no more.
+        """Give these entries their values, because other people's code is about to look at them only.
 
         Nothing has been passed to `copy` yet, and nothing will have changed afterwards.
         """
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        """Be told that other people's code is about to run and may look at these entries.
+        """Give these entries their values, because other people's code is about to run.
 
         It may also look at every target: all copies passed to `copy` must be done when this
         returns.

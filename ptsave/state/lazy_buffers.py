@@ -1,4 +1,4 @@
-"""Buffers that are None until training gives them a tensor, and have no shape before that."""
+"""Lazy buffers: None until training gives them a tensor, and without a shape before that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restoring state dicts that nobody owns: dicts and lists of tensors, filled in place."""
+"""Fills dicts and lists of tensors in place, from a state dict of the same keys."""
 
 from __future__ import annotations
 

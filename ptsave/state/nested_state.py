@@ -23,7 +23,7 @@ def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
 
 
 def advice(obj: Any, wanted: Iterable[str]) -> str:
-    """Say which part of a checkpoint fits a module, and how to load it.
+    """Return a sentence that names the part of a checkpoint that fits a module, and its loader.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The state of one parameter on its way into an optimizer: dtypes, devices, containers.
+"""Casts the state of one parameter for an optimizer: dtypes, devices, containers.
 
 torch decides on each tensor's dtype and device; it is asked with a stand-in, because the bytes
 may not have arrived.  Its question "which group is this parameter in?" is a search through all

@@ -94,7 +94,7 @@ class Payload(NamedTuple):
 
 
 class PayloadSources:
-    """All that the tensors of one conversion are read from.
+    """The sources of all tensors of one conversion.
 
     Parameters
     ----------
@@ -146,13 +146,13 @@ class PayloadSources:
         self.locations.update(away)
 
     def put(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
-        """Say where the bytes of a storage without values are."""
+        """Register the place of a storage without values."""
         if storage.nbytes():
             self._known[storage.data_ptr()] = place
             self._kept.append(storage)
 
     def places_of(self, storages: Sequence[torch.UntypedStorage]) -> list[StoragePlace | None]:
-        """Return where the bytes of storages are; None for those that are in memory, or empty."""
+        """Return the places of storages; None for those that are in memory, or empty."""
         places = [self._known.get(storage.data_ptr()) for storage in storages]
         tensors = [bytes_of(storage) for storage in storages]
         for source, contents in self._unread:
@@ -164,7 +164,7 @@ class PayloadSources:
         return places
 
     def payloads_of(self, tensors: Sequence[Tensor]) -> list[Payload]:
-        """Return where the bytes of strided tensors are, once they are contiguous.
+        """Return the payloads of strided tensors, in the order of their elements.
 
         Those that are not are brought into order in the temporary file.
         """

@@ -1,4 +1,4 @@
-"""Files written from payloads that are elsewhere, and compared with checksums on the way."""
+"""Writes files whose payloads come from other files, and compares checksums on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Parses sizes as people write them: ``"500MB"``, ``"2GiB"``."""
 
 from __future__ import annotations
 

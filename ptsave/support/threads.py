@@ -1,4 +1,4 @@
-"""Threads that begin or say that they cannot.
+"""Threads whose start returns when they run, or raises.
 
 Python's own wait for ever for a thread that dies while it begins, as one does that runs out of
 memory there (``threading.Thread.start``, which ``concurrent.futures`` uses as well).

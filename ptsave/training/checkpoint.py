@@ -1,4 +1,4 @@
-"""Checkpoints: whatever has a state, saved under names, and restored in place."""
+"""Saves objects with a state under names, and restores them in place."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def load_into(
 
 
 def _add_advice(error: RuntimeError, obj: Any, module: nn.Module) -> None:
-    """Say in an error about keys which part of the file was probably meant."""
+    """Name in an error about keys the part of the file that was probably meant."""
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     message = str(error)
     if "key(s) in state_dict" in message and (sentence := advice(obj, names)):

@@ -1,4 +1,4 @@
-"""A part of a saved object with its tensors read."""
+"""Reads a part of a saved object: a copy of its containers with the values of its tensors."""
 
 from __future__ import annotations
 

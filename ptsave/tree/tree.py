@@ -18,7 +18,7 @@ _PLAIN_TYPES = {int, float, complex, bool, str, bytes, type(None)}
 
 
 class Node(NamedTuple):
-    """One entry.
+    """One entry: a container, a tensor or another value.
 
     Attributes
     ----------

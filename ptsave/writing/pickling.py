@@ -1,4 +1,4 @@
-"""The object graph on its way out: a pickle, and the storages it refers to."""
+"""Pickles an object as torch.save does, and collects the storages that the pickle refers to."""
 
 from __future__ import annotations
 

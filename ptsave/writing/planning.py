@@ -23,7 +23,7 @@ _MAX_ALIGNMENT = 32768
 
 
 def engine_can_save(new_format: bool) -> bool:
-    """Decide who saves: the engine writes the zip format, torch the one before it."""
+    """Whether the engine can save: it writes the zip format, torch also the one before it."""
     return new_format and storage_alignment() <= _MAX_ALIGNMENT
 
 
