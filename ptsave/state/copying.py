@@ -66,7 +66,7 @@ class Copier(Protocol):
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give these entries their values, because other people's code is about to look at them only.
+        """Give these entries their values, because other people's code will only look at them.
 
         Nothing has been passed to `copy` yet, and nothing will have changed afterwards.
         """
