@@ -1,4 +1,4 @@
-"""`save` and `load`: torch's signatures and semantics, and every choice of engine or torch."""
+"""`save` and `load`: torch's signatures and semantics."""
 
 from __future__ import annotations
 

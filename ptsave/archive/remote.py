@@ -1,4 +1,9 @@
-"""Reads an archive whose bytes have to be fetched: by ranges, into a sparse file in memory."""
+"""Reads an archive whose bytes have to be fetched: by ranges, into a sparse file in memory.
+
+The engine parses that file, so there is one parser.  It gets the directory, the small records and
+local headers; the bytes of tensors are fetched into the tensors.  Where a payload begins is taken
+from the directory, and confirmed by the local header that is fetched with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Dotted names of the entries of a saved object, and the entry that a name means."""
+"""Dotted names of the entries of a saved object, and the entry that a name means.
+
+Each container is listed once, under its first path, so that a file of shared lists cannot multiply;
+every other path finds it, too.
+"""
 
 from __future__ import annotations
 
