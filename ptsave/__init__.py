@@ -17,6 +17,7 @@ from ptsave.errors import (
     NotCheckpointError,
     SaveError,
     StagingFullError,
+    UnsupportedSourceError,
     UnsupportedUrlError,
 )
 from ptsave.installation import install, installed, uninstall
@@ -51,6 +52,7 @@ __all__ = [
     "StagingFullError",
     "TensorInfo",
     "UnmatchedParameters",
+    "UnsupportedSourceError",
     "UnsupportedUrlError",
     "__version__",
     "add_prefix",

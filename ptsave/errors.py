@@ -15,6 +15,7 @@ __all__ = [
     "NotCheckpointError",
     "SaveError",
     "StagingFullError",
+    "UnsupportedSourceError",
     "UnsupportedUrlError",
 ]
 
@@ -242,6 +243,20 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
             "begin the name of a local file with ./"
         )
         return cls(errno.ENOENT, message, url)
+
+
+class UnsupportedSourceError(ValueError):
+    """An operation that makes no sense for a source; the message names the one that does.
+
+    Examples
+    --------
+    >>> import io, ptsave
+    >>> try:
+    ...     ptsave.open(io.BytesIO(b'{"weight_map": {"weight": "model-00001-of-00002.pt"}}'))
+    ... except ptsave.UnsupportedSourceError as error:
+    ...     print(error)
+    <BytesIO> is an index, whose shards lie beside it: pass the path or the URL of the index, or ...
+    """
 
 
 class StagingFullError(RuntimeError):

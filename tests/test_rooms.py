@@ -114,10 +114,11 @@ def test_packages_import_nothing() -> None:
 PUBLIC = """
     Archive AsyncCheckpointer CheckpointWarning Compaction Comparison Conversion
     CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights NotCheckpointError
-    SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters UnsupportedUrlError
-    __version__ add_prefix async_save compact compare convert install installed load load_checkpoint
-    load_into load_model load_optimizer_state_dict load_state_dict open register_lazy_buffer
-    release_staging_memory save save_checkpoint save_model strip_prefix uninstall
+    SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters UnsupportedSourceError
+    UnsupportedUrlError __version__ add_prefix async_save compact compare convert install installed
+    load load_checkpoint load_into load_model load_optimizer_state_dict load_state_dict open
+    register_lazy_buffer release_staging_memory save save_checkpoint save_model strip_prefix
+    uninstall
 """
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from ptsave import _C
 from ptsave.archive.damage import entries_using
+from ptsave.sources.ranges import LocalFile, RangeSource
 
 __all__ = ["CutArchive", "CutRecord"]
 
@@ -38,8 +39,8 @@ class CutArchive:
 
     Parameters
     ----------
-    stream : binary file
-        An open file, not empty, which may be closed afterwards.
+    source : RangeSource
+        The file, not empty.  All of it is read, if it is no local one.
 
     Attributes
     ----------
@@ -49,8 +50,8 @@ class CutArchive:
         The size of the file.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    def __init__(self, source: RangeSource) -> None:
+        self._map = _mapped(source)
         self.nbytes = len(self._map)
         self.records: list[CutRecord] = []
         offset: int | None = 0
@@ -119,6 +120,16 @@ class CutArchive:
         lost = set(entries_using(reader, reader.asked_for.keys() - whole.keys()))
         tensors = entries_using(reader, set(reader.asked_for))
         return tensors, [name for name in tensors if name not in lost]
+
+
+def _mapped(source: RangeSource) -> mmap.mmap:
+    if isinstance(source, LocalFile) and source.begin == 0:
+        return mmap.mmap(source.descriptor, 0, access=mmap.ACCESS_READ)
+    copy = mmap.mmap(-1, source.nbytes)
+    for begin in range(0, source.nbytes, _PIECE_NBYTES):
+        (piece,) = source.read([(begin, min(begin + _PIECE_NBYTES, source.nbytes))])
+        copy.write(piece)
+    return copy
 
 
 class _WholeRecords:

@@ -11,12 +11,15 @@ from typing import Any
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.remote import RemoteReader
 from ptsave.sources.kinds import is_zip, refuse_special_file, refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
+from ptsave.sources.ranges import Buffer, LocalFile, RangeSource
 from ptsave.sources.remote_errors import named_errors
 from ptsave.support import config
 
-__all__ = ["open_archive"]
+__all__ = ["open_archive", "open_source_archive"]
 
 
 def open_archive(f: Any) -> _C.Reader | None:
@@ -86,3 +89,39 @@ def _open_file_object(stream: Any) -> _C.Reader | None:
         return None
     name = os.fsencode(str(stream.name))
     return _C.Reader.open_descriptor(fd, begin, name, direct=config.current().direct_reads)
+
+
+def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
+    """Open an archive whose bytes are a source's.
+
+    Parameters
+    ----------
+    source : RangeSource
+        It begins as a zip archive.
+    verify : bool
+        Whether checksums are compared.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If it is none.
+    OSError
+        If it is a local file that has no positions to read at.
+    """
+    try:
+        with named_errors(source.name):
+            if isinstance(source, LocalFile):
+                return RecordReader(_open_local_file(source), source.name, verify=verify)
+            if isinstance(source, Buffer):
+                engine = _C.Reader.open_memory(source.view, name="BytesIO")
+                return RecordReader(engine, source.name, verify=verify)
+    except _C.FormatError as error:
+        raise_corrupt(error, source.name)
+    return RemoteReader(source, verify=verify)
+
+
+def _open_local_file(file: LocalFile) -> _C.Reader:
+    if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+        raise OSError(f"{file.name} cannot be read at any position: it is no regular file")
+    fd, name = file.for_engine
+    return _C.Reader.open_descriptor(fd, file.begin, name, direct=config.current().direct_reads)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
+from ptsave import _C
 from ptsave.archive.spans import Span, SpanReader
 from ptsave.support.torch_tensors import negated_view
 from ptsave.tree.view_blocks import blocks_of
 
-__all__ = ["bytes_of", "new_storage", "read_view", "view_as"]
+__all__ = ["bytes_of", "new_storage", "read_view", "unfilled_tensors", "view_as"]
 
 _MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
 
@@ -84,3 +88,21 @@ def view_as(
     if like.is_conj():
         tensor = tensor.conj()
     return negated_view(tensor) if like.is_neg() else tensor
+
+
+def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
+    """Return tensors of these dtypes and shapes that stand for bytes which are elsewhere."""
+    sizes = [prod(shape) * dtype.itemsize for dtype, shape in kinds]
+    storages = _C.untyped_storages(_C.unfilled_storages(sizes))
+    tensors = []
+    for (dtype, shape), storage in zip(kinds, storages, strict=True):
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensors.append(tensor.set_(storage, 0, tuple(shape), _contiguous_stride(shape)))
+    return tensors
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = [1]
+    for n in reversed(shape[1:]):
+        stride.append(stride[-1] * max(n, 1))
+    return tuple(reversed(stride[: len(shape)]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
-from ptsave.contents.shard_files import files_at
-from ptsave.inspection.listing import list_file
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.inspection.listing import list_files
 
 __all__ = ["FILE", "complete_names"]
 
@@ -33,10 +33,8 @@ def complete_names(
     """Return the names of entries of the command's file that begin so."""
     found: dict[str, None] = {}
     try:
-        file = ctx.params["file"]
-        shards = files_at(file)
-        for path in shards.paths if shards else [file]:
-            for node in list_file(path).tree.nodes:
+        for listing in list_files(find_files(ctx.params["file"])):
+            for node in listing.tree.nodes:
                 if node.name.startswith(incomplete) and node.name.isprintable():
                     found[node.name] = None
     except Exception:  # the command reports the error when it runs

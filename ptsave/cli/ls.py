@@ -14,8 +14,8 @@ from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
 from ptsave.cli.text import printable
-from ptsave.contents.shard_files import files_at
-from ptsave.inspection.listing import FileListing, Totals, list_file, select
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.inspection.listing import FileListing, Totals, list_files, select
 
 __all__ = ["command"]
 
@@ -49,17 +49,16 @@ def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_
     path of keys. No tensor is read.
     """
     gc.disable()  # all objects live until the end, so the collector would search in vain
-    shards = files_at(file)
-    listings = [list_file(path) for path in (shards.paths if shards else [file])]
+    files = find_files(file)
+    listings = list(list_files(files))
     _keep_until_exit(listings)
+    is_set = files.source is None
     chosen = select(listings, names)
     if as_json:
         objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
-        text = json.dumps(
-            directory_json(file, shards.index_path, objects) if shards else objects[0]
-        )
+        text = json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
     else:
-        text = "\n".join(_lines(listings, chosen, depth, sort, bool(shards)))
+        text = "\n".join(_lines(listings, chosen, depth, sort, is_set))
     sys.stdout.write(f"{text}\n")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import click
 
@@ -19,12 +18,10 @@ from ptsave.cli.command import (
 )
 from ptsave.cli.completing import FILE
 from ptsave.cli.text import count_text, printable, size_text
-from ptsave.contents.checkpoint_files import checkpoint_files
-from ptsave.contents.shard_files import ShardFiles, files_at
-from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.inspection.verification import Problem, Verification, compare_with_index, verify_file
 from ptsave.sources.ranges import FsspecFile
-from ptsave.sources.urls import is_url, refuse_url
+from ptsave.sources.urls import is_url
 from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
 
 __all__ = ["command"]
@@ -53,30 +50,37 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     as that goes.
     """
     codes = [0]
-    models = []
+    found = []
     for file in files:
         try:
-            models.append(_model_at(file))
+            found.append(checkpoint_files(file))
         except Exception as error:
             codes.append(FAILED)
             report_error(ctx, error)
-    nbytes = sum(_nbytes_of(path) for model in models for path in model.paths)
+    nbytes = sum(_nbytes_of(path) for each in found for path in _paths_of(each))
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
-        for model in models:
-            codes.append(_verify_model(ctx, model, list_all, progress_from(bar, done)))
-            done += sum(map(_nbytes_of, model.paths))
+        for each in found:
+            codes.append(_verify_all(ctx, each, list_all, progress_from(bar, done)))
+            done += sum(map(_nbytes_of, _paths_of(each)))
     ctx.exit(max(codes))
 
 
-def _verify_model(
-    ctx: click.Context, model: _Model, list_all: bool, progress: ProgressCallback | None
+def _paths_of(found: CheckpointFiles) -> list[str]:
+    return [path for files in found.sets for path in files.paths]
+
+
+def _verify_all(
+    ctx: click.Context,
+    checkpoints: CheckpointFiles,
+    list_all: bool,
+    progress: ProgressCallback | None,
 ) -> int:
     """Print the findings about one argument; return the exit code."""
     codes = [0]
-    problems = list(model.problems)
+    problems = [Problem(text) for text in checkpoints.problems]
     done = 0
-    for files in model.sets:
+    for files in checkpoints.sets:
         shards = []
         for path in files.paths:
             try:
@@ -91,48 +95,17 @@ def _verify_model(
             done += _nbytes_of(path)
         problems += compare_with_index(files, shards)
     for problem in problems:
-        click.echo(f"{printable(model.name)}: DAMAGED: {printable(problem.reason)}")
+        click.echo(f"{printable(checkpoints.path)}: DAMAGED: {printable(problem.reason)}")
         codes.append(NEGATIVE)
-    if model.rest:
-        click.echo(f"{printable(model.name)}: not looked at: {_some(model.rest, list_all)}")
+    if rest := _rest_of(checkpoints):
+        click.echo(f"{printable(checkpoints.path)}: not looked at: {_some(rest, list_all)}")
     return max(codes)
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A file, the shards that an index names, or the checkpoints in a directory."""
-
-    name: str
-    sets: list[ShardFiles]
-    problems: list[Problem] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)  # other files there, which are not looked at
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for files in self.sets for path in files.paths]
-
-
-def _model_at(path: str) -> _Model:
-    if os.path.isdir(path):
-        contents = checkpoint_files(path)
-        problems = [Problem(text) for text in contents.problems]
-        ignored = [f"{name} ({what})" if what else name for name, what in contents.ignored.items()]
-        directories = [f"{name}/" for name in contents.directories]
-        return _Model(path, contents.sets, problems, ignored + directories)
-    try:
-        files = files_at(path)
-    except FileNotFoundError as error:
-        if error.filename == path:
-            raise
-        return _Model(path, [], [Problem(f"{error.filename}: {error.strerror}")])  # of a shard
-    except NotCheckpointError:
-        raise
-    except CorruptCheckpointError as error:  # the index
-        return _Model(path, [], [Problem(str(error))])
-    if files is None and not is_url(path):
-        refuse_url(path)
-        os.stat(path)
-    return _Model(path, [files or ShardFiles([path])])
+def _rest_of(files: CheckpointFiles) -> list[str]:
+    """Return what else is in a directory, which is not looked at."""
+    ignored = [f"{name} ({what})" if what else name for name, what in files.ignored.items()]
+    return ignored + [f"{name}/" for name in files.directories]
 
 
 def _some(names: list[str], list_all: bool) -> str:

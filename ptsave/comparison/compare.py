@@ -55,8 +55,8 @@ class Comparison:
 
 
 def compare(
-    a: str,
-    b: str,
+    a: Any,
+    b: Any,
     *,
     rtol: float | None = None,
     atol: float | None = None,
@@ -74,9 +74,9 @@ def compare(
 
     Parameters
     ----------
-    a, b : str
-        Files, directories of shards, indices of shards, or URLs.  If one of them is a safetensors
-        file or a directory, only tensors are compared, by their dotted names.
+    a, b : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes.  If one of them is a safetensors file, or several files,
+        only tensors are compared, by their dotted names.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
         :func:`torch.testing.assert_close`; if only one is given, the other is 0.
@@ -124,7 +124,6 @@ def compare(
     objects = _objects(sources, result)
     wanted = _Wanted(patterns)
     comparer = EntryComparer(
-        (sources[0].has_values, sources[1].has_values),
         wanted=wanted,
         detail=detail,
         ignore_dtype=ignore_dtype,
@@ -133,7 +132,7 @@ def compare(
     )
     with pausing_garbage_collection():
         comparer.compare(*objects)
-    wanted.require_any(a, b)
+    wanted.require_any(*(source.path for source in sources))
     result.differences = _with_moved(comparer.differences)
     _compare_values(sources, comparer.pairs, tolerance, result, progress)
     with pausing_garbage_collection():

@@ -277,8 +277,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, from its
-        current position on.
+        A file, a directory of shards or their index, by path or URL for fsspec
+        (``s3://bucket/model.pt``); or a seekable file object, from its current position on.  Its
+        content decides how it is read, whatever it is called.
     verify : bool, default True
         Whether storages that are read as a whole are compared with their CRC-32.
     storage_options : mapping, optional
@@ -322,5 +323,5 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     torch.Size([2, 3])
     tensor([1., 1., 1.])
     """
-    path = describe(f)
-    return Archive(open_contents(f, path, dict(storage_options or {}), verify), path, verify=verify)
+    contents = open_contents(f, storage_options, verify=verify)
+    return Archive(contents, describe(f), verify=verify)

@@ -1,35 +1,37 @@
-"""Finds the checkpoints in a directory by content: sets of shards, single files, other files."""
+"""Finds the files of a checkpoint, and all checkpoints in a directory, by their content."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import stat
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ptsave import _C
 from ptsave.contents.shard_files import (
     INDEX_SUFFIX,
     ShardFiles,
-    directory_error,
     find_shards,
+    is_index,
     numbered_sets,
+    read_index,
 )
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 from ptsave.sources.kinds import (
-    HEAD_NBYTES,
     is_known,
     is_legacy,
     is_safetensors,
-    regular_only,
     what_came_instead,
     what_it_is,
 )
+from ptsave.sources.local import describe
+from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_source
+from ptsave.sources.ranges import RangeSource
 from ptsave.tree.flat import some_of
 
-__all__ = ["CheckpointFiles", "checkpoint_files"]
+__all__ = ["CheckpointFiles", "checkpoint_files", "find_files"]
 
 _INDEX = re.compile(r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX))
 # A file of such a name that is no checkpoint is a damaged one.
@@ -40,6 +42,76 @@ _PROMISING_BIN = re.compile(
     r"(?:.*[_-])?(?:model|optimizer|scheduler|training_args|sampler|scaler|weights|dl_state_dict)"
     r"(?:[_-].*)?\.bin"
 )
+
+
+def find_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> ShardFiles:
+    """Return the files of the checkpoint at `f`.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A file, a directory of shards or their index, by path or URL; or a seekable file object.
+    storage_options : mapping, optional
+        For the file system of a URL.
+
+    Returns
+    -------
+    ShardFiles
+        Of a directory, those that `find_shards` finds, or else its only checkpoint.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none in the directory, or a file of it is missing.
+    CorruptCheckpointError
+        If an index is damaged.
+    ValueError
+        If there are several checkpoints in the directory.
+    UnsupportedSourceError
+        If `f` is a file object with an index in it.
+    OSError, TypeError
+        As from `open_source`.
+    """
+    return _files_of(open_folder_or_file(f, storage_options), f, storage_options or {})
+
+
+def _files_of(
+    place: Folder | RangeSource, f: Any, storage_options: Mapping[str, Any]
+) -> ShardFiles:
+    path = describe(f)
+    if isinstance(place, Folder):
+        files = find_shards(place) or _only_checkpoint_in(place)
+        return replace(files, path=path, storage_options=storage_options)
+    with place.closed_on_error():
+        if not is_index(place):
+            return ShardFiles([path], path=path, source=place)
+        if not isinstance(f, (str, os.PathLike)):
+            raise UnsupportedSourceError(
+                f"{path} is an index, whose shards lie beside it: pass the path or the URL of the "
+                "index, or of their directory"
+            )
+        files = read_index(place, folder_of(path, storage_options))
+        return replace(files, path=path, storage_options=storage_options)
+
+
+def _only_checkpoint_in(folder: Folder) -> ShardFiles:
+    """Return the checkpoint in a directory where no name says which file is the model's."""
+    found = _look_into(folder)
+    if len(found.sets) == 1 and not found.problems:
+        return found.sets[0]
+    if found.sets:
+        names = [os.path.basename(path) for files in found.sets for path in files.paths]
+        raise ValueError(
+            f"{folder.path} holds several checkpoints: {some_of(names, 3)}; pass the path of one"
+        )
+    if found.problems:
+        raise CorruptCheckpointError(found.problems[0], path=folder.path)
+    raise FileNotFoundError(
+        errno.ENOENT,
+        "no *.safetensors, pytorch_model*.bin or *.pt in this directory, nor any other checkpoint"
+        f"{_rest(found)}",
+        folder.path,
+    )
 
 
 @dataclass
@@ -69,37 +141,56 @@ class CheckpointFiles:
     directories: list[str] = field(default_factory=list)
 
 
-def checkpoint_files(path: str) -> CheckpointFiles:
-    """Return which checkpoints are in a directory; it is not recursive.
+def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> CheckpointFiles:
+    """Return all checkpoints at `f`, as `find_files`; of a directory, each that lies in it.
 
     Raises
     ------
     OSError
-        If it cannot be read, holds no checkpoint, or is a distributed one.
+        If `f` cannot be read, or is a directory that holds no checkpoint, or a distributed one.
     """
-    entries = sorted(os.listdir(path))
+    place = open_folder_or_file(f, storage_options)
+    if not isinstance(place, Folder):
+        found = CheckpointFiles(describe(f))
+        try:
+            found.sets.append(_files_of(place, f, storage_options or {}))
+        except CorruptCheckpointError as error:  # the index
+            found.problems.append(str(error))
+        except FileNotFoundError as error:  # a shard
+            found.problems.append(f"{error.filename}: {error.strerror}")
+        return found
+    found = _look_into(place)
+    if not found.sets and not found.problems:
+        raise FileNotFoundError(
+            errno.ENOENT, f"no checkpoint in this directory{_rest(found)}", place.path
+        )
+    return found
+
+
+def _look_into(folder: Folder) -> CheckpointFiles:
+    entries = folder.names()
     if ".metadata" in entries:
-        raise directory_error(path, path)
-    found = CheckpointFiles(path)
-    names = _sort_by_content(found, entries)
+        raise IsADirectoryError(
+            errno.EISDIR,
+            "it is a distributed checkpoint: load that with torch.distributed.checkpoint",
+            folder.path,
+        )
+    found = CheckpointFiles(folder.path)
+    names = _sort_by_content(found, folder, entries)
     for index in list(filter(_INDEX.fullmatch, found.ignored)):
-        _add_indexed(found, index, names)
+        _add_indexed(found, folder, index, names)
     for numbered in numbered_sets(names):
         if numbered.single in names:
             continue  # which is the model, and these are files of their own
-        found.sets.append(_shards(path, numbered.names))
+        found.sets.append(_shards(folder, numbered.names))
         if numbered.missing and not found.problems:  # an index may have said so
             found.problems.append(
-                f"{os.path.join(path, numbered.missing)}: a shard is missing: there is "
+                f"{folder.join(numbered.missing)}: a shard is missing: there is "
                 f"{numbered.names[0]}, but not this one of its set"
             )
         names.difference_update(numbered.names)
-    found.sets += [_shards(path, [name]) for name in names]
+    found.sets += [_shards(folder, [name]) for name in names]
     found.sets.sort(key=lambda files: files.paths)
-    if not found.sets and not found.problems:
-        raise FileNotFoundError(
-            errno.ENOENT, f"no checkpoint in this directory{_rest(found)}", path
-        )
     return found
 
 
@@ -110,18 +201,22 @@ def _rest(found: CheckpointFiles) -> str:
     return f", whose subdirectories ({some_of(found.directories, 3)}) are not looked into"
 
 
-def _shards(directory: str, names: Iterable[str]) -> ShardFiles:
-    return ShardFiles([os.path.join(directory, name) for name in sorted(names)])
+def _shards(folder: Folder, names: Iterable[str]) -> ShardFiles:
+    paths = [folder.join(name) for name in sorted(names)]
+    return ShardFiles(paths, path=folder.path, storage_options=folder.storage_options)
 
 
-def _sort_by_content(found: CheckpointFiles, entries: list[str]) -> set[str]:
+def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str]) -> set[str]:
     """Return the names of checkpoints; note the formats of the other entries."""
     names: set[str] = set()
     for name in entries:
-        path = os.path.join(found.path, name)
-        if os.path.isdir(path):
+        path = folder.join(name)
+        try:
+            what = _what_else(path, name, folder)
+        except IsADirectoryError:
             found.directories.append(name)
-        elif (what := _what_else(path, name)) is None:
+            continue
+        if what is None:
             names.add(name)
         elif what.is_damage:
             found.problems.append(f"{path} is no checkpoint: {what.text}")
@@ -136,19 +231,27 @@ class _Else:
     is_damage: bool = False
 
 
-def _what_else(path: str, name: str) -> _Else | None:
-    """Return the format of a file that is no checkpoint; None for a checkpoint."""
+def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
+    """Return the format of a file that is no checkpoint; None for a checkpoint.
+
+    Raises
+    ------
+    IsADirectoryError
+        If it is a directory.
+    """
     is_promising = bool(_PROMISING.fullmatch(name) or _PROMISING_BIN.fullmatch(name))
     if _C.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
-    if not os.path.exists(path):
+    if not folder.exists(path):
         return _Else("it is a link that leads nowhere", is_promising)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        source = open_source(path, folder.storage_options)
+        head, nbytes = source.head, source.nbytes
+    except IsADirectoryError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ESPIPE:
             return _Else("no regular file")
-        with open(path, "rb", buffering=0, opener=regular_only) as stream:
-            head, nbytes = stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
-    except OSError:
         return None  # which is said when it is verified
     what = None if is_legacy(head) or is_safetensors(head, nbytes) else what_it_is(head, nbytes)
     if what is None:
@@ -159,7 +262,7 @@ def _what_else(path: str, name: str) -> _Else | None:
     return _Else(what.partition(":")[0].removeprefix("it is ") if is_something_else else "")
 
 
-def _add_indexed(found: CheckpointFiles, index: str, names: set[str]) -> None:
+def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[str]) -> None:
     """Add the set of an index, unless the model is there in one file, which readers prefer."""
     match = _INDEX.fullmatch(index)
     assert match is not None
@@ -168,7 +271,7 @@ def _add_indexed(found: CheckpointFiles, index: str, names: set[str]) -> None:
         return
     del found.ignored[index]
     try:
-        files = find_shards(os.path.join(found.path, index))
+        files = read_index(open_source(folder.join(index), folder.storage_options), folder)
     except FileNotFoundError as error:
         found.problems.append(f"{error.filename}: {error.strerror}")
         return
@@ -179,5 +282,6 @@ def _add_indexed(found: CheckpointFiles, index: str, names: set[str]) -> None:
     # A file that is no checkpoint has been named already.
     paths = [path for path in files.paths if os.path.basename(path) in names]
     weight_map = {name: path for name, path in (files.weight_map or {}).items() if path in paths}
-    found.sets.append(ShardFiles(paths, weight_map, files.index_path))
+    files = replace(files, paths=paths, weight_map=weight_map)
+    found.sets.append(replace(files, path=files.index_path, storage_options=folder.storage_options))
     names.difference_update(shards)

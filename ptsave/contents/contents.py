@@ -19,12 +19,13 @@ from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
 from ptsave.archive.weights_only import unpickling_errors
 from ptsave.errors import CheckpointWarning
+from ptsave.sources.ranges import RangeSource
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.plain_tensors import shares_bytes
 from ptsave.tree.view_blocks import span_of
 
-__all__ = ["Contents", "LoadedContents", "Place", "UnreadContents", "as_saved"]
+__all__ = ["Contents", "LoadedContents", "OneFile", "Place", "UnreadContents", "as_saved"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 _ALIGNMENT = 16  # the largest size of an element
@@ -40,6 +41,8 @@ class Contents(Protocol):
 
     Attributes
     ----------
+    path : str
+        What to call it in messages.
     kind : str
         The format: ``"pt"``, ``"safetensors"``, ...
     obj : object
@@ -48,12 +51,19 @@ class Contents(Protocol):
         Metadata of the file.
     nbytes : int
         The size of the file.
+    parts : sequence of Contents
+        Those of its files: itself, if it is one.
     """
 
+    path: str
     kind: str
     obj: Any
     metadata: dict[str, str]
     nbytes: int
+
+    @property
+    def parts(self) -> Sequence[Contents]: ...
+    def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]: ...
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
@@ -61,13 +71,26 @@ class Contents(Protocol):
     def verify(self, *, progress: bool) -> None: ...
 
 
-class UnreadContents:
+class OneFile:
+    """The parts of what is no set of shards."""
+
+    @property
+    def parts(self: Contents) -> Sequence[Contents]:
+        return [self]
+
+    def by_part(self: Contents, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
+        return [(self, tensors)]
+
+
+class UnreadContents(OneFile):
     """Contents with unread tensors, whose storages take no memory and hold no values.
 
     Parameters
     ----------
     reader : RecordReader
         An archive for which `can_defer_reading` holds.
+    begin : int
+        Where in its file it begins.
 
     Attributes
     ----------
@@ -75,8 +98,10 @@ class UnreadContents:
         The archive.
     """
 
-    def __init__(self, reader: RecordReader) -> None:
+    def __init__(self, reader: RecordReader, begin: int = 0) -> None:
         self.reader = reader
+        self.path = reader.path
+        self.begin = begin
         self.nbytes = reader.engine.nbytes
         self._first_at: dict[int, str] = {}
         # The unpickler keeps its reader until the next garbage collection.
@@ -187,7 +212,7 @@ class UnreadContents:
         return damage_of(self.reader, crcs) if crcs else None
 
 
-class LoadedContents:
+class LoadedContents(OneFile):
     """Contents with tensors in memory, of a file that can only be loaded as a whole.
 
     Parameters
@@ -198,17 +223,18 @@ class LoadedContents:
         The locations of its storages, by `storage_id`.
     metadata : dict
         As of `Contents`.
-    nbytes : int
-        As of `Contents`.
+    source : RangeSource
+        The file, which is not kept.
     """
 
     def __init__(
-        self, obj: Any, locations: dict[int, str], metadata: dict[str, str], nbytes: int
+        self, obj: Any, locations: dict[int, str], metadata: dict[str, str], source: RangeSource
     ) -> None:
         self.obj = obj
+        self.path = source.name
         self.metadata = metadata
         self.kind = metadata["format"]
-        self.nbytes = nbytes
+        self.nbytes = source.nbytes
         self.locations = locations
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:

@@ -1,82 +1,126 @@
-"""Recognizes the format of a file, and opens it with the reader of that format."""
+"""Opens checkpoints of any kind and from anywhere: their content decides who reads them."""
 
 from __future__ import annotations
 
-import io
-import os
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeAlias
 
 from ptsave.archive.checks import check_compressed_members, check_version
 from ptsave.archive.loading import LoadOptions, load_file, reader_for
-from ptsave.archive.opening import open_archive
+from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.remote import RemoteReader
 from ptsave.archive.unpickling import can_defer_reading
+from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents, metadata_of
 from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.shard_files import directory_error
+from ptsave.contents.shard_files import ShardFiles
+from ptsave.contents.sharded import ShardedContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.sources.kinds import (
-    HEAD_NBYTES,
-    is_legacy,
-    is_safetensors,
-    is_zip,
-    refuse_special_stream,
-    regular_only,
-    what_it_is,
-)
-from ptsave.sources.local import real_file
-from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
+from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_it_is
+from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.sources.remote_errors import named_errors
-from ptsave.sources.urls import is_url, refuse_url
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
 
-__all__ = ["open_contents", "reporting_damage", "require_saved_object"]
+__all__ = [
+    "open_contents",
+    "open_each",
+    "open_file",
+    "reporting_damage",
+    "require_checkpoint",
+    "require_saved_object",
+]
 
 _LEGACY = {"format": "torch before 1.6"}
-_Opener = Callable[[], AbstractContextManager[Any]]  # of the file from its beginning
+_N_NAMED = 3
+Localizer: TypeAlias = Callable[[RangeSource], RangeSource]
 
 
-def open_contents(f: Any, path: str, storage_options: dict[str, Any], verify: bool) -> Contents:
-    """Open the file, URL or file object of :func:`ptsave.open`.
+def open_contents(
+    f: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    verify: bool = True,
+    localize: Localizer | None = None,
+) -> Contents:
+    """Open a checkpoint of any kind, and read none of its tensors if that can be.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        As for :func:`ptsave.open`.
-    path : str
-        Its name in messages.
-    storage_options : dict
+        A ``.pt`` file of any age or a safetensors file under any name, a directory of shards or
+        their index, by path or URL; or a seekable file object, from its current position on.
+    storage_options : mapping, optional
         For the file system of a URL.
-    verify : bool
+    verify : bool, default True
         Whether checksums are compared.
+    localize : callable, optional
+        Gets each file and returns the one to read instead, such as a copy.
+
+    Returns
+    -------
+    Contents
+        Of several files one dict.
+
+    Raises
+    ------
+    NotCheckpointError
+        If a file is something else; the message says what.
+    CorruptCheckpointError
+        If one is damaged, or has not got what the index promises; it names the file.
+    pickle.UnpicklingError
+        If its object needs more than ``weights_only=True`` allows.
+    OSError, TypeError, ValueError
+        As from `find_files`; of several files, if one holds no dict, or two the same name.
+
+    Examples
+    --------
+    >>> import io, torch
+    >>> stream = io.BytesIO()
+    >>> torch.save({"weight": torch.ones(2)}, stream)
+    >>> _ = stream.seek(0)
+    >>> open_contents(stream).kind
+    'pt'
     """
-    if storage_options and not is_url(f):
-        raise TypeError("storage_options are for URLs")
-    is_file = all(hasattr(f, method) for method in ("read", "seek", "tell"))
-    if not is_file and not isinstance(f, (str, os.PathLike)):
-        raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
-    if is_url(f):
-        source = FsspecFile(f, storage_options)
-        with reporting_damage(path):
-            return _open_source(source, verify, source.open)
-    with reporting_damage(path):
-        return _open_local(f, path, verify)
+    files = find_files(f, storage_options)
+    parts = list(open_each(files, verify=verify, localize=localize))
+    return parts[0] if files.is_one else ShardedContents(parts, files)
 
 
-def _open_local(f: Any, path: str, verify: bool) -> Contents:
-    if isinstance(f, (str, os.PathLike)):
-        refuse_url(f)
-        return _open_path(os.fspath(f), path, verify)
-    if type(f) is io.BytesIO or real_file(f) is not None:
-        return _open_stream(f, path, verify)
-    stream = FileObject(f, path)
-    return _open_source(stream, verify, stream.rewind)
+def open_each(
+    files: ShardFiles, *, verify: bool = True, localize: Localizer | None = None
+) -> Iterator[Contents]:
+    """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
+    for source in files.open():
+        with _naming_lost_entries(source.name, files):
+            yield open_file(localize(source) if localize else source, verify=verify)
+
+
+@contextmanager
+def _naming_lost_entries(path: str, files: ShardFiles) -> Iterator[None]:
+    """Name the tensors of a shard that is too damaged to name them, if there is an index."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if not error.entries and files.weight_map is not None:
+            error.entries = [name for name, shard in files.weight_map.items() if shard == path]
+            more = ", ..." if len(error.entries) > _N_NAMED else ""
+            named = ", ".join(error.entries[:_N_NAMED]) + more
+            error.args = (f"{error}; {files.index_path} says that it holds {named}",)
+        raise
+
+
+def open_file(source: RangeSource, *, verify: bool) -> Contents:
+    """Open one file; errors as of `open_contents`."""
+    with source.closed_on_error(), reporting_damage(source.name):
+        require_checkpoint(source)
+        if is_safetensors(source.head, source.nbytes):
+            return SafetensorsContents(source)
+        if is_legacy(source.head):
+            return _load_whole(source, _LEGACY, verify)
+        return _open_zip(source, verify)
 
 
 @contextmanager
@@ -96,49 +140,16 @@ def reporting_damage(path: str) -> Iterator[None]:
         ) from error
 
 
-def _open_path(name: str | bytes, path: str, verify: bool) -> Contents:
-    if stat.S_ISDIR(os.stat(name).st_mode):
-        raise directory_error(name, path)
-    with io.FileIO(name, opener=regular_only) as stream:
-        return _open_stream(stream, path, verify)
+def require_checkpoint(source: RangeSource) -> None:
+    """Refuse a file that does not begin as a checkpoint of any kind.
 
-
-def _open_stream(stream: Any, path: str, verify: bool) -> Contents:
-    """Open a real file, or bytes in memory."""
-    if type(stream) is not io.BytesIO:
-        refuse_special_stream(stream, path)
-    begin = stream.tell()
-    nbytes = stream.seek(0, os.SEEK_END) - begin
-    stream.seek(begin)
-    head = stream.read(HEAD_NBYTES)
-    stream.seek(begin)
-    if is_safetensors(head, nbytes):
-        if type(stream) is io.BytesIO:
-            return SafetensorsContents(Buffer(stream, path))
-        file = LocalFile(stream, path)
-        with file.closed_on_error():
-            return SafetensorsContents(file)
-    _require_checkpoint(head, nbytes, path)
-    if is_legacy(head):
-        return _load_whole(nullcontext(stream), _LEGACY, nbytes, verify)
-    engine = open_archive(stream)
-    if engine is None:
-        raise OSError(f"{path} cannot be read at any position: it is no regular file")
-    return _open_zip(RecordReader(engine, path, verify=verify), lambda: nullcontext(stream), verify)
-
-
-def _open_source(source: RangeSource, verify: bool, open_stream: _Opener) -> Contents:
-    (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
-    if is_safetensors(head, source.nbytes):
-        return SafetensorsContents(source)
-    _require_checkpoint(head, source.nbytes, source.name)
-    if is_legacy(head):
-        return _load_whole(open_stream(), _LEGACY, source.nbytes, verify)
-    return _open_zip(RemoteReader(source, verify=verify), open_stream, verify)
-
-
-def _require_checkpoint(head: bytes, nbytes: int, path: str) -> None:
-    if is_legacy(head):
+    Raises
+    ------
+    NotCheckpointError
+        The message says what it is instead.
+    """
+    head, nbytes, path = source.head, source.nbytes, source.name
+    if is_legacy(head) or is_safetensors(head, nbytes):
         return
     what = what_it_is(head, nbytes)
     if what is not None:
@@ -146,17 +157,19 @@ def _require_checkpoint(head: bytes, nbytes: int, path: str) -> None:
     assert is_zip(head)
 
 
-def _open_zip(reader: RecordReader, open_stream: _Opener, verify: bool) -> Contents:
+def _open_zip(source: RangeSource, verify: bool) -> Contents:
+    reader = open_source_archive(source, verify=verify)
     require_saved_object(reader)
     if not reader.engine.all_stored:
         check_compressed_members(reader)
-        return _load_whole(
-            open_stream(), {"format": "pt, compressed"}, reader.engine.nbytes, verify
-        )
+        return _load_whole(source, {"format": "pt, compressed"}, verify)
     check_version(reader)
     if not can_defer_reading(reader, restricted_unpickler):
-        return _load_whole(open_stream(), metadata_of(reader), reader.engine.nbytes, verify)
-    return UnreadContents(reader)
+        return _load_whole(source, metadata_of(reader), verify)
+    begin = source.begin if isinstance(source, LocalFile) else 0
+    contents = UnreadContents(reader, begin)
+    source.close()  # the engine has it open: of many shards each descriptor counts
+    return contents
 
 
 def require_saved_object(reader: RecordReader) -> None:
@@ -172,16 +185,14 @@ def require_saved_object(reader: RecordReader) -> None:
         )
 
 
-def _load_whole(
-    opened: AbstractContextManager[Any], metadata: dict[str, str], nbytes: int, verify: bool
-) -> LoadedContents:
+def _load_whole(source: RangeSource, metadata: dict[str, str], verify: bool) -> LoadedContents:
     locations: dict[int, str] = {}
 
     def stay(storage: Any, location: str) -> Any:
         locations[storage_id(storage)] = location
         return storage
 
-    with opened as stream:
+    with source.stream() as stream:
         options = LoadOptions(stay, weights_only=True, verify=verify)
         obj = load_file(stream, options, reader_for(stream, None, verify))
-    return LoadedContents(obj, locations, metadata, nbytes)
+    return LoadedContents(obj, locations, metadata, source)

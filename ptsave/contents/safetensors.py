@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.spans import MAX_FETCHED_GAP, Span, batches, memory_of
-from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
-from ptsave.contents.contents import Place
+from ptsave.archive.views import (
+    bytes_of,
+    new_storage,
+    read_view,
+    unfilled_tensors,
+    view_as,
+)
+from ptsave.contents.contents import OneFile, Place
 from ptsave.contents.safetensors_header import StoredTensor, read_header
 from ptsave.sources.ranges import LocalFile, RangeSource
 
 __all__ = ["SafetensorsContents"]
 
 
-class SafetensorsContents:
+class SafetensorsContents(OneFile):
     """The tensors of a safetensors file: `Contents` for it.
 
     Parameters
     ----------
     source : RangeSource
         The file.
+
+    Attributes
+    ----------
+    source : RangeSource
+        The file.
+    header : SafetensorsHeader
+        What it says about its tensors.
 
     Raises
     ------
@@ -36,19 +48,16 @@ class SafetensorsContents:
     """
 
     def __init__(self, source: RangeSource) -> None:
-        header = read_header(source)
+        self.header = header = read_header(source)
         self.kind = "safetensors"  # the file's own "format" is the library it was written for
         self.metadata = {"format": "safetensors", **header.metadata}
         self.nbytes = source.nbytes
-        self.obj: dict[str, Tensor] = {}
-        self._path = source.name
+        tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in header.tensors])
+        self.obj = {stored.name: each for stored, each in zip(header.tensors, tensors, strict=True)}
+        self.path = source.name
         self._stored = header.tensors
-        self._numbers: dict[int, int] = {}
-        for number, stored in enumerate(header.tensors):
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            self.obj[stored.name] = tensor
-            self._numbers[id(tensor)] = number
-        self._source = source
+        self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self.source = source
         self._spans = _SourceSpans(source, header.tensors)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -58,8 +67,8 @@ class SafetensorsContents:
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         self._refuse(verify)
         numbers = [self._numbers[id(tensor)] for tensor in tensors]
-        if isinstance(self._source, LocalFile):
-            return [_mapped(self._source, self._stored[number]) for number in numbers]
+        if isinstance(self.source, LocalFile):
+            return [_mapped(self.source, self._stored[number]) for number in numbers]
         storages = [new_storage(tensor.nbytes) for tensor in tensors]
         self._spans.read(
             [Span(i, 0, bytes_of(storage)) for i, storage in zip(numbers, storages, strict=True)],
@@ -73,8 +82,8 @@ class SafetensorsContents:
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
         self._refuse(verify)
         number = self._numbers[id(tensor)]
-        if isinstance(self._source, LocalFile):
-            return _mapped(self._source, self._stored[number])[index].clone()
+        if isinstance(self.source, LocalFile):
+            return _mapped(self.source, self._stored[number])[index].clone()
         return read_view(self._spans, number, tensor[index], False)
 
     def verify(self, *, progress: bool) -> None:
@@ -82,7 +91,7 @@ class SafetensorsContents:
 
     def _refuse(self, verify: bool | None) -> None:
         if verify:
-            raise ValueError(f"{self._path}: a safetensors file has no checksums to compare")
+            raise ValueError(f"{self.path}: a safetensors file has no checksums to compare")
 
 
 class _SourceSpans:

@@ -1,19 +1,18 @@
-"""Finds the files of a model: one file, or a directory of shards with or without an index."""
+"""The files of a model in a directory, by the names that the Hugging Face layout gives them."""
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.sources.kinds import HEAD_NBYTES, regular_only, what_came_instead
-from ptsave.sources.ranges import expect_no_more_reads
-from ptsave.sources.remote_errors import named_errors
+from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_came_instead
+from ptsave.sources.opening import Folder, open_source
+from ptsave.sources.ranges import RangeSource
 
 __all__ = [
     "FORMATS",
@@ -21,12 +20,12 @@ __all__ = [
     "NumberedSet",
     "ShardFiles",
     "ShardFormat",
-    "directory_error",
-    "files_at",
     "find_shards",
+    "is_index",
     "merged",
     "numbered_sets",
-    "refuse_what_is_no_checkpoint",
+    "read_index",
+    "refuse_what_came_instead",
     "those_in_index",
 ]
 
@@ -66,25 +65,47 @@ _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffi
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of a model.
+    """The files of a checkpoint.
 
     Attributes
     ----------
     paths : list of str
-        In the order of their names.
+        Paths or URLs, in the order of their names.
     weight_map : dict of str to str or None
         Paths of files by names of tensors, if there is an index that says so.
     index_path : str
         The index, or "".
+    path : str
+        The directory, index or file that was asked for.
+    storage_options : mapping
+        For the file system of URLs.
+    source : RangeSource or None
+        The only file, open.
     """
 
     paths: list[str]
     weight_map: dict[str, str] | None = None
     index_path: str = ""
+    path: str = ""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    source: RangeSource | None = None
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this is one file, all of which counts."""
+        return len(self.paths) == 1 and self.weight_map is None
+
+    def open(self) -> Iterator[RangeSource]:
+        """Open the files, one after another."""
+        if self.source is not None:
+            yield self.source
+            return
+        for path in self.paths:
+            yield open_source(path, self.storage_options)
 
 
-def find_shards(path: str) -> ShardFiles:
-    """Return the files of the model at `path`, all of which exist.
+def find_shards(folder: Folder) -> ShardFiles | None:
+    """Return the files of the model in a directory, by their names; None if there are none.
 
     A directory with several formats is read as the first of safetensors, ``pytorch_model*.bin``
     and ``*.pt``.  Within a format, an unsplit ``model.safetensors`` (``pytorch_model.bin``) beside
@@ -93,40 +114,15 @@ def find_shards(path: str) -> ShardFiles:
     Raises
     ------
     FileNotFoundError
-        If there is nothing, or if an index, or the names of the others, promise a file that is not
-        there.
+        If an index, or the names of the others, promise a file that is not there.
     CorruptCheckpointError
         If an index is damaged.
+    ValueError
+        If there are several indices.
     """
-    if not os.path.isdir(path):
-        if path.endswith(INDEX_SUFFIX):
-            return _indexed(path)
-        os.stat(path)  # raises the system's error, with the file's name
-        return ShardFiles([path])
-    names = sorted(os.listdir(path))
-    for shard_format in FORMATS.values():
-        found = _find_format(path, names, shard_format)
-        if found is not None:
-            return found
-    raise FileNotFoundError(
-        errno.ENOENT, "no *.safetensors, pytorch_model*.bin or *.pt in this directory", path
-    )
-
-
-def files_at(path: str) -> ShardFiles | None:
-    """Return the files of the model in a directory, or that an index names; None for a file.
-
-    Raises
-    ------
-    OSError
-        If there is no model in the directory, or a part of it is missing.
-    """
-    is_directory = os.path.isdir(path)
-    if not is_directory and not (path.endswith(INDEX_SUFFIX) and os.path.exists(path)):
-        return None
-    if is_directory and ".metadata" in os.listdir(path):
-        raise directory_error(path, path)
-    return find_shards(path)
+    names = folder.names()
+    found = (_find_format(folder, names, each) for each in FORMATS.values())
+    return next((files for files in found if files is not None), None)
 
 
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
@@ -182,29 +178,22 @@ def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any,
     return result
 
 
-def directory_error(name: str | bytes, path: str) -> OSError:
-    """Return the error for a directory that is opened as a file."""
-    hint = "open one of the files in it"
-    if ".metadata" in map(os.fsdecode, os.listdir(name)):
-        hint = "it is a distributed checkpoint: load that with torch.distributed.checkpoint"
-    return IsADirectoryError(errno.EISDIR, f"it is a directory: {hint}", path)
-
-
-def _find_format(directory: str, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
+def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
     indices = [name for name in names if name.endswith(shard_format.suffix + INDEX_SUFFIX)]
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
     if shard_format.single in names and (indices or _belong(numbered, shard_format)):
-        return ShardFiles([os.path.join(directory, shard_format.single)])
+        return ShardFiles([folder.join(shard_format.single)])
     if indices:
         standard = shard_format.index
         if standard not in indices and len(indices) > 1:
             raise ValueError(
-                f"{directory} holds several models: {', '.join(indices)}; pass the path of one"
+                f"{folder.path} holds several models: {', '.join(indices)}; pass the path of one"
             )
-        return _indexed(os.path.join(directory, standard if standard in indices else indices[0]))
+        path = folder.join(standard if standard in indices else indices[0])
+        return read_index(open_source(path, folder.storage_options), folder)
     shards = [name for name in names if shard_format.pattern.fullmatch(name)]
-    _require_all_numbers(directory, shards)
-    return ShardFiles([os.path.join(directory, name) for name in shards]) if shards else None
+    _require_all_numbers(folder, shards)
+    return ShardFiles([folder.join(name) for name in shards]) if shards else None
 
 
 def _belong(numbered: Iterable[str], shard_format: ShardFormat) -> bool:
@@ -213,14 +202,14 @@ def _belong(numbered: Iterable[str], shard_format: ShardFormat) -> bool:
     return any(name.startswith(ours[0]) and name.endswith(ours[1]) for name in numbered)
 
 
-def _require_all_numbers(directory: str, names: Iterable[str]) -> None:
+def _require_all_numbers(folder: Folder, names: Iterable[str]) -> None:
     """Refuse a set that its names, ``...-00002-of-00008...``, say is not complete."""
     for numbered in numbered_sets(names):
         if numbered.missing:
             raise FileNotFoundError(
                 errno.ENOENT,
                 f"a shard is missing: there is {numbered.names[0]}, but not this one of its set",
-                os.path.join(directory, numbered.missing),
+                folder.join(numbered.missing),
             )
 
 
@@ -263,32 +252,64 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
     return found
 
 
-def _indexed(index_path: str) -> ShardFiles:
-    directory = os.path.dirname(index_path)
-    weight_map = {
-        tensor: os.path.join(directory, name) for tensor, name in _read_index(index_path).items()
-    }
-    missing: dict[str, list[str]] = {}
+def is_index(source: RangeSource) -> bool:
+    """Whether a file is an index of shards, by its content; a damaged one by its name.
+
+    Examples
+    --------
+    >>> import io
+    >>> from ptsave.sources.opening import open_source
+    >>> is_index(open_source(io.BytesIO(b'{"weight_map": {"weight": "a.safetensors"}}')))
+    True
+    """
+    head, nbytes = source.head, source.nbytes
+    if is_zip(head) or is_legacy(head) or is_safetensors(head, nbytes):
+        return False
+    if source.name.endswith(INDEX_SUFFIX):
+        return what_came_instead(head, nbytes) is None
+    if not head.lstrip().startswith(b"{") or nbytes > _MAX_INDEX_NBYTES:
+        return False
+    try:
+        return bool(_weight_map_in(source))
+    except CorruptCheckpointError:
+        return False
+
+
+def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
+    """Return the files that an index names, which lie beside it.
+
+    Raises
+    ------
+    FileNotFoundError
+        If one is not there.
+    CorruptCheckpointError
+        If the index is damaged.
+    """
+    with source.closed_on_error():
+        weight_map = {name: folder.join(shard) for name, shard in _weight_map_in(source).items()}
+    source.close()
+    tensors_of: dict[str, list[str]] = {}
     for tensor, shard in weight_map.items():
-        missing.setdefault(shard, []).append(tensor)
-    for shard, tensors in sorted(missing.items()):
-        if not os.path.exists(shard):
+        tensors_of.setdefault(shard, []).append(tensor)
+    for shard, tensors in sorted(tensors_of.items()):
+        if not folder.exists(shard):
             more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"a shard is missing that {index_path} names, with {', '.join(tensors[:3])}{more}",
+                f"a shard is missing that {source.name} names, with {', '.join(tensors[:3])}{more}",
                 shard,
             )
-    return ShardFiles(sorted(missing), weight_map, index_path)
+    return ShardFiles(sorted(tensors_of), weight_map, source.name)
 
 
-def _read_index(path: str) -> dict[str, str]:
-    refuse_what_is_no_checkpoint(path)
-    if os.stat(path).st_size > _MAX_INDEX_NBYTES:
+def _weight_map_in(source: RangeSource) -> dict[str, str]:
+    path = source.name
+    refuse_what_came_instead(source)
+    if source.nbytes > _MAX_INDEX_NBYTES:
         raise CorruptCheckpointError(f"{path}: too large for an index of shards", path=path)
+    (text,) = source.read([(0, source.nbytes)])
     try:
-        with open(path, encoding="utf-8", opener=regular_only) as stream:
-            index: Any = json.load(stream)
+        index: Any = json.loads(text.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -308,19 +329,15 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and all(part not in ("", ".", "..") for part in parts)
 
 
-def refuse_what_is_no_checkpoint(path: str) -> None:
+def refuse_what_came_instead(source: RangeSource) -> None:
     """Raise for a file that a download has left in place of the one that was wanted.
 
     Raises
     ------
     NotCheckpointError
         If it is a git-lfs pointer, a web page, or empty.
-    OSError
-        If it cannot be opened, or is a directory.
     """
-    with named_errors(path), open(path, "rb", opener=regular_only) as stream:
-        expect_no_more_reads(stream.fileno())
-        head = stream.read(HEAD_NBYTES)
-        instead = what_came_instead(head, os.fstat(stream.fileno()).st_size or len(head))
+    instead = what_came_instead(source.head, source.nbytes)
     if instead is not None:
+        path = source.name
         raise NotCheckpointError(f"{path} is no checkpoint: {instead}", path=path)

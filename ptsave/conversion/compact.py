@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ptsave import _C
-from ptsave.archive.views import view_as
+from ptsave.archive.views import unfilled_tensors, view_as
 from ptsave.contents.contents import as_saved
-from ptsave.conversion.source_checkpoints import open_checkpoint
+from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.payload_sources import (
     PayloadSources,
     StoragePlace,
     check_records,
-    unfilled_tensors,
 )
 from ptsave.streaming.streamed_files import PicklePlan
 from ptsave.support.progress import progress_bar
@@ -139,7 +138,7 @@ def compact(
     with ExitStack() as stack:
         folder = os.path.dirname(os.path.realpath(path))
         sources = PayloadSources(stack, folder)
-        checkpoint = open_checkpoint(source, sources, stack, folder=folder, storage_options={})
+        checkpoint = SourceCheckpoint(source, sources)
         if checkpoint.is_safetensors:
             raise ValueError(f"{source}: tensors of a safetensors file share nothing")
         require_picklable(checkpoint.obj, source)
@@ -147,7 +146,7 @@ def compact(
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]
         obj = read_entry(checkpoint.obj, compactor.compact)
         plan = PicklePlan(obj, path, sources)
-        before = sum(os.stat(file).st_size for file in checkpoint.files)
+        before = checkpoint.nbytes
         is_smaller = compactor.n_storages > 0 and plan.nbytes < before
         writes = not dry_run and (target is not None or is_smaller)
         if writes:

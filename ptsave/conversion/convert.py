@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ptsave.conversion.source_checkpoints import SourceCheckpoint, open_checkpoint
+from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.models.save_model import (
     FORMAT_FILES,
     Shard,
@@ -27,6 +27,7 @@ from ptsave.models.save_model import (
     save_errors,
     split,
 )
+from ptsave.sources.local import describe
 from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import (
@@ -90,7 +91,7 @@ class _Target:
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: Any,
     target: str | os.PathLike[str],
     *,
     format: Format | None = None,  # noqa: A002 (the usual name of this option)
@@ -109,9 +110,8 @@ def convert(
 
     Parameters
     ----------
-    source : str or os.PathLike
-        A ``.pt`` or ``.safetensors`` file, a directory of shards as for :func:`ptsave.load_model`,
-        its index, or a URL for fsspec.
+    source : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes: a file of either format, a directory of shards, their index.
     target : str or os.PathLike
         ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
         one, ends with a slash or has no suffix.
@@ -156,8 +156,8 @@ def convert(
     -----
     A ``.pt`` file made from one other keeps its object; all else is a flat dict of tensors.  Files
     that only load as a whole (from before torch 1.6, compressed, with sparse or quantized tensors)
-    are converted from memory.  Tensors that are not contiguous, and files behind URLs, go through a
-    temporary file without a name beside the target.
+    are converted from memory.  Tensors that are not contiguous, and all that is no local file, go
+    through a temporary file without a name beside the target.
 
     Examples
     --------
@@ -169,18 +169,15 @@ def convert(
     ...     convert(path + ".pt", path + ".safetensors").remarks
     ['1 tensor is from within containers: their names are the paths, with dots']
     """
-    source = os.fspath(source)
     place = _target_of(os.fspath(target), format)
     if max_shard_size is not None and not place.is_directory:
         raise ValueError(f"{place.path}: max_shard_size is for directories")
     limit = parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
-    _check_target(place, source, force=force)
+    _check_target(place, describe(source), force=force)
     with ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)
-        checkpoint = open_checkpoint(
-            source, sources, stack, folder=place.folder, storage_options=storage_options or {}
-        )
-        _refuse_source(place, checkpoint.files)
+        checkpoint = SourceCheckpoint(source, sources, storage_options)
+        _refuse_source(place, filter(os.path.exists, checkpoint.paths))
         conversion = Conversion(place.path, remarks=checkpoint.remarks)
         writing = _Writing(
             place,
@@ -397,7 +394,7 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
 
 
-def _refuse_source(target: _Target, files: Sequence[str]) -> None:
+def _refuse_source(target: _Target, files: Iterable[str]) -> None:
     """Refuse to replace a file that is read."""
     for path in files:
         own = os.path.dirname(path) or "."

@@ -13,27 +13,25 @@ from torch import Tensor
 
 from ptsave.contents.archive import Archive
 from ptsave.contents.archive import open as open_archive
-from ptsave.contents.shard_files import files_at
 from ptsave.errors import EntryNotFoundError
 from ptsave.serialization import save
 from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.streamed_files import write_bytes, write_safetensors
 from ptsave.tree.entry_reading import require_picklable
 from ptsave.tree.expansion import check_expansion
-from ptsave.tree.names import entry_not_found
 from ptsave.tree.paths import path_in
 from ptsave.tree.tree import EntryTree
 
 __all__ = ["default_output", "read_entries", "write_entries"]
 
 
-def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dict[str, Any]:
+def read_entries(file: Any, names: Sequence[str], *, verify: bool = True) -> dict[str, Any]:
     """Read some entries of a file, and nothing else.
 
     Parameters
     ----------
-    file : str
-        A path, a URL, or a directory of shards.
+    file : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes; raises as that does.
     names : sequence of str
         Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
     verify : bool, default True
@@ -58,23 +56,8 @@ def read_entries(file: str, names: Sequence[str], *, verify: bool = True) -> dic
     ...     read_entries(path, ["model.weight", "epoch"])
     {'model.weight': tensor([1., 1.]), 'epoch': 3}
     """
-    shards = files_at(file)
-    if shards is None:
-        with open_archive(file, verify=verify) as archive:
-            return {name: _entry(archive, name) for name in names}
-    entries: dict[str, Any] = {}
-    others: list[str] = []
-    for path in shards.paths:
-        with open_archive(path, verify=verify) as archive:
-            for name in names:
-                if (shards.weight_map or {}).get(name, path) == path:
-                    with suppress(EntryNotFoundError):
-                        entries[name] = _entry(archive, name)
-            others += map(str, archive.keys())
-    for name in names:
-        if name not in entries:
-            raise entry_not_found(file, name, others)
-    return {name: entries[name] for name in names}
+    with open_archive(file, verify=verify) as archive:
+        return {name: _entry(archive, name) for name in names}
 
 
 def _entry(archive: Archive, name: str) -> Any:

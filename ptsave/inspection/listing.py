@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ptsave.contents.contents import Contents, Place
-from ptsave.contents.opening import open_contents
+from ptsave.contents.opening import open_contents, open_each
+from ptsave.contents.shard_files import ShardFiles
 from ptsave.contents.tensor_info import Facts, facts_of, pausing_garbage_collection
-from ptsave.sources.local import describe
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 
-__all__ = ["FileListing", "Totals", "list_file", "select"]
+__all__ = ["FileListing", "Totals", "list_file", "list_files", "select"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FileListing:
 
 
 def list_file(f: Any) -> FileListing:
-    """Return the listing of a checkpoint.
+    """Return the listing of a checkpoint; of several files one of all their entries.
 
     Parameters
     ----------
@@ -100,12 +100,24 @@ def list_file(f: Any) -> FileListing:
     >>> list_file(stream).totals.unused_nbytes
     384
     """
-    path = describe(f)
     with pausing_garbage_collection():
-        return _listing_of(open_contents(f, path, {}, verify=True), path)
+        return _listing_of(open_contents(f))
 
 
-def _listing_of(contents: Contents, path: str) -> FileListing:
+def list_files(files: ShardFiles) -> Iterator[FileListing]:
+    """Yield a listing of each file of a checkpoint; raises as :func:`ptsave.open` does.
+
+    Parameters
+    ----------
+    files : ShardFiles
+        The files, which need not fit together.
+    """
+    for contents in open_each(files):
+        with pausing_garbage_collection():
+            yield _listing_of(contents)
+
+
+def _listing_of(contents: Contents) -> FileListing:
     tree = EntryTree(contents.obj)
     facts = facts_of(tree.tensors)
     places = contents.places_of(tree.tensors)
@@ -130,7 +142,16 @@ def _listing_of(contents: Contents, path: str) -> FileListing:
         unused,
         contents.nbytes,
     )
-    return FileListing(path, contents.kind, contents.metadata, tree, facts, places, sharing, totals)
+    return FileListing(
+        contents.path,
+        contents.kind,
+        contents.metadata,
+        tree,
+        facts,
+        places,
+        sharing,
+        totals,
+    )
 
 
 def _groups_of(storages: list[object]) -> dict[int, list[int]]:

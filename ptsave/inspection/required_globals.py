@@ -11,23 +11,12 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from ptsave.archive.checks import check_compressed_members
-from ptsave.archive.opening import open_archive
-from ptsave.archive.reader import RecordReader
-from ptsave.archive.remote import RemoteReader
-from ptsave.contents.opening import require_saved_object
-from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.sources.kinds import (
-    HEAD_NBYTES,
-    is_legacy,
-    is_safetensors,
-    is_zip,
-    regular_only,
-    what_it_is,
-)
-from ptsave.sources.local import describe
-from ptsave.sources.ranges import FsspecFile
-from ptsave.sources.remote_errors import named_errors
-from ptsave.sources.urls import is_url, refuse_url
+from ptsave.archive.opening import open_source_archive
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.opening import require_checkpoint, require_saved_object
+from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.kinds import is_legacy, is_zip
+from ptsave.sources.ranges import RangeSource
 from ptsave.support.torch_serialization import (
     ArchiveFileReader,
     allowed_globals,
@@ -52,20 +41,21 @@ _GETS = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def required_globals(f: Any) -> dict[str, str]:
-    """Return the functions and classes that a checkpoint names.
+    """Return the functions and classes that a checkpoint, or any of its files, names.
 
     The steps of the pickle are read, and none is taken.  With NumPy's arrays there are the classes
     of their dtypes, which no file names, but torch wants to have allowed, too.
 
     Parameters
     ----------
-    f : str or os.PathLike
-        A path, or a URL.
+    f : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes.
 
     Returns
     -------
     dict of str to str
-        The module of each by its full name, which is that of Python 3, as torch has it.
+        The module of each by its full name, which is that of Python 3, as torch has it.  A
+        safetensors file names none.
 
     Raises
     ------
@@ -85,45 +75,32 @@ def required_globals(f: Any) -> dict[str, str]:
     ...     unsafe_globals(required_globals(path))
     ['pathlib.PurePosixPath']
     """
-    path = describe(f)
-    if is_url(f):
-        with FsspecFile(f, {}).open() as stream:
-            return _globals_in(stream, f, path)
-    refuse_url(f)
-    with named_errors(path), open(f, "rb", opener=regular_only) as stream:
-        return _globals_in(stream, f, path)
+    found: dict[str, str] = {}
+    for source in find_files(f).open():
+        require_checkpoint(source)
+        found |= _globals_in(source)
+    return found
 
 
-def _globals_in(stream: BinaryIO, f: Any, path: str) -> dict[str, str]:
-    nbytes = stream.seek(0, io.SEEK_END)
-    stream.seek(0)
-    head = stream.read(HEAD_NBYTES)
-    stream.seek(0)
-    if is_safetensors(head, nbytes):
-        return {}
-    if is_legacy(head):
-        found: dict[str, str] = {}
-        for _ in range(_N_LEGACY_PICKLES):
-            found |= globals_in_pickle(stream, path)
-        return found
-    if not is_zip(head):
-        what = what_it_is(head, nbytes)
-        raise NotCheckpointError(f"{path} is no checkpoint: {what}", path=path)
-    return globals_in_pickle(io.BytesIO(_pickle_of(f, stream, path)), path)
+def _globals_in(source: RangeSource) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if is_legacy(source.head):
+        with source.stream() as stream:
+            for _ in range(_N_LEGACY_PICKLES):
+                found |= globals_in_pickle(stream, source.name)
+    elif is_zip(source.head):
+        found = globals_in_pickle(io.BytesIO(_pickle_of(source)), source.name)
+    return found  # of a safetensors file: it has none
 
 
-def _pickle_of(f: Any, stream: BinaryIO, path: str) -> bytes:
-    engine = None if is_url(f) else open_archive(stream)
-    if engine is None:
-        reader: RecordReader = RemoteReader(FsspecFile(f, {}), verify=True)
-    else:
-        reader = RecordReader(engine, path, verify=True)
+def _pickle_of(source: RangeSource) -> bytes:
+    reader = open_source_archive(source, verify=True)
     require_saved_object(reader)
     if reader.engine.all_stored:
         return reader.get_record("data.pkl")
     check_compressed_members(reader)
-    stream.seek(0)
-    data: bytes = ArchiveFileReader(stream).get_record("data.pkl")
+    with source.stream() as stream:
+        data: bytes = ArchiveFileReader(stream).get_record("data.pkl")
     return data
 
 

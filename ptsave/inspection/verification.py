@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pickle import UnpicklingError
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ptsave.archive.checks import check_version
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
 from ptsave.archive.format_errors import bare_message
-from ptsave.archive.opening import open_archive
+from ptsave.archive.opening import open_source_archive
 from ptsave.archive.payload_checks import find_damage
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.remote import RemoteReader
 from ptsave.archive.spans import spans_of
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.contents import UnreadContents
-from ptsave.contents.opening import open_contents, reporting_damage, require_saved_object
+from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.required_globals import globals_in_pickle, unsafe_globals
-from ptsave.sources.kinds import HEAD_NBYTES, is_zip, regular_only
-from ptsave.sources.local import describe
-from ptsave.sources.ranges import FsspecFile
-from ptsave.sources.remote_errors import named_errors
-from ptsave.sources.urls import is_url, refuse_url
+from ptsave.sources.kinds import is_zip
+from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.progress import ProgressCallback, progress_from
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.paths import MAX_DEPTH
@@ -126,7 +119,7 @@ class DirectoryVerification:
         return bool(self.problems) or any(file.problems for file in self.files)
 
 
-def verify_directory(path: str, progress: ProgressCallback | None = None) -> DirectoryVerification:
+def verify_directory(f: Any, progress: ProgressCallback | None = None) -> DirectoryVerification:
     """Check every checkpoint in a directory: each file, and shards with their index.
 
     A file is a checkpoint if its content is one, whatever it is called.  Subdirectories are not
@@ -134,8 +127,8 @@ def verify_directory(path: str, progress: ProgressCallback | None = None) -> Dir
 
     Parameters
     ----------
-    path : str
-        The directory.
+    f : str, os.PathLike or file-like
+        The directory, by path or URL; or what :func:`ptsave.open` takes, of which all is checked.
     progress : callable, optional
         Gets the number of bytes that have been looked at, in all files so far.
 
@@ -157,14 +150,19 @@ def verify_directory(path: str, progress: ProgressCallback | None = None) -> Dir
     >>> list(found.contents.ignored)
     ['config.json']
     """
-    contents = checkpoint_files(path)
+    return _verify_all(checkpoint_files(f), progress)
+
+
+def _verify_all(
+    contents: CheckpointFiles, progress: ProgressCallback | None
+) -> DirectoryVerification:
     problems = [Problem(text) for text in contents.problems]
     verified: list[Verification] = []
     done = 0
     for files in contents.sets:
         shards = []
-        for file in files.paths:
-            shards.append(verify_file(file, progress_from(progress, done)))
+        for source in files.open():
+            shards.append(_verify_source(source, progress_from(progress, done)))
             done += shards[-1].nbytes
         verified += shards
         problems += compare_with_index(files, shards)
@@ -177,7 +175,8 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A path, or a URL.
+        What :func:`ptsave.open` takes.  Of a directory all checkpoints count, as for
+        `verify_directory`.
     progress : callable, optional
         Gets the number of bytes that have been looked at.
 
@@ -201,54 +200,48 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
     ...     verify_file(path).whole
     ['b']
     """
-    path = describe(f)
-    with _opened(f) as source:
-        head, nbytes = _head_of(source)
-        if not is_zip(head):
-            return _verify_other(source, path, head, nbytes)
-        try:
-            reader = _reader_of(source, path)
-        except CorruptCheckpointError as error:
-            if is_url(source):
-                return Verification(path, [_problem_of(error)], nbytes=nbytes)
-            return _verify_without_directory(source, path, error)
-        return _verify_archive(source, reader, progress)
+    contents = checkpoint_files(f)
+    if len(contents.sets) == 1 and contents.sets[0].source is not None:
+        return _verify_source(contents.sets[0].source, progress)
+    return _as_one(_verify_all(contents, progress))
 
 
-@contextmanager
-def _opened(f: Any) -> Iterator[Any]:
-    """Yield a URL as it is, and a file open: by then, its name may be that of another one."""
-    if is_url(f):
-        yield f
-        return
-    refuse_url(f)
-    with named_errors(describe(f)), open(f, "rb", buffering=0, opener=regular_only) as stream:
-        yield stream
+def _as_one(found: DirectoryVerification) -> Verification:
+    """Return what has come of several files as if they were one."""
+    problems = list(found.problems)
+    for file in found.files:
+        problems += [replace(each, reason=f"{file.path}: {each.reason}") for each in file.problems]
+    return Verification(
+        found.contents.path,
+        problems,
+        [f"{file.path}: {remark}" for file in found.files for remark in file.remarks],
+        sum(file.n_records for file in found.files),
+        sum(file.nbytes for file in found.files),
+        [name for file in found.files for name in file.tensors or []],
+        [name for file in found.files for name in file.whole or []],
+        all(file.has_checksums for file in found.files),
+    )
 
 
-def _head_of(f: Any) -> tuple[bytes, int]:
-    if is_url(f):
-        source = FsspecFile(f, {})
-        (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
-        return head, source.nbytes
-    return os.pread(f.fileno(), HEAD_NBYTES, 0), os.fstat(f.fileno()).st_size
-
-
-def _reader_of(f: Any, path: str) -> RecordReader:
-    if is_url(f):
-        return RemoteReader(FsspecFile(f, {}), verify=True)
-    engine = open_archive(f)
-    if engine is None:
-        raise OSError(f"{path} cannot be read at any position: it is no regular file")
-    return RecordReader(engine, path, verify=True)
-
-
-def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
-    """Verify a file without checksums by reading it as far as its own library does."""
+def _verify_source(source: RangeSource, progress: ProgressCallback | None) -> Verification:
+    if not is_zip(source.head):
+        return _verify_other(source)
     try:
-        contents = open_contents(f, path, {}, verify=True)
+        reader = open_source_archive(source, verify=True)
+    except CorruptCheckpointError as error:
+        if isinstance(source, FsspecFile):  # all of which would have to be fetched
+            return Verification(source.name, [_problem_of(error)], nbytes=source.nbytes)
+        return _verify_without_directory(source, error)
+    return _verify_archive(source, reader, progress)
+
+
+def _verify_other(source: RangeSource) -> Verification:
+    """Verify a file without checksums by reading it as far as its own library does."""
+    path, nbytes = source.name, source.nbytes
+    try:
+        contents = open_file(source, verify=True)
     except NotCheckpointError:
-        if not (path.endswith(".safetensors") and head[8:9] == b"{"):
+        if not (path.endswith(".safetensors") and source.head[8:9] == b"{"):
             raise
         cut = Problem(f"it is cut short: it ends within its header, after {nbytes} bytes")
         return Verification(path, [cut], nbytes=nbytes)
@@ -267,7 +260,7 @@ def _verify_other(f: Any, path: str, head: bytes, nbytes: int) -> Verification:
 
 
 def _verify_archive(
-    f: Any, reader: RecordReader, progress: ProgressCallback | None
+    source: RangeSource, reader: RecordReader, progress: ProgressCallback | None
 ) -> Verification:
     damage = find_damage(reader, spans_of(reader), progress)
     damaged = {each.record for each in damage}
@@ -277,7 +270,7 @@ def _verify_archive(
     try:
         require_saved_object(reader)
         with reporting_damage(reader.path):
-            found = _tensors_in(f, reader, bool(damage))
+            found = _tensors_in(source, reader, bool(damage))
     except NotCheckpointError as error:
         if not reader.has_record("constants.pkl"):
             raise
@@ -332,7 +325,7 @@ class _Tensors(NamedTuple):
     is_whole: bool = True
 
 
-def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
+def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> _Tensors:
     """Return the names of the tensors, by their records.
 
     Raises
@@ -346,7 +339,7 @@ def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
         return _Tensors([], {})
     check_version(reader)
     if not can_defer_reading(reader, restricted_unpickler):
-        return _tensors_made_of_values(f, reader, is_damaged)
+        return _tensors_made_of_values(source, reader, is_damaged)
     contents = UnreadContents(reader)
     tree = EntryTree(contents.obj)
     named = tree.named_tensors()
@@ -357,7 +350,9 @@ def _tensors_in(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
     return _Tensors([name for name, _ in named], users, tree.is_whole)
 
 
-def _tensors_made_of_values(f: Any, reader: RecordReader, is_damaged: bool) -> _Tensors:
+def _tensors_made_of_values(
+    source: RangeSource, reader: RecordReader, is_damaged: bool
+) -> _Tensors:
     """Return the result of `_tensors_in` for an object that torch makes with its values only."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
@@ -368,7 +363,7 @@ def _tensors_made_of_values(f: Any, reader: RecordReader, is_damaged: bool) -> _
     pickle = io.BytesIO(reader.get_record("data.pkl"))
     if is_damaged or unsafe_globals(globals_in_pickle(pickle, reader.path)):
         raise UnpicklingError  # before anything is loaded for it
-    tree = EntryTree(open_contents(f, reader.path, {}, verify=True).obj)
+    tree = EntryTree(open_file(source, verify=True).obj)
     return _Tensors(_names_in(tree), users, tree.is_whole)
 
 
@@ -376,11 +371,10 @@ def _names_in(tree: EntryTree) -> list[str]:
     return [name for name, _ in tree.named_tensors()]
 
 
-def _verify_without_directory(
-    stream: BinaryIO, path: str, error: CorruptCheckpointError
-) -> Verification:
+def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError) -> Verification:
     """Verify an archive whose directory is missing or damaged, by the records that are left."""
-    with CutArchive(stream) as archive:
+    path = source.name
+    with CutArchive(source) as archive:
         whole = {record.name for record in archive.records if record.is_whole}
         tensors, kept = archive.entries()
         n_records, nbytes = len(archive.records), archive.nbytes

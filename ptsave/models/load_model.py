@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptsave.contents.shard_files import find_shards
+from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
@@ -143,7 +143,9 @@ def load_model(
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
     packed = PackedModules(packed_modules_mapping)
     refuse_url(path)
-    files = find_shards(os.fsdecode(path))
+    files = find_files(path)
+    if files.source is not None:
+        files.source.close()  # it is opened again, by its name
     with ExitStack() as stack:
         entries = open_shards(files, stack)
         lazy_buffers = LazyBuffers(model, entries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.contents.safetensors_header import read_header
-from ptsave.contents.shard_files import ShardFiles, refuse_what_is_no_checkpoint, those_in_index
+from ptsave.contents.shard_files import ShardFiles, refuse_what_came_instead, those_in_index
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError
 from ptsave.restoring import FileCopier, restoring
+from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import LocalFile
 from ptsave.state.copying import Copier
 from ptsave.state.nested_state import parts_with_tensors
@@ -235,7 +236,8 @@ def _open_indexed(path: str, files: ShardFiles) -> Shard:
 def _open_shard(path: str) -> Shard:
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    refuse_what_is_no_checkpoint(path)
+    with closing(open_source(path)) as source:
+        refuse_what_came_instead(source)
     return SafetensorsShard(path) if path.endswith(".safetensors") else PickledShard(path)
 
 

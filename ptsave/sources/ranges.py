@@ -14,14 +14,15 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ptsave import _C
 from ptsave.errors import UnsupportedUrlError
-from ptsave.sources.kinds import regular_only
+from ptsave.sources.kinds import HEAD_NBYTES, regular_only
 from ptsave.sources.remote_errors import named_errors, os_errors
 
 __all__ = [
@@ -64,12 +65,61 @@ class RangeSource(Protocol):
     name: str
     nbytes: int
 
+    @property
+    def head(self) -> bytes:
+        """The first `HEAD_NBYTES` bytes, or all there are, by which kinds of files are known."""
+        ...
+
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each range (begin, end)."""
         ...
 
+    def stream(self) -> AbstractContextManager[Any]:
+        """Open all of it as a file object, at its beginning."""
+        ...
 
-class FsspecFile:
+    def close(self) -> None:
+        """Close what was opened for it."""
+        ...
+
+    def closed_on_error(self) -> AbstractContextManager[None]:
+        """Close it if the block raises."""
+        ...
+
+
+class _Ranges:
+    """The parts of a `RangeSource` that follow from its ranges."""
+
+    name: str
+    nbytes: int
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        raise NotImplementedError
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first `HEAD_NBYTES` bytes, or all there are."""
+        (head,) = self.read([(0, min(HEAD_NBYTES, self.nbytes))])
+        return head
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Open all of it as a file object, at its beginning."""
+        return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
+
+    def close(self) -> None:
+        """Let go of what was opened for it; file objects and memory stay as they are."""
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the file if the block raises: who holds the traceback holds the file."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+class FsspecFile(_Ranges):
     """A file of any file system that fsspec knows.
 
     Parameters
@@ -100,10 +150,6 @@ class FsspecFile:
             raise OSError(f"{url}: its server does not serve ranges: download it first")
         self.nbytes = int(info["size"])
 
-    def open(self) -> AbstractContextManager[Any]:
-        """Open the whole file."""
-        return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
-
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         merged = _merged(ranges)
         begins, ends = [begin for begin, _ in merged], [end for _, end in merged]
@@ -121,6 +167,7 @@ class _RangeStream(io.RawIOBase):
     """A source as a file object; errors of the source are raised by its reads."""
 
     def __init__(self, source: RangeSource) -> None:
+        self.name = source.name
         self._source = source
         self._at = 0
 
@@ -149,7 +196,7 @@ class _RangeStream(io.RawIOBase):
         return len(piece)
 
 
-class FileObject:
+class FileObject(_Ranges):
     """A seekable file object; the archive is all of it from its current position on.
 
     Parameters
@@ -169,10 +216,13 @@ class FileObject:
         self.nbytes = max(stream.tell() - self._begin, 0)
         self.rewind()
 
-    def rewind(self) -> AbstractContextManager[Any]:
-        """Return the stream at the position it had; leaving the context does not close it."""
+    def rewind(self) -> None:
+        """Give the stream the position it had."""
         self._stream.seek(self._begin)
-        return nullcontext(self._stream)
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Lend the stream at the position it had."""
+        return _lent(self._stream, self._begin)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         pieces = [self._read(*where) for where in ranges]
@@ -235,16 +285,39 @@ def _incomplete(source: RangeSource, nbytes: int, begin: int, end: int) -> OSErr
     )
 
 
-class Buffer:
-    """The contents of an :class:`io.BytesIO` from its current position on; they may not change."""
+@contextmanager
+def _lent(stream: Any, begin: int) -> Iterator[Any]:
+    """Yield a stream at a position; it gets its own one back, and is not closed."""
+    position = stream.tell()
+    stream.seek(begin)
+    try:
+        yield stream
+    finally:
+        stream.seek(position)
+
+
+class Buffer(_Ranges):
+    """The bytes of an :class:`io.BytesIO` from its position on, which may not change.
+
+    Attributes
+    ----------
+    view : memoryview
+        These bytes.
+    """
 
     def __init__(self, stream: io.BytesIO, name: str) -> None:
         self.name = name
-        self._view = stream.getbuffer()[stream.tell() :]
-        self.nbytes = self._view.nbytes
+        self._stream = stream
+        self._begin = stream.tell()
+        self.view = stream.getbuffer()[self._begin :]
+        self.nbytes = self.view.nbytes
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Lend the stream at the position it had."""
+        return _lent(self._stream, self._begin)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        pieces = [bytes(self._view[begin:end]) for begin, end in ranges]
+        pieces = [bytes(self.view[begin:end]) for begin, end in ranges]
         for piece, where in zip(pieces, ranges, strict=True):
             _check_complete(piece, *where, self)
         return pieces
@@ -262,17 +335,8 @@ class _OpenFile:
 
     __del__ = close
 
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close the file if the block raises: who holds the traceback holds the file."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
-
-class LocalFile(_OpenFile):
+class LocalFile(_OpenFile, _Ranges):
     """A real file, from a position on.
 
     Parameters
@@ -298,6 +362,13 @@ class LocalFile(_OpenFile):
         with open(path, "rb", buffering=0, opener=regular_only) as stream:
             expect_no_more_reads(stream.fileno())
             return cls(stream, name or path)
+
+    @contextmanager
+    def stream(self) -> Iterator[Any]:
+        """Open the same file as a file object; the position of the stream given stays."""
+        opener = lambda *_: os.dup(self.descriptor)  # noqa: E731 - which shares the position
+        with io.FileIO(self.name, opener=opener) as stream, _lent(stream, self.begin):
+            yield stream
 
     @property
     def for_engine(self) -> tuple[int, bytes]:

@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,11 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.spans import memory_of
-from ptsave.archive.views import bytes_of
-from ptsave.contents.contents import LoadedContents, UnreadContents
+from ptsave.archive.views import bytes_of, unfilled_tensors
+from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
+from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.errors import SaveError
+from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, tensor_over
@@ -32,12 +33,14 @@ __all__ = [
     "StoragePlace",
     "TemporaryFile",
     "check_records",
-    "unfilled_tensors",
 ]
 
 # Bytes in memory at a time of a tensor that has to be rearranged.
 _PIECE_NBYTES = 32 << 20
 _SPOOL_ALIGNMENT = 64
+# Of a file that is no local one: what is in memory at a time, and asked for in one request.
+_BATCH_NBYTES = 32 << 20
+_REQUEST_NBYTES = 8 << 20
 
 
 class StoragePlace(NamedTuple):
@@ -132,18 +135,42 @@ class PayloadSources:
         self._items.append(item)
         return len(self._items) - 1
 
-    def add_unread(self, contents: UnreadContents, fd: int, name: str) -> None:
-        """Add an open archive."""
-        self._unread.append((self.add_file(fd, name), contents))
+    def localize(self, source: RangeSource) -> LocalFile:
+        """Return a file of the system's with the bytes of a source: itself, or a temporary one."""
+        if not isinstance(source, LocalFile):
+            file = TemporaryFile(self._folder, self._stack)
+            for begin in range(0, source.nbytes, _BATCH_NBYTES):
+                end = min(begin + _BATCH_NBYTES, source.nbytes)
+                steps = range(begin, end, _REQUEST_NBYTES)
+                for piece in source.read([(at, min(at + _REQUEST_NBYTES, end)) for at in steps]):
+                    file.write_all(piece)
+            source = file.as_source(source.name)
+        self._stack.callback(source.close)
+        return source
+
+    def add(self, contents: Contents) -> None:
+        """Add an open file, which `localize` has returned."""
+        if isinstance(contents, UnreadContents):
+            self._add_unread(contents)
+        elif isinstance(contents, LoadedContents):  # whose storages are found by themselves
+            away = {key: where for key, where in contents.locations.items() if where != "cpu"}
+            self.locations.update(away)
+        elif isinstance(contents, SafetensorsContents):
+            assert isinstance(contents.source, LocalFile)
+            expect_no_more_reads(contents.source.descriptor)
+            source = self.add_file(contents.source.descriptor, contents.path)
+            for stored in contents.header.tensors:
+                begin = contents.source.begin + stored.offset
+                place = StoragePlace(source, begin, stored.nbytes)
+                self.put(contents.obj[stored.name].untyped_storage(), place)
+
+    def _add_unread(self, contents: UnreadContents) -> None:
+        source = self.add_file(contents.reader.engine.descriptor, contents.path)
+        self._unread.append((source, contents))
         tensors = [tensor_over(leaf) for leaf in leaves_of(contents.obj)]
         for tensor, (_, _, _, location) in zip(tensors, contents.places_of(tensors), strict=True):
             if location not in (None, "cpu"):
                 self.locations[storage_id(tensor.untyped_storage())] = location
-
-    def add_loaded(self, contents: LoadedContents) -> None:
-        """Add an object that is in memory: its storages are found by themselves."""
-        away = {key: where for key, where in contents.locations.items() if where != "cpu"}
-        self.locations.update(away)
 
     def put(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
         """Register the place of a storage without values."""
@@ -269,6 +296,11 @@ class TemporaryFile:
         self._file = stack.enter_context(file)
         self.descriptor = int(self._file.fileno())
 
+    def as_source(self, name: str) -> LocalFile:
+        """Return the bytes of the file under another name."""
+        self._file.seek(0)
+        return LocalFile(self._file, name)
+
     def begin_aligned(self, alignment: int) -> int:
         """Go on at a multiple of `alignment`, and return where that is."""
         return int(self._file.seek(-(-self._file.tell() // alignment) * alignment))
@@ -305,17 +337,6 @@ def check_records(places: Iterable[StoragePlace]) -> None:
         contents.check(sorted(records))
 
 
-def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
-    """Return tensors of these dtypes and shapes that stand for bytes which are elsewhere."""
-    sizes = [prod(shape) * dtype.itemsize for dtype, shape in kinds]
-    storages = _C.untyped_storages(_C.unfilled_storages(sizes))
-    tensors = []
-    for (dtype, shape), storage in zip(kinds, storages, strict=True):
-        tensor = torch.empty(0, dtype=dtype, device="cpu")
-        tensors.append(tensor.set_(storage, 0, tuple(shape), _contiguous_stride(shape)))
-    return tensors
-
-
 def _bytes_in(values: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor."""
     offset = int(values.storage_offset()) * values.itemsize
@@ -341,16 +362,9 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
     verify = contents.reader.verify and engine.storages_have_crcs
     return StoragePlace(
         source,
-        contents.reader.get_record_offset(record.name),
+        contents.begin + contents.reader.get_record_offset(record.name),
         record.nbytes,
         record.crc if verify else None,
         contents,
         number,
     )
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1]
-    for n in reversed(shape[1:]):
-        stride.append(stride[-1] * max(n, 1))
-    return tuple(reversed(stride[: len(shape)]))

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.serialization import config as _config
 
 import ptsave
+from ptsave.archive.views import unfilled_tensors
 from ptsave.cli.commands import commands
 from ptsave.contents.safetensors_header import let_library_read
 from ptsave.conversion.compact import compact
@@ -646,7 +647,7 @@ for source, target in zip(sys.argv[1:], sys.argv[2:]):
 
 def test_files_larger_than_memory(tmp_path: Path) -> None:
     nbytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tensors = payload_sources.unfilled_tensors([(torch.uint8, (nbytes,)), (torch.float32, (3,))])
+    tensors = unfilled_tensors([(torch.uint8, (nbytes,)), (torch.float32, (3,))])
     with torch.serialization.skip_data():
         ptsave.save({"large": tensors[0], "small": tensors[1]}, tmp_path / "a.pt")  # all hole
     with ptsave.open(tmp_path / "a.pt") as archive:

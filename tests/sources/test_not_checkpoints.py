@@ -118,8 +118,9 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_directory(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="is a directory"):
+    with pytest.raises(FileNotFoundError, match=r"no .* checkpoint") as caught:
         ptsave.open(tmp_path)
+    assert caught.value.filename == str(tmp_path)
     (tmp_path / ".metadata").touch()
     with pytest.raises(IsADirectoryError, match=r"torch\.distributed\.checkpoint"):
         ptsave.open(tmp_path)
@@ -132,7 +133,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: object, **options: object) -> None:  # root may read everything
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
-    monkeypatch.setattr("ptsave.contents.opening.io.FileIO", refuse)
+    monkeypatch.setattr("ptsave.sources.opening.io.FileIO", refuse)
     with pytest.raises(PermissionError) as caught:
         ptsave.open(path)
     assert str(path) in str(caught.value)

@@ -1,0 +1,96 @@
+"""The files of a checkpoint behind the interface of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ptsave.archive.damage import storage_id
+from ptsave.contents.contents import Contents, Place
+from ptsave.contents.shard_files import ShardFiles, merged
+from ptsave.tree.containers import items_of
+from ptsave.tree.entry_reading import leaves_of, tensor_over
+
+__all__ = ["ShardedContents"]
+
+
+class ShardedContents:
+    """The dicts of several files as one: `Contents` for them.
+
+    Parameters
+    ----------
+    parts : sequence of Contents
+        Those of each file.
+    files : ShardFiles
+        The files; a name counts in the one that the index says.
+
+    Raises
+    ------
+    TypeError
+        If a file holds something else than a dict.
+    CorruptCheckpointError
+        If the index promises an entry that is not there.
+    ValueError
+        If a name is in two files, and no index says which one counts.
+    """
+
+    def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
+        self.parts = parts
+        self.path = files.path
+        self.kind = ", ".join(dict.fromkeys(part.kind for part in parts))
+        self.nbytes = sum(part.nbytes for part in parts)
+        self.metadata = {"format": self.kind}
+        for key, value in parts[0].metadata.items():
+            if all(part.metadata.get(key) == value for part in parts):
+                self.metadata[key] = value
+        self.obj = merged(_entries_of(parts), files)
+        self._part_of: dict[int, Contents] = {}
+        for part in parts:
+            for leaf in leaves_of(part.obj):
+                self._part_of[_key_of(tensor_over(leaf))] = part
+
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        places: dict[int, Place] = {}
+        for part, group in self.by_part(tensors):
+            found = part.places_of(group)
+            for tensor, place in zip(group, found, strict=True):
+                places[id(tensor)] = ((id(part), place[0]), *place[1:])
+        return [places[id(tensor)] for tensor in tensors]
+
+    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+        values: dict[int, Tensor] = {}
+        for part, group in self.by_part(list(tensors)):
+            found = part.read(group, verify)
+            values.update((id(t), v) for t, v in zip(group, found, strict=True))
+        return [values[id(tensor)] for tensor in tensors]
+
+    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+        ((part, _),) = self.by_part([tensor])
+        return part.read_slice(tensor, index, verify)
+
+    def verify(self, *, progress: bool) -> None:
+        for part in self.parts:
+            part.verify(progress=progress)
+
+    def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
+        """Return tensors by the files that they are in."""
+        groups: dict[int, tuple[Contents, list[Tensor]]] = {}
+        for tensor in tensors:
+            part = self._part_of.get(_key_of(tensor), self.parts[-1])
+            groups.setdefault(id(part), (part, []))[1].append(tensor)
+        return list(groups.values())
+
+
+def _key_of(tensor: Tensor) -> int:
+    """Return what tells apart tensors of several files, also when they were wrapped anew."""
+    return storage_id(tensor) or id(tensor)
+
+
+def _entries_of(parts: Sequence[Contents]) -> Iterator[tuple[Any, str, Any]]:
+    for part in parts:
+        if not isinstance(part.obj, Mapping):
+            raise TypeError(f"{part.path} holds {type(part.obj).__name__}, not a dict of tensors")
+        for name, value in items_of(part.obj):
+            yield name, part.path, value

@@ -1,0 +1,144 @@
+"""Opens sources of bytes: paths, URLs and file objects as ranges, folders as lists of names."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from ptsave.sources.kinds import refuse_special_stream, regular_only
+from ptsave.sources.local import describe, real_file
+from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
+from ptsave.sources.remote_errors import named_errors, os_errors
+from ptsave.sources.urls import is_url, refuse_url
+
+__all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
+
+
+class LocalFolder:
+    """A directory of the system's.
+
+    Attributes
+    ----------
+    path : str
+        Its path.
+    storage_options : mapping
+        Empty; for the file system of a URL.
+    """
+
+    storage_options: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """Return the names of all that is in it, sorted."""
+        return sorted(os.listdir(self.path))
+
+    def join(self, name: str) -> str:
+        """Return the path of a file in it."""
+        return os.path.join(self.path, name)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file that `join` has named."""
+        return os.path.exists(path)
+
+
+class FsspecFolder:
+    """A directory of any file system that fsspec knows."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self.path = url
+        self.storage_options = storage_options
+
+    def names(self) -> list[str]:
+        from fsspec.core import url_to_fs
+
+        file_system, path = url_to_fs(self.path, **self.storage_options)
+        with os_errors(self.path):
+            found = file_system.ls(path, detail=False)
+        return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+
+    def join(self, name: str) -> str:
+        return _joined(self.path, name)
+
+    def exists(self, path: str) -> bool:
+        return True  # opening it tells, without one request more
+
+
+Folder: TypeAlias = LocalFolder | FsspecFolder
+
+
+def _joined(url: str, name: str) -> str:
+    """Return the URL of a file in a directory: ``zip://a/b::memory://c.zip`` with b replaced."""
+    links = url.split("::")
+    i = next((i for i, link in enumerate(links) if "://" in link), 0)
+    links[i] = f"{links[i].rstrip('/')}/{name}" if not links[i].endswith("://") else links[i] + name
+    return "::".join(links)
+
+
+def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
+    """Return the directory that a file is in, by its path or URL.
+
+    >>> folder_of("zip://model/a.index.json::memory://models.zip", {}).path
+    'zip://model::memory://models.zip'
+    """
+    if not is_url(path):
+        return LocalFolder(os.path.dirname(path))
+    links = path.split("::")
+    i = next((i for i, link in enumerate(links) if "://" in link), 0)
+    scheme, _, rest = links[i].partition("://")
+    links[i] = f"{scheme}://{rest.rpartition('/')[0]}"
+    return FsspecFolder("::".join(links), storage_options)
+
+
+def open_folder_or_file(
+    f: Any, storage_options: Mapping[str, Any] | None = None
+) -> Folder | RangeSource:
+    """Open anything that may hold a checkpoint: a directory, or a file as `open_source` does."""
+    if is_url(f):
+        try:
+            return FsspecFile(f, dict(storage_options or {}))
+        except IsADirectoryError:
+            return FsspecFolder(f, storage_options or {})
+    if isinstance(f, (str, os.PathLike)) and not storage_options and os.path.isdir(f):
+        return LocalFolder(os.fsdecode(f))
+    return open_source(f, storage_options)
+
+
+def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> RangeSource:
+    """Open the bytes of a file.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A path, a URL for fsspec, or a seekable file object, from its current position on.
+    storage_options : mapping, optional
+        For the file system of a URL.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read at any position.
+    TypeError
+        If it is none of these, or `storage_options` are given for a local file.
+    """
+    path = describe(f)
+    if is_url(f):
+        return FsspecFile(f, dict(storage_options or {}))
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    if isinstance(f, (str, os.PathLike)):
+        refuse_url(f)
+        with named_errors(path), io.FileIO(os.fspath(f), opener=regular_only) as stream:
+            return LocalFile(stream, path)
+    if not all(hasattr(f, method) for method in ("read", "seek", "tell")):
+        raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
+    if type(f) is io.BytesIO:
+        return Buffer(f, path)
+    if real_file(f) is not None:
+        refuse_special_stream(f, path)
+        return LocalFile(f, path)
+    return FileObject(f, path)
