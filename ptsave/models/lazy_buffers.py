@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ptsave.models.shards import Entry
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
+from ptsave.support.torch_modules import buffers_of
 
 __all__ = ["LazyBuffers"]
 
@@ -27,7 +28,7 @@ class _LazyBuffer:
     @property
     def stays(self) -> bool:
         """Whether the present tensor is filled, having the shape of the entry."""
-        present = self.module._buffers[self.name]
+        present = buffers_of(self.module)[self.name]
         return self.entry is not None and present is not None and present.shape == self.entry.shape
 
     def like(self) -> Tensor | None:
@@ -56,7 +57,7 @@ class LazyBuffers:
         found: dict[tuple[int, str], _LazyBuffer] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for hook in lazy_buffer_hooks(module):
-                if hook.name in module._buffers:
+                if hook.name in buffers_of(module):
                     key = (id(module), hook.name)
                     lazy = found.setdefault(key, _LazyBuffer(module, hook.name))
                     full_name = f"{prefix}.{hook.name}" if prefix else hook.name
@@ -81,11 +82,11 @@ class LazyBuffers:
         for lazy in self._changing:
             like = lazy.like()
             if like is not None:
-                lazy.new = new_buffer(lazy.module, lazy.module._buffers[lazy.name], like)
+                lazy.new = new_buffer(lazy.module, buffers_of(lazy.module)[lazy.name], like)
                 tensors.update(dict.fromkeys(lazy.full_names, lazy.new))
         return tensors
 
     def put(self) -> None:
         """Let the new tensors, which hold their values, be the buffers."""
         for lazy in self._changing:
-            lazy.module._buffers[lazy.name] = lazy.new
+            buffers_of(lazy.module)[lazy.name] = lazy.new
