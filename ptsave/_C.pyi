@@ -172,6 +172,14 @@ class PackedPlan:
         options: WriteOptions,
         progress: Progress,
     ) -> None: ...
+    def write_stream(
+        self,
+        sink: Callable[[memoryview], object],
+        skip: Callable[[int], object],
+        *,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
 
 # The name that a file gets which replaces `path`; None for a link of /proc to an open file.
 def resolve_links(path: bytes) -> bytes | None: ...

@@ -218,7 +218,7 @@ globals().update({kind.__name__: kind for kind in (*_SAVE_ERRORS.values(), *_MAL
 
 
 class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
-    """A URL where only local files and directories are served; nothing was read or made.
+    """A URL that is not served here, or that fsspec cannot write to; nothing was read or made.
 
     It is of the types that :func:`torch.save` and :func:`torch.load` raise for a URL, as for any
     path that is not there.
@@ -227,10 +227,10 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
     --------
     >>> import ptsave
     >>> try:
-    ...     ptsave.save([1, 2], "s3://bucket/list.pt")
+    ...     ptsave.save([1, 2], "https://host/list.pt")
     ... except ptsave.UnsupportedUrlError as error:
     ...     print(error.filename, isinstance(error, ptsave.SaveError))
-    s3://bucket/list.pt True
+    https://host/list.pt True
     """
 
     @classmethod
@@ -241,6 +241,15 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
             ": copy it to or from a local path (given as a str, the URL of a file is read by "
             "ptsave.open and by the commands ls, verify, globals, extract, diff and convert), or "
             "begin the name of a local file with ./"
+        )
+        return cls(errno.ENOENT, message, url)
+
+    @classmethod
+    def of_target(cls, url: str, reason: str) -> UnsupportedUrlError:
+        """Return the error for a URL to which nothing can be written, and the reason for that."""
+        message = (
+            f"nothing can be written to this URL ({reason}): save to a local path and copy the "
+            "file, or begin the name of a local file with ./"
         )
         return cls(errno.ENOENT, message, url)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
 from ptsave.archive.loading import LoadOptions, load_file, reader_for
-from ptsave.sources.urls import refuse_url_target
 from ptsave.support import torch_serialization as stock
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
@@ -19,7 +20,8 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
-from ptsave.writing.targets import ArchiveWriter, resolve_target
+from ptsave.writing.targets import ArchiveWriter, resolve_file, resolve_target
+from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["load", "save"]
 
@@ -35,6 +37,7 @@ def save(
     fsync: bool = False,
     atomic: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Save an object to a file, as :func:`torch.save` does: the same bytes, faster and safely.
 
@@ -46,8 +49,8 @@ def save(
     obj : object
         The object to save.
     f : str, os.PathLike or file-like
-        A path, or an object with ``write`` and ``flush``.  A real file is written through its
-        descriptor, at its current position.
+        A path, a URL for fsspec (``"s3://bucket/model.pt"``, as a str), or an object with ``write``
+        and ``flush``.  A real file is written through its descriptor, at its current position.
     pickle_module : module, default pickle
         As for :func:`torch.save`.
     pickle_protocol : int, default 2
@@ -59,19 +62,29 @@ def save(
         Whether a path gets its new contents by rename, so that a reader sees the old file or the
         new one, whatever happens and however many save to it.  If only the file itself may be
         written, not its directory, the file is overwritten in place, by one save at a time.
-        Ignored for file-like objects.
+        Ignored for file-like objects, and for URLs, whose files are always replaced as a whole.
     progress : bool, default False
         Whether to show a progress bar.
+    storage_options : mapping, optional
+        For the file system of a URL: ``{"endpoint_url": "http://localhost:9000"}``.
 
     Raises
     ------
     SaveError
         An :class:`OSError` (with ``errno`` and ``filename``) that is also a :class:`RuntimeError`:
-        disk full, no permission, missing directory, ...  The old file is unchanged and nothing is
-        left beside it.  For a URL it is an :class:`UnsupportedUrlError`.
+        disk full, no permission, missing directory, server not there, ...  The old file is
+        unchanged and nothing is left beside it.  For a URL that fsspec cannot write to (or whose
+        package is not installed) it is an :class:`UnsupportedUrlError`.
 
     Notes
     -----
+    At a URL the new contents are there all at once, when the call returns.  Object stores
+    (``s3://``, ``gs://``, ``abfs://``) get up to 16 MiB in one request, and more in parts of that
+    size, of which one is in memory at a time; an upload that fails is discarded.  If the process is
+    killed, its parts stay invisible in the store: a rule for incomplete uploads removes them.
+    ``memory://`` gets its contents at once, ``file://`` is the local path.  Other file systems get
+    a file under a temporary name, which is moved (for some of them: copied and removed).
+
     ``_use_new_zipfile_serialization=False`` (the format before torch 1.6) is written by torch.
 
     Examples
@@ -85,19 +98,18 @@ def save(
     """
     check_dill_version(pickle_module)
     check_save_filelike(f)
-    if is_path(f):
-        refuse_url_target(f)
     if not engine_can_save(_use_new_zipfile_serialization):
-        return stock.save(
-            obj,
-            f,
-            pickle_module,
-            pickle_protocol,
-            _use_new_zipfile_serialization,
-            _disable_byteorder_record,
-        )
+        with _opened_for_torch(f, storage_options) as target:
+            return stock.save(
+                obj,
+                target,
+                pickle_module,
+                pickle_protocol,
+                _use_new_zipfile_serialization,
+                _disable_byteorder_record,
+            )
     log_api_usage("torch.save")
-    f = resolve_target(f)
+    f = resolve_target(f, storage_options)
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     plan = plan_archive(f, data, storages, _disable_byteorder_record)
     with progress_bar(progress, "saving", plan.nbytes) as callback:
@@ -110,6 +122,15 @@ def save(
         )
         writer.write(f)
     return None
+
+
+def _opened_for_torch(
+    f: Any, storage_options: Mapping[str, Any] | None
+) -> AbstractContextManager[Any]:
+    """Return a context with the file that torch's own writer is given: `f`, unless it is a URL."""
+    if is_path(f) or storage_options:
+        f = resolve_file(f, storage_options)
+    return f.opened() if isinstance(f, UrlTarget) else nullcontext(f)
 
 
 def load(

@@ -15,6 +15,7 @@
 #include "bindings/gil.h"
 #include "bindings/plan_options.h"
 #include "bindings/sourced_payloads.h"
+#include "bindings/stream_sink.h"
 #include "core/file.h"
 #include "core/packed_body.h"
 #include "core/writer.h"
@@ -80,6 +81,15 @@ class PackedPlan {
     });
   }
 
+  // Calls sink(memoryview); there are no holes to skip.
+  void write_stream(const py::function& sink, const py::function& skip, const PlanOptions& options,
+                    const py::object& callback) {
+    run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
+      PackedBody body = body_of(write, write.chunk_nbytes);
+      write_to_stream(body, make_stream_sink(sink, skip, poll), write, progress_);
+    });
+  }
+
  private:
   PackedBody body_of(const WriteOptions& options, std::size_t chunk_nbytes) const {
     return {header_, nbytes_, *options.stager, options.compute_crcs, chunk_nbytes};
@@ -124,7 +134,9 @@ void bind_packing(py::module_& module) {
            py::kw_only(), py::arg("durable"), py::arg("direct"), py::arg("options"),
            py::arg("progress"))
       .def("write_in_place", &PackedPlan::write_in_place, py::arg("path"), py::kw_only(),
-           py::arg("scratch"), py::arg("durable"), py::arg("options"), py::arg("progress"));
+           py::arg("scratch"), py::arg("durable"), py::arg("options"), py::arg("progress"))
+      .def("write_stream", &PackedPlan::write_stream, py::arg("sink"), py::arg("skip"),
+           py::kw_only(), py::arg("options"), py::arg("progress"));
 }
 
 }  // namespace ptsave

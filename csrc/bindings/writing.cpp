@@ -19,6 +19,7 @@
 #include "bindings/gil.h"
 #include "bindings/plan_options.h"
 #include "bindings/sourced_payloads.h"
+#include "bindings/stream_sink.h"
 #include "core/archive.h"
 #include "core/file.h"
 #include "core/keep_for_ever.h"
@@ -180,22 +181,7 @@ class WritePlan {
   void write_stream(const py::function& sink, const py::function& skip, const PlanOptions& options,
                     const py::object& callback) {
     run(options, callback, [&](const WriteOptions& write, const Poll& poll) {
-      const auto put = [&](const std::byte* data, std::uint64_t nbytes) {
-        poll();
-        with_gil([&] {
-          if (data == nullptr) {
-            const auto hole = static_cast<unsigned long long>(nbytes);
-            return drop_result(PyObject_CallFunction(skip.ptr(), "K", hole));
-          }
-          auto* const bytes = const_cast<char*>(reinterpret_cast<const char*>(data));
-          PyObject* const view =
-              PyMemoryView_FromMemory(bytes, static_cast<Py_ssize_t>(nbytes), PyBUF_READ);
-          if (view == nullptr) throw py::error_already_set();
-          PyObject* const result = PyObject_CallOneArg(sink.ptr(), view);
-          Py_DECREF(view);
-          drop_result(result);
-        });
-      };
+      const StreamSink put = make_stream_sink(sink, skip, poll);
       write_to_stream(layout_, payloads_, put, write, progress_);
     });
   }

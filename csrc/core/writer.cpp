@@ -220,6 +220,11 @@ void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std:
 void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
                      const WriteOptions& options, Progress& progress) {
   ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
+  write_to_stream(body, sink, options, progress);
+}
+
+void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions& options,
+                     Progress& progress) {
   run_chunks(
       body, 0, progress, [] {},
       [&](ChunkPipeline& pipeline, std::size_t i) {
@@ -228,8 +233,8 @@ void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, cons
         chunk.flush();
       });
   const std::string tail = checked_tail(body, options);
-  sink(reinterpret_cast<const std::byte*>(tail.data()), tail.size());
-  progress.store(layout.nbytes(), std::memory_order_relaxed);
+  if (!tail.empty()) sink(reinterpret_cast<const std::byte*>(tail.data()), tail.size());
+  progress.store(body.nbytes() + tail.size(), std::memory_order_relaxed);
 }
 
 }  // namespace ptsave

@@ -63,4 +63,8 @@ using StreamSink = std::function<void(const std::byte* data, std::uint64_t nbyte
 void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
                      const WriteOptions& options, Progress& progress);
 
+// Any body, in the same way.
+void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions& options,
+                     Progress& progress);
+
 }  // namespace ptsave

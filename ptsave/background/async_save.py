@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -16,12 +17,10 @@ from torch.serialization import (
 from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
-from ptsave.sources.urls import refuse_url_target
 from ptsave.support import config
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,
-    is_path,
     log_api_usage,
     options,
     storage_alignment,
@@ -47,6 +46,7 @@ def async_save(
     staging: Literal["blocking", "background"] = "blocking",
     max_staged_bytes: int | None = None,
     when_full: Literal["wait", "raise"] = "wait",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveFuture:
     """Save an object as it is now, while the program goes on and changes it.
 
@@ -57,7 +57,7 @@ def async_save(
 
     Parameters
     ----------
-    obj, f, pickle_module, pickle_protocol, fsync, atomic, progress
+    obj, f, pickle_module, pickle_protocol, fsync, atomic, progress, storage_options
         As for :func:`ptsave.save`.  A relative path means the current directory of now.  A
         file-like object must be left alone until the save has ended.
     staging : {"blocking", "background"}
@@ -86,7 +86,7 @@ def async_save(
         `max_staged_bytes`.  Nothing was copied.
     SaveError
         If nothing can ever be written to `f`: its directory does not exist, it is a directory, or a
-        URL.
+        URL that fsspec cannot write to.
     ValueError
         For an unknown option, and for formats other than torch's current one
         (``_use_new_zipfile_serialization=False``, a storage alignment above 32 KiB): only
@@ -114,15 +114,13 @@ def async_save(
     limit = _staging_limit(max_staged_bytes)
     check_dill_version(pickle_module)
     check_save_filelike(f)
-    if is_path(f):
-        refuse_url_target(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         raise ValueError(
             "async_save writes only torch's zip format, with storages aligned to at most 32 KiB; "
             "use ptsave.save for any other"
         )
     log_api_usage("torch.save")
-    named = target = resolve_target(f)
+    named = target = resolve_target(f, storage_options)
     if isinstance(named, str) and not os.path.isabs(named):
         target = os.path.join(os.getcwd(), named)  # not normalized: links decide where ".." leads
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)

@@ -32,7 +32,8 @@ from ptsave.background.staging_budget import Reservation, StagingBudget
 from ptsave.background.worker_lane import WorkerLane
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.writing.targets import ArchiveWriter
+from ptsave.writing.targets import ArchiveWriter, name_of
+from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["BackgroundSave", "reserve", "start"]
 
@@ -73,8 +74,8 @@ class BackgroundSave:
         Copies of the storages, without their bytes yet.
     reservation : Reservation
         The room for them.
-    target : str or file-like
-        An absolute path, or an object with ``write``.
+    target : str, UrlTarget or file-like
+        An absolute path, a URL, or an object with ``write``.
     show_progress : bool
         Whether to show a progress bar.
     **options : Any
@@ -91,7 +92,9 @@ class BackgroundSave:
         show_progress: bool,
         **options: Any,
     ) -> None:
-        name = target if isinstance(target, str) else f"<{type(target).__name__}>"
+        name = f"<{type(target).__name__}>"
+        if isinstance(target, (str, UrlTarget)):
+            name = name_of(target)
         self.future = SaveFuture(name, plan.nbytes, self._withdraw)
         self._plan = plan
         self._snapshot = snapshot

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptsave.errors import UnsupportedUrlError
 
-__all__ = ["is_url", "refuse_url", "refuse_url_target"]
+__all__ = ["is_url", "is_url_target", "refuse_url", "refuse_url_target"]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
 _URL = re.compile(rf"({_SCHEME}::)*{_SCHEME}://")
@@ -47,11 +47,22 @@ def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
         raise UnsupportedUrlError.of(text)
 
 
+def is_url_target(f: Any) -> bool:
+    """Return whether something to write to is a URL for fsspec.
+
+    With two slashes it is one even if there is such a directory: somebody who means S3 may have an
+    ``s3:`` from a program that made one.
+
+    Examples
+    --------
+    >>> is_url_target("s3://bucket/model.pt"), is_url_target("./s3://bucket/model.pt")
+    (True, False)
+    """
+    return isinstance(f, str) and _URL.match(f) is not None
+
+
 def refuse_url_target(path: str | bytes | os.PathLike[Any]) -> None:
     """Refuse to write to a URL, also one that pathlib has collapsed to ``s3:/bucket``.
-
-    With two slashes it is a URL even if there is such a directory: somebody who means S3 may have
-    an ``s3:`` from a program that made one.
 
     Raises
     ------

@@ -180,6 +180,7 @@ def save_checkpoint(
     fsync: bool = False,
     atomic: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     **objects: Any,
 ) -> None:
     """Save objects under names, each with a ``state_dict`` method as its state dict.
@@ -189,8 +190,8 @@ def save_checkpoint(
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        File to write.
-    fsync, atomic, progress
+        File to write: a path, a URL or a file-like object.
+    fsync, atomic, progress, storage_options
         As for :func:`ptsave.save`.
     **objects : object
         Models, optimizers, schedulers, and anything that can be saved, under any names but those of
@@ -215,7 +216,8 @@ def save_checkpoint(
     >>> ptsave.load_checkpoint(stream, model=model, optimizer=optimizer)
     {'epoch': 3}
     """
-    options = {"fsync": fsync, "atomic": atomic, "progress": progress}
+    options: dict[str, Any] = {"fsync": fsync, "atomic": atomic, "progress": progress}
+    options["storage_options"] = storage_options
     check_saving("ptsave.save_checkpoint", objects, **options)
     save(entries_of(objects), f, **options)
 

@@ -39,6 +39,7 @@ _OPTIONS = {
     "fsync": _Option("ptsave.save_checkpoint", (bool,)),
     "atomic": _Option("ptsave.save_checkpoint", (bool,)),
     "progress": _Option("ptsave.load_checkpoint", (bool,)),
+    "storage_options": _Option("ptsave.save_checkpoint", (Mapping, _NONE)),
     "staging": _Option("ptsave.AsyncCheckpointer", (str,)),
     "max_staged_bytes": _Option("ptsave.AsyncCheckpointer", (int, _NONE)),
     "when_full": _Option("ptsave.AsyncCheckpointer", (str,)),

@@ -11,7 +11,8 @@ import torch
 
 from ptsave import _C
 from ptsave.support.torch_serialization import options, storage_alignment
-from ptsave.writing.targets import root_for_path
+from ptsave.writing.targets import name_of, root_for_path
+from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["engine_can_save", "plan_archive"]
 
@@ -34,8 +35,8 @@ def plan_archive(
 
     Parameters
     ----------
-    target : str or file-like
-        The target: the archive's root folder is named after a path.
+    target : str, UrlTarget or file-like
+        The target: the archive's root folder is named after a path or URL.
     data : bytes
         The record ``data.pkl``.
     storages : _C.StorageList
@@ -47,7 +48,9 @@ def plan_archive(
     records = _records_before_storages(data, no_byte_order)
     records += _storage_records(storages)
     records += _records_after_storages(no_byte_order)
-    root = root_for_path(target) if isinstance(target, str) else "archive"
+    root = "archive"
+    if isinstance(target, (str, UrlTarget)):
+        root = root_for_path(name_of(target))
     return _C.WritePlan(root, records, storage_alignment())
 
 

@@ -1,4 +1,4 @@
-"""Writes a planned file to its target: a path, a real file, memory, or an object with ``write``.
+"""Writes a planned file to its target: a path, a URL, a real file, memory, or a `write` method.
 
 * A regular file is replaced by a rename.  It is overwritten in place where its directory does not
   allow replacing it (no permission, sticky, a mount point), where the path is a link of ``/proc``
@@ -7,6 +7,7 @@
   links, directories, owners and mounts, never from two looks at a file.
 * A save goes past the page cache if it has to wait for the disk: with ``fsync``, or if it is larger
   than half of the dirty pages that the kernel holds before it makes writers wait.
+* The file of a URL is a stream: `url_targets` says how it becomes visible.
 """
 
 from __future__ import annotations
@@ -15,18 +16,32 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ptsave import _C
 from ptsave.errors import SaveError, operation_of
 from ptsave.sources.local import real_file
+from ptsave.sources.urls import is_url_target, refuse_url_target
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback
+from ptsave.writing.url_targets import UrlTarget, resolve_url
 
-__all__ = ["ArchiveWriter", "FileWriter", "resolve_target", "root_for_path"]
+__all__ = [
+    "ArchiveWriter",
+    "FileTarget",
+    "FileWriter",
+    "name_of",
+    "resolve_file",
+    "resolve_target",
+    "root_for_path",
+    "scratch_folder",
+]
+
+FileTarget: TypeAlias = str | UrlTarget
 
 # Errors of rename that say "not this file, not here", as opposed to "the disk failed".
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
@@ -36,6 +51,18 @@ _MIN_DIRECT_NBYTES = 16 << 20
 # A chunk that is staged needs a few bytes more than it has, and page-locked memory comes in powers
 # of two.  A multiple of any disk's block.
 _STAGING_SLACK = 64 << 10
+
+
+def name_of(target: FileTarget) -> str:
+    """Return the path or the URL of a target."""
+    return target.url if isinstance(target, UrlTarget) else target
+
+
+def scratch_folder(target: FileTarget) -> str:
+    """Return the directory for temporary files of a save: the target's own if it is local."""
+    if isinstance(target, UrlTarget):
+        return tempfile.gettempdir()
+    return os.path.dirname(target) or "."
 
 
 def root_for_path(path: str) -> str:
@@ -51,8 +78,7 @@ def check_path(path: str) -> None:
     """Raise now the errors that writing to `path` would raise after pickling."""
     if "\0" in path:
         raise ValueError("embedded null byte")
-    if not root_for_path(path):
-        raise RuntimeError(f"invalid file name: {path}")
+    _require_root(path)
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         message = f"Parent directory {parent} does not exist."
@@ -62,15 +88,51 @@ def check_path(path: str) -> None:
         raise SaveError(errno.EISDIR, message, path)
 
 
-def resolve_target(f: Any) -> Any:
-    """Return `f` as a str if it is a path, and raise now the errors of writing to it."""
-    if isinstance(f, os.PathLike):
-        f = os.fspath(f)
-    if isinstance(f, str):
-        check_path(f)
-    else:
-        check_stream(f)
+def _require_root(path: str) -> None:
+    if not root_for_path(path):
+        raise RuntimeError(f"invalid file name: {path}")
+
+
+def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
+    """Return `f` as a str if it is a path, as a `UrlTarget` if it is a URL, else as it is.
+
+    Raises now everything that is known of errors that writing to it would raise later.
+    """
+    if isinstance(f, (str, os.PathLike)):
+        target = resolve_file(f, storage_options)
+        if isinstance(target, str):
+            check_path(target)
+        return target
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    check_stream(f)
     return f
+
+
+def resolve_file(
+    f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> FileTarget:
+    """Return the file that a path or a URL names.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If it is a URL that cannot be written to.
+    SaveError
+        If it is the URL of a directory.
+    TypeError
+        If there are options for the file system of a URL, and it is none.
+    """
+    if is_url_target(f):
+        target = resolve_url(str(f), storage_options)
+        if isinstance(target, UrlTarget):
+            target.require_file_name()
+            _require_root(target.url)
+        return target
+    refuse_url_target(f)
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    return os.fspath(f)
 
 
 def check_stream(stream: object) -> None:
@@ -84,7 +146,7 @@ def check_stream(stream: object) -> None:
 
 
 class FileWriter:
-    """Writes one planned file to one path.
+    """Writes one planned file to one path or URL.
 
     Parameters
     ----------
@@ -93,7 +155,8 @@ class FileWriter:
     compute_crcs : bool
         False writes zeros for every checksum, as torch can be told to.
     fsync, atomic : bool
-        See :func:`ptsave.save`.
+        See :func:`ptsave.save`.  A URL's file is always replaced as a whole, and durable as soon as
+        its server says that it is there.
     progress : ProgressCallback or None
         Called about ten times a second with the bytes written so far.
     scratch_for : callable, optional
@@ -118,6 +181,14 @@ class FileWriter:
         self._progress = progress
         self._scratch_for = scratch_for
         self._config = config.current()
+
+    def write_file(self, target: FileTarget) -> None:
+        """Write to a path or a URL."""
+        if isinstance(target, UrlTarget):
+            with target.opened(self._plan.nbytes) as sink:
+                self._write_stream(sink.write, _zero_writer(sink.write))
+        else:
+            self.write_path(target)
 
     def write_path(self, path: str) -> None:
         """Write to a path: atomically where a regular file is or will be there.
@@ -178,6 +249,16 @@ class FileWriter:
                 progress=self._progress,
             )
 
+    def _write_stream(
+        self, write: Callable[[memoryview], object], skip: Callable[[int], object]
+    ) -> None:
+        self._plan.write_stream(
+            _complete_writer(write),
+            skip,
+            options=self._options(),
+            progress=self._progress,
+        )
+
     def _wants_direct(self) -> bool:
         # The page cache is faster as long as it only has to remember; once the kernel makes writers
         # wait for the disk, or the caller does, going past it is.
@@ -196,7 +277,7 @@ class FileWriter:
 
 
 class ArchiveWriter(FileWriter):
-    """Writes one planned archive to one target, a path or a file-like object.
+    """Writes one planned archive to one target, a path, a URL or a file-like object.
 
     Parameters
     ----------
@@ -213,9 +294,9 @@ class ArchiveWriter(FileWriter):
         self._plan.begin_staging(options=self._options())
 
     def write(self, target: Any) -> None:
-        """Write to a path or to a file-like object."""
-        if isinstance(target, str):
-            self.write_path(target)
+        """Write to a path, a URL or a file-like object."""
+        if isinstance(target, (str, UrlTarget)):
+            self.write_file(target)
         else:
             self.write_object(target)
 
@@ -265,16 +346,6 @@ class ArchiveWriter(FileWriter):
                 progress=self._progress,
             )
         stream.seek(begin + self._plan.nbytes)
-
-    def _write_stream(
-        self, write: Callable[[memoryview], object], skip: Callable[[int], object]
-    ) -> None:
-        self._plan.write_stream(
-            _complete_writer(write),
-            skip,
-            options=self._options(),
-            progress=self._progress,
-        )
 
 
 @contextmanager

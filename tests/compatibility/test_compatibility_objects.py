@@ -608,7 +608,7 @@ def _two_dtypes(kind: str) -> list[Any]:
 @pytest.mark.parametrize("new_format", [True, False])
 def test_two_dtypes_of_one_storage_are_refused(kind: str, new_format: bool) -> None:
     obj = _two_dtypes(kind)
-    options = {"_use_new_zipfile_serialization": new_format}
+    options: dict[str, Any] = {"_use_new_zipfile_serialization": new_format}
     error = assert_same_failure(
         lambda: ptsave.save(obj, io.BytesIO(), **options),
         lambda: stock_save(obj, io.BytesIO(), **options),

@@ -1,0 +1,316 @@
+"""Files behind URLs that fsspec writes: complete at the end of a save, or as they were before.
+
+How a file appears all at once depends on the file system:
+
+* object stores (``s3``, ``gs``, ``abfs``): one request, or an upload in parts that is completed at
+  the end;
+* ``memory``: put together in a buffer, which then takes the place of the old one;
+* ``file``: the local path, written as any other;
+* all others: written under a temporary name beside it, and moved (copied and removed, where the
+  file system has no move).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+from ptsave.errors import SaveError, UnsupportedUrlError, add_note
+
+__all__ = ["ByteSink", "UrlTarget", "resolve_url", "save_errors"]
+
+_PART_NBYTES = 16 << 20
+_MAX_N_PARTS = 10_000  # of S3; others allow more
+_MIB = 1 << 20
+
+_LOCAL = {"file", "local"}
+# Uploads of these appear when commit() is called, and vanish when discard() is.
+_COMMITTED = {"s3", "s3a", "gs", "gcs"}
+# Uploads of these appear when the file is closed.  What is not closed vanishes by itself.
+_COMPLETED_BY_CLOSING = {"abfs", "abfss", "az"}
+_OBJECT_STORES = _COMMITTED | _COMPLETED_BY_CLOSING
+_READ_ONLY = {
+    **dict.fromkeys(("http", "https"), "web servers are only read from"),
+    **dict.fromkeys(("zip", "tar", "libarchive"), "a file in an archive is only read"),
+    "hf": "each file would be a commit: save to a directory and upload it with huggingface_hub",
+}
+
+_NUMBERS: tuple[tuple[type[BaseException], int], ...] = (
+    (PermissionError, errno.EACCES),
+    (FileNotFoundError, errno.ENOENT),
+    (FileExistsError, errno.EEXIST),
+    (IsADirectoryError, errno.EISDIR),
+    (NotADirectoryError, errno.ENOTDIR),
+    (TimeoutError, errno.ETIMEDOUT),
+    (asyncio.TimeoutError, errno.ETIMEDOUT),  # another type before Python 3.11
+    (ConnectionError, errno.ECONNRESET),
+)
+
+
+class ByteSink(Protocol):
+    """Takes the bytes of a file in order."""
+
+    def write(self, data: Any, /) -> object:
+        """Take some more."""
+        ...
+
+
+class UrlTarget:
+    """A file, or a directory, at a URL.
+
+    Parameters
+    ----------
+    url : str
+        What to call it in messages.
+    file_system : fsspec.AbstractFileSystem
+        Where it is.
+    path : str
+        How the file system calls it.
+
+    Attributes
+    ----------
+    is_object_store : bool
+        Whether directories are nothing but beginnings of names there.
+    """
+
+    def __init__(self, url: str, file_system: Any, path: str) -> None:
+        self.url = url
+        self.file_system = file_system
+        self.path = path
+        self._protocols = _protocols_of(file_system)
+        self.is_object_store = bool(self._protocols & _OBJECT_STORES)
+
+    def require_file_name(self) -> None:
+        """Refuse a URL that ends with a slash, or names no more than a bucket.
+
+        Raises
+        ------
+        SaveError
+            With ``errno.EISDIR``.
+        """
+        is_bucket = self.is_object_store and "/" not in self.path
+        if self.url.endswith("/") or not self.path.strip("/") or is_bucket:
+            raise SaveError(errno.EISDIR, "it names no file: add a name", self.url)
+
+    def child(self, name: str) -> UrlTarget:
+        """Return a file in this directory."""
+        path = f"{self.path.rstrip('/')}/{name}"
+        return UrlTarget(f"{self.url.rstrip('/')}/{name}", self.file_system, path)
+
+    def exists(self) -> bool:
+        """Return whether there is such a file or directory now."""
+        with save_errors(self.url):
+            self.file_system.invalidate_cache(self.file_system._parent(self.path))
+            return bool(self.file_system.exists(self.path))
+
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
+        with suppress(FileNotFoundError), save_errors(self.url):
+            self.file_system.rm_file(self.path)
+
+    def opened(self, nbytes: int | None = None) -> AbstractContextManager[ByteSink]:
+        """Open the file for its new contents, which are there at the end of the block.
+
+        If the block raises there is nothing new.
+
+        Parameters
+        ----------
+        nbytes : int, optional
+            The size of the new contents, which bounds the memory that it takes to send them.
+
+        Raises
+        ------
+        SaveError
+            If the file system refuses or fails, in the block or at its end; it names the URL.
+        """
+        is_small = nbytes is not None and nbytes <= _PART_NBYTES
+        if "memory" in self._protocols or (self.is_object_store and is_small):
+            return self._put_at_once()
+        if self._protocols & _COMMITTED:
+            return self._uploaded(nbytes or 0)
+        if self._protocols & _COMPLETED_BY_CLOSING:
+            return self._completed_by_closing(nbytes or 0)
+        return self._moved()
+
+    @contextmanager
+    def _put_at_once(self) -> Iterator[ByteSink]:
+        buffer = io.BytesIO()
+        yield buffer
+        with save_errors(self.url):
+            self.file_system.pipe_file(self.path, buffer.getvalue())
+
+    @contextmanager
+    def _uploaded(self, nbytes: int) -> Iterator[ByteSink]:
+        stream = self._open(self.path, block_size=_part_nbytes(nbytes), autocommit=False)
+        with suppress(ValueError):  # nobody's transaction is to commit it
+            self.file_system.transaction.files.remove(stream)
+        try:
+            yield _NamingSink(stream, self.url)
+            with save_errors(self.url):
+                stream.close()
+                stream.commit()
+        except BaseException as error:
+            try:
+                stream.discard()
+            except Exception as failure:
+                note = f"what was uploaded of {self.url} could not be discarded: {failure}"
+                add_note(error, note)
+            raise
+        finally:
+            stream.closed = True  # or its destructor would send the rest
+
+    @contextmanager
+    def _completed_by_closing(self, nbytes: int) -> Iterator[ByteSink]:
+        stream = self._open(self.path, block_size=_part_nbytes(nbytes))
+        try:
+            yield _NamingSink(stream, self.url)
+            with save_errors(self.url):
+                stream.close()
+        finally:
+            stream.closed = True
+
+    @contextmanager
+    def _moved(self) -> Iterator[ByteSink]:
+        parent, _, name = self.path.rpartition("/")
+        temporary = f"{parent}/.{name}.{secrets.token_hex(8)}.ptsave".removeprefix(
+            "" if self.path.startswith("/") else "/"
+        )
+        stream = self._open(temporary)
+        sink = _NamingSink(stream, self.url)
+        try:
+            yield sink
+            with save_errors(self.url):
+                stream.close()
+                self._require_size(temporary, sink.nbytes)
+                self.file_system.mv(temporary, self.path)
+        except BaseException:
+            try:
+                with suppress(Exception):
+                    _abandon(stream)
+            finally:
+                with suppress(Exception):
+                    self.file_system.rm_file(temporary)
+            raise
+
+    def _open(self, path: str, **options: Any) -> Any:
+        with save_errors(self.url):
+            return self.file_system.open(path, "wb", **options)
+
+    def _require_size(self, path: str, nbytes: int) -> None:
+        """Refuse to replace a file by one that is not all there, whatever has been said."""
+        self.file_system.invalidate_cache(path)
+        found = self.file_system.info(path).get("size")
+        if found is not None and found != nbytes:
+            message = f"{nbytes} bytes were written, and {found} have arrived"
+            raise OSError(errno.EIO, message, path)
+
+
+class _NamingSink:
+    """A stream whose errors name the URL."""
+
+    def __init__(self, stream: Any, url: str) -> None:
+        self._stream = stream
+        self._url = url
+        self.nbytes = 0
+
+    def flush(self) -> None:
+        """Do nothing: parts are sent when they are full."""
+
+    def write(self, data: Any, /) -> object:
+        with save_errors(self._url):
+            n = self._stream.write(data)
+        self.nbytes += n if isinstance(n, int) else len(data)
+        return n
+
+
+def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
+    """Return the file or directory that a URL names; for ``file://`` its local path.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If nothing can be written there by fsspec, or all at once.
+    """
+    if "::" in url:
+        raise UnsupportedUrlError.of_target(url, "several file systems in one are only read from")
+    scheme = url.partition(":")[0]
+    if scheme in _READ_ONLY:
+        raise UnsupportedUrlError.of_target(url, _READ_ONLY[scheme])
+    file_system, path = _file_system(url, dict(storage_options or {}))
+    protocols = _protocols_of(file_system)
+    if not protocols & _LOCAL:
+        return UrlTarget(url, file_system, path)
+    if file_system.auto_mkdir:
+        with save_errors(url):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+    return str(path)
+
+
+def _file_system(url: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs
+
+        file_system, path = url_to_fs(url, **storage_options)
+    except ImportError as error:
+        reason = "pip install fsspec" if error.name == "fsspec" else str(error)
+        raise UnsupportedUrlError.of_target(url, reason) from None
+    except ValueError as error:
+        if not str(error).startswith("Protocol not known"):
+            raise
+        raise UnsupportedUrlError.of_target(url, str(error)) from None
+    return file_system, path
+
+
+def _protocols_of(file_system: Any) -> set[str]:
+    protocol = file_system.protocol
+    return {protocol} if isinstance(protocol, str) else set(protocol)
+
+
+def _part_nbytes(nbytes: int) -> int:
+    """Return the size of parts, so that there are not too many of them: some MiB."""
+    needed = -(-nbytes // _MAX_N_PARTS)
+    return max(_PART_NBYTES, -(-needed // _MIB) * _MIB)
+
+
+def _abandon(stream: Any) -> None:
+    """Close a stream, without sending what is in its buffer where that can be prevented."""
+    from fsspec.spec import AbstractBufferedFile
+
+    if isinstance(stream, AbstractBufferedFile):
+        stream.closed = True
+    else:
+        stream.close()
+
+
+@contextmanager
+def save_errors(url: str) -> Iterator[None]:
+    """Turn what a file system raises in the block into a :class:`SaveError` that names the URL.
+
+    Libraries raise errors of many types, and say in them nothing of the URL's beginning.
+    """
+    try:
+        yield
+    except (SaveError, MemoryError):
+        raise
+    except NotImplementedError as error:
+        reason = f"its file system cannot do that{error.args and f': {error}'}"
+        raise UnsupportedUrlError.of_target(url, reason) from error
+    except Exception as error:
+        reason = str(getattr(error, "strerror", None) or error) or type(error).__name__
+        if not isinstance(error, OSError):
+            reason = f"{type(error).__name__}: {reason}"
+        message = f"PytorchStreamWriter failed writing file: file write failed ({reason})"
+        raise SaveError(_number_of(error), message, url) from error
+
+
+def _number_of(error: Exception) -> int:
+    number = getattr(error, "errno", None)
+    if isinstance(number, int) and number in errno.errorcode:
+        return number
+    return next((number for kind, number in _NUMBERS if isinstance(error, kind)), errno.EIO)

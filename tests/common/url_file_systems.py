@@ -1,0 +1,101 @@
+"""File systems of fsspec for tests: one without anything special, which can fail anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+MEMORY = "memory"
+PLAIN = "plain"
+
+
+class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system in memory whose files are visible, and incomplete, while they are written.
+
+    Attributes
+    ----------
+    failures : dict of str to BaseException
+        What each method raises, if it is not to work.
+    lost_nbytes : int
+        How much of a file is lost without a word.
+    """
+
+    protocol = PLAIN
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    failures: ClassVar[dict[str, BaseException]] = {}
+    lost_nbytes: ClassVar[int] = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace(f"{PLAIN}://", "memory://")))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "w" not in mode:
+            return super()._open(path, mode, **options)
+        self._fail("open")
+        assert not path.startswith("//")
+        stream = super()._open(path, mode, **options)
+        write, lost = stream.write, [self.lost_nbytes]
+
+        def failing_write(data: Any) -> int:
+            self._fail("write")
+            n, lost[0] = len(data), max(lost[0] - len(data), 0)
+            write(data if not lost[0] else b"")
+            return n
+
+        stream.write = failing_write
+        stream.close = lambda: self._fail("close")
+        return stream
+
+    def mv(self, *arguments: Any, **options: Any) -> None:
+        self._fail("mv")
+        super().mv(*arguments, **options)
+
+    def pipe_file(self, *arguments: Any, **options: Any) -> None:
+        self._fail("pipe_file")
+        super().pipe_file(*arguments, **options)
+
+    def ls(self, *arguments: Any, **options: Any) -> Any:
+        self._fail("ls")
+        return super().ls(*arguments, **options)
+
+    def rm_file(self, *arguments: Any, **options: Any) -> None:
+        self._fail("rm_file")
+        super().rm_file(*arguments, **options)
+
+    def _fail(self, method: str) -> None:
+        if method in self.failures:
+            raise self.failures[method]
+
+
+@contextmanager
+def failing(method: str, error: BaseException) -> Iterator[None]:
+    """Let a method of the plain file system raise in the block."""
+    PlainFileSystem.failures[method] = error
+    try:
+        yield
+    finally:
+        del PlainFileSystem.failures[method]
+
+
+def register() -> None:
+    fsspec.register_implementation(PLAIN, PlainFileSystem, clobber=True)
+
+
+def clear() -> None:
+    """Remove all files in memory."""
+    for protocol in (MEMORY, PLAIN):
+        fs = fsspec.filesystem(protocol)
+        fs.store.clear()
+        fs.pseudo_dirs[:] = [""]
+
+
+def contents(protocol: str) -> dict[str, bytes]:
+    """Return all files of one of them."""
+    fs = fsspec.filesystem(protocol)
+    return {path: file.getvalue() for path, file in fs.store.items()}
