@@ -35,7 +35,7 @@ def command(
     force: bool,
     fsync: bool,
 ) -> None:
-    """Rewrite a .pt FILE so that its storages hold only what its tensors use.
+    """Rewrite a .pt FILE so that its storages hold only bytes that its tensors use.
 
     A view that was saved has taken its whole storage along.  Views that overlap go on sharing
     memory; those of one storage that are a KiB or more apart share none afterwards.

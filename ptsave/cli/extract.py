@@ -61,8 +61,8 @@ def command(
     """Write entries of FILE to a file of their own.
 
     NAMEs are as `ptsave ls` shows them, with dots between the levels: tensors, containers such as
-    model, or other values. One is written as it is, several as a dict. Only what is asked for is
-    read. A name that may mean several entries is written as Python's tuple: "('a.b', 0)".
+    model, or other values. One is written as it is, several as a dict. Nothing else is read. A name
+    that may mean several entries is written as Python's tuple: "('a.b', 0)".
     """
     if output is None and len(names) > 1:
         raise click.UsageError("Several entries need a name for the file: -o OUT")

@@ -42,7 +42,7 @@ ptsave ls checkpoint.pt --json | jq '.tensors[].name'
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_json: bool) -> None:
-    """List what FILE holds: names, dtypes, shapes and sizes.
+    """List the entries of FILE: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, or a directory of shards (or their index). NAMEs are
     names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a

@@ -43,7 +43,7 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     """Check that files are whole: every checksum, every size, every place.
 
     Of a directory every checkpoint is checked that lies in it, whatever it is called: shards with
-    their index, and each other file. What was not looked at is said.
+    their index, and each other file. Files that are not looked at are named.
 
     Exits with 1 if anything is damaged; says then which records are, which tensors that reaches,
     and which are whole. Files without checksums (safetensors, torch before 1.6) are checked as far
@@ -103,7 +103,7 @@ def _verify_all(
 
 
 def _rest_of(files: CheckpointFiles) -> list[str]:
-    """Return what else is in a directory, which is not looked at."""
+    """Return the names of files and folders in a directory that are not looked at."""
     ignored = [f"{name} ({what})" if what else name for name, what in files.ignored.items()]
     return ignored + [f"{name}/" for name in files.directories]
 

@@ -75,7 +75,7 @@ def compare(
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes.  If one of them is a safetensors file, or several files,
+        As for :func:`ptsave.open`.  If one of them is a safetensors file, or several files,
         only tensors are compared, by their dotted names.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for

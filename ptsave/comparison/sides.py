@@ -23,7 +23,7 @@ class ComparedCheckpoint:
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes; raises as that does.
+        As for :func:`ptsave.open`, whose errors it raises.
 
     Attributes
     ----------

@@ -42,7 +42,7 @@ class Contents(Protocol):
     Attributes
     ----------
     path : str
-        What to call it in messages.
+        Its name in messages.
     kind : str
         The format: ``"pt"``, ``"safetensors"``, ...
     obj : object
@@ -72,7 +72,7 @@ class Contents(Protocol):
 
 
 class OneFile:
-    """The parts of what is no set of shards."""
+    """The parts of a single file: itself."""
 
     @property
     def parts(self: Contents) -> Sequence[Contents]:

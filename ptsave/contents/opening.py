@@ -67,9 +67,9 @@ def open_contents(
     Raises
     ------
     NotCheckpointError
-        If a file is something else; the message says what.
+        If a file is something else; the message names its format.
     CorruptCheckpointError
-        If one is damaged, or has not got what the index promises; it names the file.
+        If one is damaged, or lacks a tensor that the index promises; it names the file.
     pickle.UnpicklingError
         If its object needs more than ``weights_only=True`` allows.
     OSError, TypeError, ValueError
@@ -146,7 +146,7 @@ def require_checkpoint(source: RangeSource) -> None:
     Raises
     ------
     NotCheckpointError
-        The message says what it is instead.
+        The message names the format of the file.
     """
     head, nbytes, path = source.head, source.nbytes, source.name
     if is_legacy(head) or is_safetensors(head, nbytes):

@@ -37,7 +37,7 @@ class SafetensorsContents(OneFile):
     source : RangeSource
         The file.
     header : SafetensorsHeader
-        What it says about its tensors.
+        Its header.
 
     Raises
     ------

@@ -84,7 +84,7 @@ class ShardedContents:
 
 
 def _key_of(tensor: Tensor) -> int:
-    """Return what tells apart tensors of several files, also when they were wrapped anew."""
+    """Return a key that is unique among tensors of several files, also if they are wrapped anew."""
     return storage_id(tensor) or id(tensor)
 
 

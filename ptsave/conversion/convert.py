@@ -111,7 +111,7 @@ def convert(
     Parameters
     ----------
     source : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes: a file of either format, a directory of shards, their index.
+        As for :func:`ptsave.open`: a file of either format, a directory of shards, their index.
     target : str or os.PathLike
         ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
         one, ends with a slash or has no suffix.

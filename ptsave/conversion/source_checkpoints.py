@@ -19,7 +19,7 @@ class SourceCheckpoint:
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes; raises as that does.
+        As for :func:`ptsave.open`, whose errors it raises.
     sources : PayloadSources
         Learns where the bytes of the tensors are, and closes the files.
     storage_options : mapping, optional

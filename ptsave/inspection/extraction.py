@@ -31,7 +31,7 @@ def read_entries(file: Any, names: Sequence[str], *, verify: bool = True) -> dic
     Parameters
     ----------
     file : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes; raises as that does.
+        As for :func:`ptsave.open`, whose errors it raises.
     names : sequence of str
         Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
     verify : bool, default True

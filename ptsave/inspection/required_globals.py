@@ -49,7 +49,7 @@ def required_globals(f: Any) -> dict[str, str]:
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes.
+        As for :func:`ptsave.open`.
 
     Returns
     -------

@@ -128,7 +128,8 @@ def verify_directory(f: Any, progress: ProgressCallback | None = None) -> Direct
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        The directory, by path or URL; or what :func:`ptsave.open` takes, of which all is checked.
+        The directory, by path or URL; or a file or set as for :func:`ptsave.open`, all of it
+        checked.
     progress : callable, optional
         Gets the number of bytes that have been looked at, in all files so far.
 
@@ -175,7 +176,7 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes.  Of a directory all checkpoints count, as for
+        As for :func:`ptsave.open`.  Of a directory all checkpoints count, as for
         `verify_directory`.
     progress : callable, optional
         Gets the number of bytes that have been looked at.
@@ -207,7 +208,7 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
 
 
 def _as_one(found: DirectoryVerification) -> Verification:
-    """Return what has come of several files as if they were one."""
+    """Merge the results of several files into one."""
     problems = list(found.problems)
     for file in found.files:
         problems += [replace(each, reason=f"{file.path}: {each.reason}") for each in file.problems]

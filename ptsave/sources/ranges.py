@@ -79,7 +79,7 @@ class RangeSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Close what was opened for it."""
+        """Close the files that were opened for it."""
         ...
 
     def closed_on_error(self) -> AbstractContextManager[None]:
@@ -107,7 +107,7 @@ class _Ranges:
         return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
 
     def close(self) -> None:
-        """Let go of what was opened for it; file objects and memory stay as they are."""
+        """Close the files that were opened for it; file objects and memory stay as they are."""
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:

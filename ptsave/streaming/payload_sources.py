@@ -38,7 +38,7 @@ __all__ = [
 # Bytes in memory at a time of a tensor that has to be rearranged.
 _PIECE_NBYTES = 32 << 20
 _SPOOL_ALIGNMENT = 64
-# Of a file that is no local one: what is in memory at a time, and asked for in one request.
+# Of a remote file: bytes in memory at a time, and bytes asked for in one request.
 _BATCH_NBYTES = 32 << 20
 _REQUEST_NBYTES = 8 << 20
 
