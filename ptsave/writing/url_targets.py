@@ -32,7 +32,7 @@ _MIB = 1 << 20
 _LOCAL = {"file", "local"}
 # Uploads of these appear when commit() is called, and vanish when discard() is.
 _COMMITTED = {"s3", "s3a", "gs", "gcs"}
-# Uploads of these appear when the file is closed.  What is not closed vanishes by itself.
+# Uploads of these appear when the file is closed; one that is never closed vanishes by itself.
 _COMPLETED_BY_CLOSING = {"abfs", "abfss", "az"}
 _OBJECT_STORES = _COMMITTED | _COMPLETED_BY_CLOSING
 _READ_ONLY = {
@@ -67,7 +67,7 @@ class UrlTarget:
     Parameters
     ----------
     url : str
-        What to call it in messages.
+        Its name in messages.
     file_system : fsspec.AbstractFileSystem
         Where it is.
     path : str
@@ -279,7 +279,7 @@ def _part_nbytes(nbytes: int) -> int:
 
 
 def _abandon(stream: Any) -> None:
-    """Close a stream, without sending what is in its buffer where that can be prevented."""
+    """Close a stream, without sending the bytes in its buffer where that can be prevented."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):
@@ -290,7 +290,7 @@ def _abandon(stream: Any) -> None:
 
 @contextmanager
 def save_errors(url: str) -> Iterator[None]:
-    """Turn what a file system raises in the block into a :class:`SaveError` that names the URL.
+    """Map errors of a file system in the block to a :class:`SaveError` that names the URL.
 
     Libraries raise errors of many types, and say in them nothing of the URL's beginning.
     """
