@@ -153,7 +153,7 @@ def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _write_npy(output: str, obj: Any) -> None:
-    """Write the bytes that ``numpy.save`` would write, in pieces, without NumPy's copy."""
+    """Write the bytes that ``numpy.save`` would write: NumPy's header, then the tensor's memory."""
     if not isinstance(obj, Tensor):
         raise TypeError(
             f"an .npy file holds one array, not {type(obj).__name__}: write a .pt file, or ask for "

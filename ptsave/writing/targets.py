@@ -5,8 +5,8 @@
   to an open file (``/dev/stdout``), and with ``atomic=False`` unless this process has it mapped.
   Nothing that another saver does meanwhile can bring that about, because the choice follows from
   links, directories, owners and mounts, never from two looks at a file.
-* A save goes past the page cache if it has to wait for the disk: with ``fsync``, or if it is larger
-  than half of the dirty pages that the kernel holds before it makes writers wait.
+* A save of 16 MiB or more goes past the page cache if it waits for the disk: with ``fsync``, or if
+  it is larger than half of the dirty pages that the kernel holds before it makes writers wait.
 * The file of a URL is a stream: `url_targets` says how it becomes visible.
 """
 
