@@ -239,8 +239,8 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
         message = (
             f"URLs are not served here, only local files and directories{reason and f' ({reason})'}"
             ": copy it to or from a local path (given as a str, the URL of a file is read by "
-            "ptsave.open and by the commands ls, verify, globals, extract, diff and convert), or "
-            "begin the name of a local file with ./"
+            "ptsave.open and by the commands ls, verify, globals, extract, diff, convert and "
+            "compact), or begin the name of a local file with ./"
         )
         return cls(errno.ENOENT, message, url)
 

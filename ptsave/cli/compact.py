@@ -12,6 +12,7 @@ _EXAMPLES = """
 ptsave compact checkpoint.pt --dry-run
 ptsave compact checkpoint.pt -o small.pt
 ptsave compact checkpoint.pt --in-place
+ptsave compact path/to/model -o small   # a directory of shards
 """
 
 
@@ -35,7 +36,10 @@ def command(
     force: bool,
     fsync: bool,
 ) -> None:
-    """Rewrite a .pt FILE so that its storages hold only bytes that its tensors use.
+    """Rewrite FILE so that its storages hold only bytes that its tensors use.
+
+    FILE is a checkpoint, a directory of shards or their index. Shards are compacted one by one and
+    keep their names; OUT is a directory then.
 
     A view that was saved has taken its whole storage along.  Views that overlap go on sharing
     memory; those of one storage that are a KiB or more apart share none afterwards.

@@ -14,7 +14,9 @@ from ptsave.comparison.moved_names import moved_names
 from ptsave.comparison.numbers import Tolerance
 from ptsave.comparison.sides import ComparedCheckpoint, flat
 from ptsave.comparison.tensors import are_empty, compare_tensors
+from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import pausing_garbage_collection
+from ptsave.sources.local import position_kept
 from ptsave.support.progress import progress_bar
 from ptsave.tree.containers import is_container, values_of, walk
 from ptsave.tree.names import entry_not_found
@@ -119,25 +121,28 @@ def compare(
     [('numbers', 'weight', 0.5)]
     """
     tolerance = _tolerance(rtol, atol)
-    sources = ComparedCheckpoint(a), ComparedCheckpoint(b)
-    result = Comparison()
-    objects = _objects(sources, result)
-    wanted = _Wanted(patterns)
-    comparer = EntryComparer(
-        wanted=wanted,
-        detail=detail,
-        ignore_dtype=ignore_dtype,
-        ignore_types=sources[0].is_flat or sources[1].is_flat,
-        tolerance=tolerance,
-    )
-    with pausing_garbage_collection():
-        comparer.compare(*objects)
-    wanted.require_any(*(source.path for source in sources))
-    result.differences = _with_moved(comparer.differences)
-    _compare_values(sources, comparer.pairs, tolerance, result, progress)
-    with pausing_garbage_collection():
-        result.remarks += _remarks_on_sharing(sources, comparer.pairs)
-    return result
+    with position_kept(a), position_kept(b):
+        first = open_contents(a)
+        second = first if b is a else open_contents(b)  # a file object has one position
+        sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
+        result = Comparison()
+        objects = _objects(sources, result)
+        wanted = _Wanted(patterns)
+        comparer = EntryComparer(
+            wanted=wanted,
+            detail=detail,
+            ignore_dtype=ignore_dtype,
+            ignore_types=sources[0].is_flat or sources[1].is_flat,
+            tolerance=tolerance,
+        )
+        with pausing_garbage_collection():
+            comparer.compare(*objects)
+        wanted.require_any(*(source.path for source in sources))
+        result.differences = _with_moved(comparer.differences)
+        _compare_values(sources, comparer.pairs, tolerance, result, progress)
+        with pausing_garbage_collection():
+            result.remarks += _remarks_on_sharing(sources, comparer.pairs)
+        return result
 
 
 def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:

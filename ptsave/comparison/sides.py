@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ptsave.contents.contents import UnreadContents
-from ptsave.contents.opening import open_contents
+from ptsave.contents.contents import Contents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.sharded import ShardedContents
 from ptsave.tree.names import EntryNames
@@ -22,8 +21,8 @@ class ComparedCheckpoint:
 
     Parameters
     ----------
-    f : str, os.PathLike or file-like
-        As for :func:`ptsave.open`, whose errors it raises.
+    contents : Contents
+        The checkpoint, open.
 
     Attributes
     ----------
@@ -35,8 +34,8 @@ class ComparedCheckpoint:
         Whether it cannot hold more than a dict of tensors.
     """
 
-    def __init__(self, f: Any) -> None:
-        self._contents = open_contents(f)
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
         self.path = self._contents.path
         self.obj = self._contents.obj
         self.is_flat = isinstance(self._contents, (SafetensorsContents, ShardedContents))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_came_instead
-from ptsave.sources.opening import Folder, open_source
+from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
 
 __all__ = [
@@ -94,6 +94,12 @@ class ShardFiles:
     def is_one(self) -> bool:
         """Whether this is one file, all of which counts."""
         return len(self.paths) == 1 and self.weight_map is None
+
+    def name_of(self, path: str) -> str:
+        """Return the name of a file in the directory of all of them."""
+        folder = folder_of(self.index_path or self.paths[0], self.storage_options).path
+        links = zip(folder.split("::"), path.split("::"), strict=True)
+        return next(link[len(own) :].lstrip("/") for own, link in links if own != link)
 
     def open(self) -> Iterator[RangeSource]:
         """Open the files, one after another."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,25 @@ from torch.nn import Parameter
 
 from ptsave import _C
 from ptsave.archive.views import unfilled_tensors, view_as
+from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import as_saved
+from ptsave.contents.opening import open_file
+from ptsave.contents.shard_files import ShardFiles
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
+from ptsave.errors import UnsupportedSourceError
+from ptsave.sources.local import describe, position_kept
+from ptsave.sources.opening import open_source
+from ptsave.sources.ranges import RangeSource
 from ptsave.sources.urls import refuse_url_target
-from ptsave.streaming.payload_sources import (
-    PayloadSources,
-    StoragePlace,
-    check_records,
+from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
+from ptsave.streaming.streamed_files import (
+    PicklePlan,
+    SafetensorsPlan,
+    StreamedPlan,
+    write_bytes,
 )
-from ptsave.streaming.streamed_files import PicklePlan
 from ptsave.support.progress import progress_bar
+from ptsave.support.torch_serialization import is_path
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.view_blocks import span_of
@@ -46,15 +55,15 @@ class Compaction:
     Attributes
     ----------
     path : str
-        The file that was written, or would be.
+        The file or directory that was written, or would be.
     n_tensors : int
         Number of tensors in the checkpoint.
     n_storages : int
         Number of its storages with bytes that no tensor uses.
     nbytes_before, nbytes : int
-        The size of the file, as it was and as it is.
+        The size of the files, as it was and as it is.
     is_written : bool
-        Whether the file was written.
+        Whether a file was written.
     """
 
     path: str
@@ -66,15 +75,16 @@ class Compaction:
 
 
 def compact(
-    source: str | os.PathLike[str],
+    source: Any,
     target: str | os.PathLike[str] | None = None,
     *,
     dry_run: bool = False,
     force: bool = False,
     fsync: bool = False,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Compaction:
-    """Rewrite a ``.pt`` file without the bytes of storages that none of its tensors uses.
+    """Rewrite a checkpoint without the bytes of storages that none of its tensors uses.
 
     A view that is saved takes its whole storage along.  Here it gets a storage from its first to
     its last element, or, if it would leave most of that unused, of its elements alone.  Views that
@@ -84,18 +94,22 @@ def compact(
 
     Parameters
     ----------
-    source : str or os.PathLike
-        The file, which is loaded with ``weights_only=True``.
+    source : str, os.PathLike or file-like
+        What :func:`ptsave.open` takes; it is loaded with ``weights_only=True``.  Several files are
+        compacted one by one, and keep their names.
     target : str or os.PathLike, optional
-        File to write: the source by default, if that makes it smaller.
+        Path to write to: a file, or of several files a directory, which gets a copy of their index,
+        too.  By default files are replaced, if that makes them smaller.
     dry_run : bool, default False
         Whether only to compute the size of the result.
     force : bool, default False
-        Whether to replace another file than the source.
+        Whether to replace other files than the source.
     fsync : bool, default False
-        Whether the file is on the disk, past all caches, when the call returns.
+        Whether the files are on the disk, past all caches, when the call returns.
     progress : bool, default False
         Whether to show a progress bar.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Raises
     ------
@@ -104,12 +118,14 @@ def compact(
     FileExistsError
         If the target exists.
     SaveError
-        If the target cannot be written; nothing has changed then.
-    ValueError
-        If the source is a safetensors file, in which nothing is shared, or a directory.
+        If the target cannot be written; it has not changed then.
+    UnsupportedSourceError
+        If the source is a file object, and there is no target.
 
     Notes
     -----
+    A safetensors file has no unused bytes: it stays as it is, and a target is a copy of it.
+
     A file that can only be overwritten, not replaced, is put together in a temporary file first, in
     its directory or that of ``$TMPDIR``.  Files that only load as a whole are rewritten from
     memory.  Sparse and quantized tensors, those
@@ -127,33 +143,76 @@ def compact(
     ...     print(done.nbytes_before > 4_000_000, done.nbytes < 10_000)
     True True
     """
-    source = os.fspath(source)
-    path = source if target is None else os.fspath(target)
-    if target is not None or not dry_run:
-        refuse_url_target(path)
-    if os.path.isdir(source):
-        raise IsADirectoryError(errno.EISDIR, "give the files in it, one at a time", source)
-    if target is not None:
-        _check_target(source, path, force=force)
+    if target is not None or (not dry_run and is_path(source)):
+        refuse_url_target(source if target is None else target)
+    if target is None and not dry_run and not is_path(source):
+        raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
+    options = _Options(dry_run, force, fsync, progress)
+    path = None if target is None else os.fsdecode(target)
+    with position_kept(source):
+        files = find_files(source, storage_options)
+        if files.source is None:
+            return _compact_files(files, path, options)
+        with files.source.closed_on_error():
+            if path is not None:
+                _check_target(files.path, path, force=force)
+            return _compact_file(files.source, path or files.path, path is not None, options)
+
+
+class _Options(NamedTuple):
+    dry_run: bool
+    force: bool
+    fsync: bool
+    progress: bool
+
+
+def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> Compaction:
+    targets = {path: path for path in files.paths}
+    if folder is not None:
+        names = {path: files.name_of(path) for path in (*files.paths, files.index_path) if path}
+        targets = {path: os.path.join(folder, name) for path, name in names.items()}
+        for path, target in targets.items():
+            _check_target(path, target, force=options.force)
+            if not options.dry_run:
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+    done = [
+        _compact_file(source, targets[path], folder is not None, options)
+        for path, source in zip(files.paths, files.open(), strict=True)
+    ]
+    if files.index_path in targets and not options.dry_run:
+        source = open_source(files.index_path, files.storage_options)
+        (text,) = source.read([(0, source.nbytes)])
+        write_bytes(targets[files.index_path], text, fsync=options.fsync)
+    return Compaction(
+        files.path if folder is None else folder,
+        sum(each.n_tensors for each in done),
+        sum(each.n_storages for each in done),
+        sum(each.nbytes_before for each in done),
+        sum(each.nbytes for each in done),
+        any(each.is_written for each in done),
+    )
+
+
+def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Options) -> Compaction:
     with ExitStack() as stack:
-        folder = os.path.dirname(os.path.realpath(path))
-        sources = PayloadSources(stack, folder)
-        checkpoint = SourceCheckpoint(source, sources)
-        if checkpoint.is_safetensors:
-            raise ValueError(f"{source}: tensors of a safetensors file share nothing")
-        require_picklable(checkpoint.obj, source)
-        compactor = _Compactor(sources, dry_run=dry_run)
+        sources = PayloadSources(stack, os.path.dirname(os.path.realpath(path)))
+        checkpoint = SourceCheckpoint(open_file(sources.localize(source), verify=True), sources)
+        require_picklable(checkpoint.obj, source.name)
+        compactor = _Compactor(sources, dry_run=options.dry_run)
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]
-        obj = read_entry(checkpoint.obj, compactor.compact)
-        plan = PicklePlan(obj, path, sources)
+        plan: StreamedPlan
+        if checkpoint.is_safetensors:
+            plan = SafetensorsPlan(checkpoint.obj, path, sources, checkpoint.metadata)
+        else:
+            plan = PicklePlan(read_entry(checkpoint.obj, compactor.compact), path, sources)
         before = checkpoint.nbytes
         is_smaller = compactor.n_storages > 0 and plan.nbytes < before
-        writes = not dry_run and (target is not None or is_smaller)
+        writes = not options.dry_run and (is_other or is_smaller)
         if writes:
             check_records(compactor.in_parts)
-            with progress_bar(progress, "compacting", plan.nbytes, delay=1) as callback:
-                plan.write(fsync=fsync, progress=callback)
-    nbytes = plan.nbytes if writes or dry_run else before
+            with progress_bar(options.progress, "compacting", plan.nbytes, delay=1) as callback:
+                plan.write(fsync=options.fsync, progress=callback)
+    nbytes = plan.nbytes if writes or options.dry_run else before
     return Compaction(path, len(tensors), compactor.n_storages, before, nbytes, writes)
 
 

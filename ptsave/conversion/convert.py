@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from ptsave.contents.opening import open_contents
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.models.save_model import (
     FORMAT_FILES,
@@ -27,7 +28,7 @@ from ptsave.models.save_model import (
     save_errors,
     split,
 )
-from ptsave.sources.local import describe
+from ptsave.sources.local import describe, position_kept
 from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import (
@@ -174,9 +175,10 @@ def convert(
         raise ValueError(f"{place.path}: max_shard_size is for directories")
     limit = parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
     _check_target(place, describe(source), force=force)
-    with ExitStack() as stack:
+    with position_kept(source), ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)
-        checkpoint = SourceCheckpoint(source, sources, storage_options)
+        contents = open_contents(source, storage_options, localize=sources.localize)
+        checkpoint = SourceCheckpoint(contents, sources)
         _refuse_source(place, filter(os.path.exists, checkpoint.paths))
         conversion = Conversion(place.path, remarks=checkpoint.remarks)
         writing = _Writing(

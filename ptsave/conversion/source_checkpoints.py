@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ptsave.contents.contents import UnreadContents
-from ptsave.contents.opening import open_contents
+from ptsave.contents.contents import Contents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.streaming.payload_sources import PayloadSources
 
@@ -18,12 +14,10 @@ class SourceCheckpoint:
 
     Parameters
     ----------
-    f : str, os.PathLike or file-like
-        As for :func:`ptsave.open`, whose errors it raises.
+    contents : Contents
+        The checkpoint, of files that ``sources.localize`` has returned.
     sources : PayloadSources
-        Learns where the bytes of the tensors are, and closes the files.
-    storage_options : mapping, optional
-        For the file system of a URL.
+        Learns the places of its tensors.
 
     Attributes
     ----------
@@ -43,10 +37,7 @@ class SourceCheckpoint:
         Facts that the owner of the files should know.
     """
 
-    def __init__(
-        self, f: Any, sources: PayloadSources, storage_options: Mapping[str, Any] | None = None
-    ) -> None:
-        contents = open_contents(f, storage_options, localize=sources.localize)
+    def __init__(self, contents: Contents, sources: PayloadSources) -> None:
         self.path = contents.path
         self.obj = contents.obj
         self.nbytes = contents.nbytes

@@ -15,6 +15,7 @@ from ptsave.contents.archive import Archive
 from ptsave.contents.archive import open as open_archive
 from ptsave.errors import EntryNotFoundError
 from ptsave.serialization import save
+from ptsave.sources.local import position_kept
 from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.streamed_files import write_bytes, write_safetensors
 from ptsave.tree.entry_reading import require_picklable
@@ -56,7 +57,7 @@ def read_entries(file: Any, names: Sequence[str], *, verify: bool = True) -> dic
     ...     read_entries(path, ["model.weight", "epoch"])
     {'model.weight': tensor([1., 1.]), 'epoch': 3}
     """
-    with open_archive(file, verify=verify) as archive:
+    with position_kept(file), open_archive(file, verify=verify) as archive:
         return {name: _entry(archive, name) for name in names}
 
 

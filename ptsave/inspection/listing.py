@@ -11,6 +11,7 @@ from ptsave.contents.contents import Contents, Place
 from ptsave.contents.opening import open_contents, open_each
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.contents.tensor_info import Facts, facts_of, pausing_garbage_collection
+from ptsave.sources.local import position_kept
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 
@@ -100,7 +101,7 @@ def list_file(f: Any) -> FileListing:
     >>> list_file(stream).totals.unused_nbytes
     384
     """
-    with pausing_garbage_collection():
+    with pausing_garbage_collection(), position_kept(f):
         return _listing_of(open_contents(f))
 
 

@@ -16,6 +16,7 @@ from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.opening import require_checkpoint, require_saved_object
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import is_legacy, is_zip
+from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.torch_serialization import (
     ArchiveFileReader,
@@ -76,9 +77,10 @@ def required_globals(f: Any) -> dict[str, str]:
     ['pathlib.PurePosixPath']
     """
     found: dict[str, str] = {}
-    for source in find_files(f).open():
-        require_checkpoint(source)
-        found |= _globals_in(source)
+    with position_kept(f):
+        for source in find_files(f).open():
+            require_checkpoint(source)
+            found |= _globals_in(source)
     return found
 
 

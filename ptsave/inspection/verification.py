@@ -23,6 +23,7 @@ from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.required_globals import globals_in_pickle, unsafe_globals
 from ptsave.sources.kinds import is_zip
+from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.progress import ProgressCallback, progress_from
 from ptsave.support.torch_serialization import restricted_unpickler
@@ -151,7 +152,8 @@ def verify_directory(f: Any, progress: ProgressCallback | None = None) -> Direct
     >>> list(found.contents.ignored)
     ['config.json']
     """
-    return _verify_all(checkpoint_files(f), progress)
+    with position_kept(f):
+        return _verify_all(checkpoint_files(f), progress)
 
 
 def _verify_all(
@@ -201,10 +203,11 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
     ...     verify_file(path).whole
     ['b']
     """
-    contents = checkpoint_files(f)
-    if len(contents.sets) == 1 and contents.sets[0].source is not None:
-        return _verify_source(contents.sets[0].source, progress)
-    return _as_one(_verify_all(contents, progress))
+    with position_kept(f):
+        contents = checkpoint_files(f)
+        if len(contents.sets) == 1 and contents.sets[0].source is not None:
+            return _verify_source(contents.sets[0].source, progress)
+        return _as_one(_verify_all(contents, progress))
 
 
 def _as_one(found: DirectoryVerification) -> Verification:

@@ -6,9 +6,11 @@ import io
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["describe", "real_file"]
+__all__ = ["describe", "position_kept", "real_file"]
 
 
 def describe(f: Any) -> str:
@@ -17,6 +19,17 @@ def describe(f: Any) -> str:
         return os.fsdecode(f)
     name = getattr(f, "name", None)
     return name if isinstance(name, str) else f"<{type(f).__name__}>"
+
+
+@contextmanager
+def position_kept(f: Any) -> Iterator[None]:
+    """Give a file object its position back after the block; nothing else has one."""
+    position = f.tell() if hasattr(f, "tell") else None
+    try:
+        yield
+    finally:
+        if position is not None:
+            f.seek(position)
 
 
 def real_file(f: Any) -> Any:

@@ -90,6 +90,8 @@ def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
     links = path.split("::")
     i = next((i for i, link in enumerate(links) if "://" in link), 0)
     scheme, _, rest = links[i].partition("://")
+    if scheme in ("http", "https"):
+        rest = rest.partition("?")[0]
     links[i] = f"{scheme}://{rest.rpartition('/')[0]}"
     return FsspecFolder("::".join(links), storage_options)
 

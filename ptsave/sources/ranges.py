@@ -107,7 +107,7 @@ class _Ranges:
         return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
 
     def close(self) -> None:
-        """Close the files that were opened for it; file objects and memory stay as they are."""
+        """Let go of the file or memory; a file object stays open."""
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -315,6 +315,10 @@ class Buffer(_Ranges):
     def stream(self) -> AbstractContextManager[Any]:
         """Lend the stream at the position it had."""
         return _lent(self._stream, self._begin)
+
+    def close(self) -> None:
+        """Let the stream change again."""
+        self.view.release()
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         pieces = [bytes(self.view[begin:end]) for begin, end in ranges]
