@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ptsave
+from ptsave.archive.opening import open_archive
 
 _NUMEL = 16_000_000  # times 8 bytes: takes long enough to arrive that looking early shows zeros
 
@@ -298,7 +299,7 @@ def test_file_that_is_cut_while_it_is_loaded(tmp_path: Path) -> None:
     obj = [torch.ones(1_000_000) for _ in range(4)]
     path = tmp_path / "cut.pt"
     stock_save(obj, path)
-    engine = ptsave.serialization.open_archive(path)  # type: ignore[attr-defined]
+    engine = open_archive(path)
     assert engine is not None
     os.truncate(path, 1000)
     engine.start([4], n_threads=2, verify=True, exact_offsets=False)
