@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import concurrent.futures.thread  # which registers first what it does at exit
+import functools
 import logging
 import os
 import threading
+from contextlib import suppress
 from typing import Any
 
 from ptsave import _C
@@ -107,6 +110,11 @@ class BackgroundSave:
         self._writer = ArchiveWriter(plan, progress=self._progress, **options)
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it goes to a URL."""
+        return isinstance(self._target, UrlTarget)
 
     # ------------------------------------------------------------------------------------- staging
 
@@ -249,6 +257,8 @@ def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
         if not stage_in_background:
             save.stage()
         _unfinished[save.future] = save
+        if save.is_remote:
+            _wait_before_executors_end()
         if stage_in_background:
             _staging.put(save.stage_in_background)
         _writing.put(save.write)
@@ -257,6 +267,27 @@ def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
         raise
     if _writing.closed:
         report_failures()  # there is no later moment
+
+
+@functools.cache
+def _wait_before_executors_end() -> None:
+    """Let the interpreter's exit wait for saves while clients of servers still work.
+
+    They look up hosts in executors, which take nothing more once the exit has begun, long before
+    the threads of the lanes are waited for.  The last to be registered is the first to be called.
+    """
+    register = getattr(threading, "_register_atexit", None)  # of Python itself, for its executors
+    if register is not None:
+        with suppress(RuntimeError):  # the exit has begun
+            register(_wait_for_remote_saves)
+
+
+def _wait_for_remote_saves() -> None:
+    for future, save in list(_unfinished.items()):
+        if save.is_remote:
+            with suppress(concurrent.futures.CancelledError):
+                # Not the future's own method: then somebody would count as knowing the outcome.
+                concurrent.futures.Future.exception(future)
 
 
 @atexit.register

@@ -15,6 +15,7 @@ import operator
 import os
 import threading
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +27,9 @@ from ptsave.background.save_future import SaveFuture
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.support.ranks import check_rank_is_named, check_rank_saves
 from ptsave.training.checkpoint import entries_of, restore_entries
-from ptsave.training.directory import CheckpointDirectory, create_directory
+from ptsave.training.directory import CheckpointDirectory
 from ptsave.training.named_options import check_restoring, check_saving
+from ptsave.training.url_directory import directory_opener
 
 __all__ = ["AsyncCheckpointer"]
 
@@ -42,7 +44,7 @@ class AsyncCheckpointer:
     Parameters
     ----------
     directory : str or os.PathLike
-        Directory of the checkpoints; made if it is not there.
+        Directory of the checkpoints, made if it is not there; or a URL (``"s3://bucket/run"``).
     keep : int or None, default 3
         Number of checkpoints that stay.  After each save the lowest steps above that number are
         removed; never the one just saved, the highest one, or one that this object is restoring.
@@ -53,14 +55,14 @@ class AsyncCheckpointer:
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
         False it survives the death of the process, not that of the machine.
-    staging, max_staged_bytes, when_full
+    staging, max_staged_bytes, when_full, storage_options
         As for :func:`ptsave.async_save`.
 
     Raises
     ------
     SaveError
         An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
-        URL.
+        URL that fsspec cannot write to.
     TypeError, ValueError
         `keep` is neither None nor at least 1, or `rank` neither None nor at least 0.
     RuntimeError
@@ -74,6 +76,10 @@ class AsyncCheckpointer:
     unless a process holds its lock, which is to say is writing it.  Several processes may use one
     directory.  If they run on several hosts, its file system must take ``flock`` to all of them, or
     one host can make another's save fail.
+
+    At a URL no temporary file is removed, because nobody can see whether it is being written;
+    object stores have none.  A checkpoint that another process removes while it is being restored
+    there is an :class:`OSError`.
 
     With DistributedDataParallel all ranks have the same values.  Each makes
     ``AsyncCheckpointer(directory, rank=0)`` and restores from it, before the first save, and rank 0
@@ -112,6 +118,7 @@ class AsyncCheckpointer:
         staging: Literal["blocking", "background"] = "blocking",
         max_staged_bytes: int | None = None,
         when_full: Literal["wait", "raise"] = "wait",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._keep = None if keep is None else _checked(keep, "keep", 1)
         self._rank = None if rank is None else _checked(rank, "rank", 0)
@@ -121,10 +128,12 @@ class AsyncCheckpointer:
             "staging": staging,
             "max_staged_bytes": max_staged_bytes,
             "when_full": when_full,
+            "storage_options": storage_options,
         }
         self._closed = False
         self._announced: int | None = None  # the highest step of which a warning was given
-        self._start_afresh(create_directory(directory, fsync=fsync))
+        self._open_directory = directory_opener(directory, storage_options, fsync=fsync)
+        self._start_afresh()
         self._directory.remove_leftovers()
 
     # ------------------------------------------------------------------------------------- saving
@@ -250,16 +259,17 @@ class AsyncCheckpointer:
         """Return the steps that have a complete checkpoint, lowest first."""
         return self._directory.steps()
 
-    def latest(self) -> Path | None:
-        """Return the path of the complete checkpoint with the highest step, None if there is none.
+    def latest(self) -> Path | Any | None:  # callers know whether they gave a path or a URL
+        """Return the complete checkpoint with the highest step, None if there is none.
 
+        It is a :class:`pathlib.Path`, or a str if the directory is a URL.
         A save that is pending does not count yet.  Another process that saves to the directory may
         remove the file at any time: :meth:`restore` chooses again then.
         """
         return self._directory.latest()
 
-    def path(self, step: int, /) -> Path:
-        """Return the path of a step's checkpoint, whether or not it is there.
+    def path(self, step: int, /) -> Path | Any:
+        """Return the path (or the URL, a str) of a step's checkpoint, whether or not it is there.
 
         Raises
         ------
@@ -315,7 +325,8 @@ class AsyncCheckpointer:
         step = None if step is None else _checked(step, "step", 0)
         with self._directory.opened(step) as stream:
             # torch maps paths only, if it is told to map by default.
-            return restore_entries(stream.name if wants_mmap(None) else stream, targets)
+            is_mapped = wants_mmap(None) and isinstance(self._directory.path, Path)
+            return restore_entries(stream.name if is_mapped else stream, targets)
 
     # ---------------------------------------------------------------------------------- the end
 
@@ -363,9 +374,9 @@ class AsyncCheckpointer:
 
     # -------------------------------------------------------------------------------------- fork
 
-    def _start_afresh(self, path: Path) -> None:
+    def _start_afresh(self) -> None:
         self._pid = os.getpid()
-        self._directory = CheckpointDirectory(path)
+        self._directory: CheckpointDirectory = self._open_directory()
         self._changed = threading.Condition()
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []
@@ -373,7 +384,7 @@ class AsyncCheckpointer:
     def _check_process(self) -> None:
         """Forget the saves and the locks of the process that this one was forked from."""
         if self._pid != os.getpid():
-            self._start_afresh(self._directory.path)
+            self._start_afresh()
 
 
 def _failed_save(target: str, error: OSError) -> SaveFuture:

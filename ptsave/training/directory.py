@@ -14,9 +14,9 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
@@ -84,7 +84,9 @@ class CheckpointDirectory:
         The directory.  While it does not exist it has no checkpoints.
     """
 
-    def __init__(self, path: Path) -> None:
+    path: Path | str
+
+    def __init__(self, path: Path | str) -> None:
         self.path = path
         # Between a restore that chooses a checkpoint and the removal of old ones.
         self._lock = threading.Lock()
@@ -93,22 +95,22 @@ class CheckpointDirectory:
     def steps(self) -> list[int]:
         return sorted(self._names())
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Path | Any | None:
         names = self._names()
-        return self.path / names[max(names)][0] if names else None
+        return self._place_of(names[max(names)][0]) if names else None
 
-    def path_of(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path | Any:
         """Return where the checkpoint of a step is, or would be."""
         return self.place(step)[0]
 
-    def place(self, step: int) -> tuple[Path, int | None]:
+    def place(self, step: int) -> tuple[Path | Any, int | None]:
         """Return where a step is, or would be, and the highest step that is there."""
         names = self._names()
         name = names[step][0] if step in names else _name(step)
-        return self.path / name, max(names, default=None)
+        return self._place_of(name), max(names, default=None)
 
     @contextmanager
-    def opened(self, step: int | None) -> Iterator[BinaryIO]:
+    def opened(self, step: int | None) -> Iterator[Any]:
         """Yield the open file of a step (None: of the highest one), which is not pruned meanwhile.
 
         Another process may prune it all the same.  If that has happened before the file was open,
@@ -123,7 +125,7 @@ class CheckpointDirectory:
             with ExitStack() as stack:
                 path = stack.enter_context(self._held_back(step))
                 try:
-                    stream = stack.enter_context(open(path, "rb"))
+                    stream = stack.enter_context(self._open(path))
                 except OSError as error:
                     if error.errno in _GONE and n_left:
                         continue
@@ -132,7 +134,7 @@ class CheckpointDirectory:
                 return
 
     @contextmanager
-    def _held_back(self, step: int | None) -> Iterator[str]:
+    def _held_back(self, step: int | None) -> Iterator[Path | Any]:
         """Yield the path of a step, which this object does not prune meanwhile."""
         with self._lock:
             names = self._names()
@@ -141,7 +143,7 @@ class CheckpointDirectory:
                 raise self._no_checkpoint(step, sorted(names))
             self._held.append(chosen)
         try:
-            yield os.path.join(self.path, names[chosen][0])
+            yield self._place_of(names[chosen][0])
         finally:
             with self._lock:
                 self._held.remove(chosen)
@@ -154,7 +156,7 @@ class CheckpointDirectory:
         process is at it, nothing is done: each would keep another one, and together they would keep
         fewer.
         """
-        with self._lock, _locked(self.path) as alone:
+        with self._lock, self._locked() as alone:
             if not alone:
                 return
             names = self._names()
@@ -162,7 +164,7 @@ class CheckpointDirectory:
             spare = [step for step in sorted(names) if step not in kept]
             for step in spare[: max(len(names) - keep, 0)]:
                 for name in names[step]:
-                    _remove(self.path / name)
+                    self._remove_or_warn(name)
 
     def remove_leftovers(self) -> None:
         """Remove temporary files of killed processes that were writing checkpoints."""
@@ -175,11 +177,10 @@ class CheckpointDirectory:
     def _names(self) -> dict[int, list[str]]:
         """Return the names of each step's files: one, unless somebody has made others."""
         names: dict[int, list[str]] = {}
-        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match and _is_file(entry):
-                    names.setdefault(int(match[1]), []).append(entry.name)
+        for name in self._files():
+            match = _NAME.fullmatch(name)
+            if match:
+                names.setdefault(int(match[1]), []).append(name)
         return {step: _own_first(step, several) for step, several in names.items()}
 
     def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
@@ -188,6 +189,34 @@ class CheckpointDirectory:
         there = f"only of {'..., ' if len(steps) > 8 else ''}{some}" if steps else "nor any other"
         message = f"there is {wanted}" + ("" if step is None else f", {there}")
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
+
+    def _remove_or_warn(self, name: str) -> None:
+        try:
+            self._remove(name)
+        except OSError as error:
+            message = f"an old checkpoint cannot be removed, so it stays: {error}"
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+    # ------------------------------------------------------------------------ the file system
+
+    def _place_of(self, name: str) -> Path | Any:
+        return Path(self.path, name)
+
+    def _files(self) -> list[str]:
+        """Return the names of the files that are there."""
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            return [entry.name for entry in entries if _is_file(entry)]
+        return []
+
+    def _open(self, path: Path | Any) -> AbstractContextManager[Any]:
+        return open(os.fspath(path), "rb")
+
+    def _remove(self, name: str) -> None:
+        Path(self.path, name).unlink(missing_ok=True)
+
+    def _locked(self) -> AbstractContextManager[bool]:
+        """Return a context that yields whether no other process prunes."""
+        return _locked(Path(self.path))
 
 
 def _name(step: int) -> str:
@@ -227,11 +256,3 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return True  # a file system on which directories have no locks
     return True
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        message = f"an old checkpoint cannot be removed, so it stays: {error}"
-        warnings.warn(message, CheckpointWarning, stacklevel=2)

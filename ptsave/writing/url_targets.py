@@ -28,6 +28,8 @@ __all__ = ["ByteSink", "UrlTarget", "resolve_url", "save_errors"]
 _PART_NBYTES = 16 << 20
 _MAX_N_PARTS = 10_000  # of S3; others allow more
 _MIB = 1 << 20
+# As torch says.
+_WRITE_FAILED = "PytorchStreamWriter failed writing file: file write failed"
 
 _LOCAL = {"file", "local"}
 # Uploads of these appear when commit() is called, and vanish when discard() is.
@@ -100,19 +102,51 @@ class UrlTarget:
 
     def child(self, name: str) -> UrlTarget:
         """Return a file in this directory."""
-        path = f"{self.path.rstrip('/')}/{name}"
-        return UrlTarget(f"{self.url.rstrip('/')}/{name}", self.file_system, path)
+        scheme, _, rest = self.url.partition("://")
+        rest = rest.rstrip("/")
+        url = f"{scheme}://{rest}/{name}" if rest else f"{scheme}://{name}"
+        return UrlTarget(url, self.file_system, f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:
         """Return whether there is such a file or directory now."""
-        with save_errors(self.url):
+        with save_errors(self.url, "it cannot be looked for"):
             self.file_system.invalidate_cache(self.file_system._parent(self.path))
             return bool(self.file_system.exists(self.path))
 
     def remove(self) -> None:
         """Remove the file, if it is there."""
-        with suppress(FileNotFoundError), save_errors(self.url):
+        with suppress(FileNotFoundError), save_errors(self.url, "the file cannot be removed"):
             self.file_system.rm_file(self.path)
+
+    def make_directory(self) -> None:
+        """Make the directory, with its parents, where the file system has any.
+
+        Raises
+        ------
+        SaveError
+            If it cannot be made or listed.
+        """
+        if self.is_object_store:
+            if not self.path.strip("/"):
+                raise SaveError(errno.ENOENT, "it names no bucket: add a name", self.url)
+        else:
+            with save_errors(self.url, "the directory cannot be made"):
+                self.file_system.makedirs(self.path, exist_ok=True)
+        self.files()
+
+    def files(self) -> list[str]:
+        """Return the names of the files in this directory; none if it is not there."""
+        with save_errors(self.url, "the directory cannot be listed"):
+            self.file_system.invalidate_cache(self.path)
+            try:
+                entries = self.file_system.ls(self.path, detail=True)
+            except FileNotFoundError:
+                return []
+        return [
+            entry["name"].rpartition("/")[2]
+            for entry in entries
+            if entry["type"] == "file" and entry["name"] != self.path
+        ]
 
     def opened(self, nbytes: int | None = None) -> AbstractContextManager[ByteSink]:
         """Open the file for its new contents, which are there at the end of the block.
@@ -289,7 +323,7 @@ def _abandon(stream: Any) -> None:
 
 
 @contextmanager
-def save_errors(url: str) -> Iterator[None]:
+def save_errors(url: str, failed: str = _WRITE_FAILED) -> Iterator[None]:
     """Map errors of a file system in the block to a :class:`SaveError` that names the URL.
 
     Libraries raise errors of many types, and say in them nothing of the URL's beginning.
@@ -305,7 +339,7 @@ def save_errors(url: str) -> Iterator[None]:
         reason = str(getattr(error, "strerror", None) or error) or type(error).__name__
         if not isinstance(error, OSError):
             reason = f"{type(error).__name__}: {reason}"
-        message = f"PytorchStreamWriter failed writing file: file write failed ({reason})"
+        message = f"{failed} ({reason})"
         raise SaveError(_number_of(error), message, url) from error
 
 

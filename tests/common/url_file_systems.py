@@ -64,9 +64,10 @@ class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]
         self._fail("ls")
         return super().ls(*arguments, **options)
 
-    def rm_file(self, *arguments: Any, **options: Any) -> None:
-        self._fail("rm_file")
-        super().rm_file(*arguments, **options)
+    def rm_file(self, path: str, **options: Any) -> None:
+        if "/." not in path:  # a temporary file
+            self._fail("rm_file")
+        super().rm_file(path, **options)
 
     def _fail(self, method: str) -> None:
         if method in self.failures:

@@ -81,11 +81,11 @@ SERVED: dict[str, Callable[[Any], object]] = {
     "save in place": lambda f: ptsave.save(write(f), f, atomic=False),
     "async_save": lambda f: ptsave.async_save(write(f), f),
     "save_checkpoint": lambda f: ptsave.save_checkpoint(f, model=nn.Linear(2, 2)),
+    "AsyncCheckpointer": ptsave.AsyncCheckpointer,
 }
 SAVES: dict[str, Callable[[Any], object]] = {
     "save_model": lambda f: ptsave.save_model(nn.Linear(2, 2), f),
     "save_model, pt": lambda f: ptsave.save_model(write(f), f, format="pt"),
-    "AsyncCheckpointer": ptsave.AsyncCheckpointer,
     "convert to": lambda f: convert("../local.pt", f),
     "compact to": lambda f: compact("../local.pt", f),
     "compact in place": compact,

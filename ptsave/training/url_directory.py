@@ -1,0 +1,82 @@
+"""The checkpoints below a URL.
+
+An object store has neither locks nor renames, and needs none here: a key is a complete checkpoint,
+because a save shows it when it is.  One process at a time prunes, that of the rank which saves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ptsave.sources.ranges import FsspecFile
+from ptsave.sources.urls import is_url_target
+from ptsave.training.directory import CheckpointDirectory, create_directory
+from ptsave.writing.url_targets import UrlTarget, resolve_url
+
+__all__ = ["directory_opener"]
+
+
+def directory_opener(
+    directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, fsync: bool
+) -> Callable[[], CheckpointDirectory]:
+    """Make a directory for checkpoints, and return a function that opens it, in any process.
+
+    Raises
+    ------
+    SaveError
+        As from :func:`create_directory`; an `UnsupportedUrlError` for a URL that cannot be written.
+    TypeError
+        If there are options for the file system of a URL, and it is none.
+    """
+    if is_url_target(directory):
+        url = str(directory)
+        target = resolve_url(url, storage_options)
+        if isinstance(target, UrlTarget):
+            target.make_directory()
+            # Once for each process: connections do not survive a fork.
+            return lambda: UrlCheckpointDirectory(url, storage_options)
+        directory = target
+    elif storage_options:
+        raise TypeError("storage_options are for URLs")
+    path = create_directory(directory, fsync=fsync)
+    return lambda: CheckpointDirectory(path)
+
+
+class UrlCheckpointDirectory(CheckpointDirectory):
+    """The files ``step-<number>.pt`` of one directory of a file system that fsspec knows.
+
+    Parameters
+    ----------
+    url : str
+        The directory.  While it does not exist it has no checkpoints.
+    storage_options : mapping or None
+        Arguments of the file system.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
+        super().__init__(url)
+        self._options = dict(storage_options or {})
+        target = resolve_url(url, storage_options)
+        assert isinstance(target, UrlTarget)
+        self._target = target
+
+    def remove_leftovers(self) -> None:
+        """Do nothing: whether somebody is writing a temporary file cannot be seen."""
+
+    def _place_of(self, name: str) -> str:
+        return self._target.child(name).url
+
+    def _files(self) -> list[str]:
+        return self._target.files()
+
+    def _open(self, path: Any) -> AbstractContextManager[Any]:
+        return FsspecFile(path, self._options).stream()
+
+    def _remove(self, name: str) -> None:
+        self._target.child(name).remove()
+
+    def _locked(self) -> AbstractContextManager[bool]:
+        return nullcontext(True)

@@ -1,0 +1,167 @@
+"""AsyncCheckpointer on URLs: steps, pruning, restoring, failures, forks."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import url_file_systems as file_systems
+from _system import in_child
+from stock_comparison import assert_same_object, stock_load, stock_save
+from torch import nn
+from url_file_systems import MEMORY, PLAIN, contents, failing
+
+import ptsave
+
+URLS = ["memory://run", "plain://a/run/", "memory://"]
+
+
+@pytest.fixture(autouse=True)
+def _clean_file_systems() -> Iterator[None]:
+    file_systems.register()
+    file_systems.clear()
+    yield
+    file_systems.clear()
+
+
+def file_of(step: int) -> str:
+    return f"step-{step:08}.pt"
+
+
+def names_in(protocol: str) -> list[str]:
+    return sorted(path.rpartition("/")[2] for path in contents(protocol))
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_steps(tmp_path: Path, url: str) -> None:
+    protocol = url.partition(":")[0]
+    model, optimizer = nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    checkpointer = ptsave.AsyncCheckpointer(url, keep=2)
+    assert checkpointer.steps() == []
+    assert checkpointer.latest() is None
+    with checkpointer:
+        for step in (1, 5, 20, 100):
+            checkpointer.save(step, model=model, optimizer=optimizer, step=step)
+    assert checkpointer.steps() == [20, 100]
+    assert names_in(protocol) == [file_of(20), file_of(100)]
+    base = url if url.endswith("/") else f"{url}/"
+    assert checkpointer.latest() == checkpointer.path(100) == f"{base}{file_of(100)}"
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    stock_save({**states, "step": 100}, tmp_path / file_of(100))
+    expected = (tmp_path / file_of(100)).read_bytes()
+    found = {path.rpartition("/")[2]: data for path, data in contents(protocol).items()}
+    assert found[file_of(100)] == expected
+    again = ptsave.AsyncCheckpointer(url)
+    assert again.steps() == [20, 100]
+    assert again.latest() == checkpointer.latest()
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_restore(url: str) -> None:
+    model = nn.Linear(2, 2)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with ptsave.AsyncCheckpointer(url) as checkpointer:
+        checkpointer.save(1, model=model, note="one")
+        with torch.no_grad():
+            model.weight.zero_()
+        checkpointer.save(2, model=model, note="two")
+    weight = model.weight
+    assert checkpointer.restore(1, model=model) == {"note": "one"}
+    assert_same_object(dict(model.state_dict()), expected)
+    assert model.weight is weight
+    assert checkpointer.restore(model=model) == {"note": "two"}
+    assert not model.weight.any()
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 7, only of 1, 2") as caught:
+        checkpointer.restore(7, model=model)
+    assert caught.value.filename == url
+
+
+def test_other_files_are_left_alone() -> None:
+    others = [
+        "step-1.txt",
+        "model.pt",
+        "xstep-00000001.pt",
+        ".step-00000001.pt.0123456789abcdef.ptsave",
+    ]
+    for name in others:
+        ptsave.save([1], f"plain://run/{name}")
+    ptsave.save([1], "plain://run/step-00000001.pt/model.pt")  # below a directory of that name
+    with ptsave.AsyncCheckpointer("plain://run", keep=1) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(step, value=step)
+    assert checkpointer.steps() == [3]
+    assert names_in(PLAIN) == sorted([*others, "model.pt", file_of(3)])
+
+
+def test_going_back_warns() -> None:
+    with ptsave.AsyncCheckpointer("memory://run") as checkpointer:
+        checkpointer.save(5, value=1).result()
+        with pytest.warns(ptsave.CheckpointWarning, match="step 5 is there already"):
+            checkpointer.save(4, value=1)
+    assert checkpointer.steps() == [4, 5]
+
+
+@pytest.mark.parametrize("method", ["open", "write", "mv", "ls"])
+def test_failed_saves(method: str) -> None:
+    checkpointer = ptsave.AsyncCheckpointer("plain://run", keep=1)
+    checkpointer.save(1, value=1).result()
+    checkpointer.wait()
+    old = contents(PLAIN)
+    error = OSError(errno.ENOSPC, "no room")
+    with failing(method, error):
+        future = checkpointer.save(2, value=torch.ones(100_000))
+        with pytest.raises(ptsave.SaveError, match="no room") as caught:
+            future.result()
+    assert caught.value.errno == errno.ENOSPC
+    assert str(caught.value.filename).startswith("plain://run")
+    assert contents(PLAIN) == old
+    checkpointer.save(3, value=1)
+    checkpointer.close()
+    assert checkpointer.steps() == [3]
+
+
+def test_files_that_cannot_be_removed() -> None:
+    checkpointer = ptsave.AsyncCheckpointer("plain://run", keep=1)
+    checkpointer.save(1, value=1).result()
+    with failing("rm_file", PermissionError("no")):
+        future = checkpointer.save(2, value=1)
+        with pytest.warns(ptsave.CheckpointWarning, match="cannot be removed, so it stays"):
+            checkpointer.wait()
+    future.result()
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_local_urls(tmp_path: Path) -> None:
+    with ptsave.AsyncCheckpointer(f"file://{tmp_path}/run", keep=1) as checkpointer:
+        checkpointer.save(1, value=1)
+        checkpointer.save(2, value=2)
+    assert checkpointer.latest() == tmp_path / "run" / file_of(2)
+    assert stock_load(checkpointer.path(2)) == {"value": 2}
+
+
+def test_options() -> None:
+    with pytest.raises(TypeError, match="storage_options are for URLs"):
+        ptsave.AsyncCheckpointer("run", storage_options={"a": 1})
+    checkpointer = ptsave.AsyncCheckpointer("memory://run", storage_options={})
+    options: dict[str, Any] = {"storage_options": {"a": 1}}
+    with pytest.raises(TypeError, match="is an option of"):
+        checkpointer.save(1, **options)
+    with pytest.raises(ptsave.SaveError, match="names no bucket"):
+        ptsave.AsyncCheckpointer("s3://")
+
+
+def test_a_fork() -> None:
+    checkpointer = ptsave.AsyncCheckpointer("memory://run")
+    checkpointer.save(1, value=1).result()
+
+    def in_the_child() -> None:
+        assert checkpointer.steps() == [1]
+        checkpointer.save(2, value=2).result()
+        assert contents(MEMORY).keys() == {f"/run/{file_of(step)}" for step in (1, 2)}
+
+    in_child(in_the_child)
+    assert checkpointer.steps() == [1]
