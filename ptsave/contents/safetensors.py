@@ -23,6 +23,9 @@ from ptsave.sources.ranges import LocalFile, RangeSource
 
 __all__ = ["SafetensorsContents"]
 
+# Smaller tensors are copied: a process may have 65,530 mappings in all, and a copy costs less.
+_MIN_MAPPED_NBYTES = 64 << 10
+
 
 class SafetensorsContents(OneFile):
     """The tensors of a safetensors file: `Contents` for it.
@@ -66,18 +69,18 @@ class SafetensorsContents(OneFile):
 
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         self._refuse(verify)
-        numbers = [self._numbers[id(tensor)] for tensor in tensors]
-        if isinstance(self.source, LocalFile):
-            return [_mapped(self.source, self._stored[number]) for number in numbers]
-        storages = [new_storage(tensor.nbytes) for tensor in tensors]
-        self._spans.read(
-            [Span(i, 0, bytes_of(storage)) for i, storage in zip(numbers, storages, strict=True)],
-            verify=False,
-        )
-        return [
-            view_as(storage, tensor, 0, tensor.stride())
-            for storage, tensor in zip(storages, tensors, strict=True)
-        ]
+        found: list[Tensor] = []
+        spans: list[Span] = []
+        for tensor in tensors:
+            number = self._numbers[id(tensor)]
+            if isinstance(self.source, LocalFile) and tensor.nbytes >= _MIN_MAPPED_NBYTES:
+                found.append(_mapped(self.source, self._stored[number]))
+                continue
+            storage = new_storage(tensor.nbytes)
+            spans.append(Span(number, 0, bytes_of(storage)))
+            found.append(view_as(storage, tensor, 0, tensor.stride()))
+        self._spans.read(spans, verify=False)
+        return found
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
         self._refuse(verify)

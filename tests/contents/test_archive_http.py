@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import re
 import threading
 import time
@@ -36,6 +37,14 @@ FILES = {
     "/model.safetensors": save_safetensors(OBJ),
     "/legacy.pt": saved(_use_new_zipfile_serialization=False),
 }
+SHARDS = {
+    "/model/weight.safetensors": save_safetensors({"weight": WEIGHT}),
+    "/model/bias.bin": save_safetensors({"bias": OBJ["bias"]}),
+    "/model/model.safetensors.index.json": json.dumps(
+        {"weight_map": {"weight": "weight.safetensors", "bias": "bias.bin"}}
+    ).encode(),
+    "/broken/model.safetensors.index.json": b'{"weight_map": {"weight": "none.safetensors"}}',
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(behaviour, int):
             self.send_error(behaviour)
             return
-        data = FILES.get(self.path)
+        data = {**FILES, **SHARDS}.get(self.path.partition("?")[0])
         if data is None:
             self.send_error(404)
             return
@@ -231,3 +240,18 @@ def test_nobody_there() -> None:
 def test_what_is_no_url_of_a_file() -> None:
     with pytest.raises(ptsave.UnsupportedUrlError, match="Protocol not known: nothing"):
         ptsave.open("nothing://model.pt")
+
+
+@pytest.mark.parametrize("query", ["", "?download=true", "?path=a/b"])
+def test_an_index_of_shards(server: Server, query: str) -> None:
+    with ptsave.open(server.url("/model/model.safetensors.index.json") + query) as archive:
+        tensors = archive.tensors()
+        assert_same_object({name: tensors[name] for name in OBJ}, OBJ)
+        server.nbytes_sent = 0
+        assert archive.get_slice("weight")[5, :3].tolist() == WEIGHT[5, :3].tolist()
+    assert server.nbytes_sent < OVERHEAD
+
+
+def test_a_shard_that_is_not_there(server: Server) -> None:
+    with pytest.raises(FileNotFoundError, match=r"/broken/none\.safetensors"):
+        ptsave.open(server.url("/broken/model.safetensors.index.json"))

@@ -290,3 +290,14 @@ def test_leaves_nothing_open(tmp_path: Path) -> None:
                         del archive
                 except ptsave.CorruptCheckpointError:
                     pass
+
+
+def test_more_tensors_than_a_process_may_have_mappings(tmp_path: Path) -> None:
+    """Which are 65,530 by default: small tensors are copied."""
+    numbers = torch.arange(70_000)
+    (tmp_path / "many.safetensors").write_bytes(
+        save(dict(zip(map(str, numbers.tolist()), numbers, strict=True)))
+    )
+    with ptsave.open(tmp_path / "many.safetensors") as archive:
+        found = dict(archive.tensors())
+    assert torch.equal(torch.stack([found[str(i)] for i in range(len(numbers))]), numbers)
