@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import concurrent.futures.thread  # which registers first what it does at exit
+import concurrent.futures.thread  # imported first, so that its exit callback runs after ours
 import functools
 import logging
 import os

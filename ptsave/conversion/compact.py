@@ -95,7 +95,7 @@ def compact(
     Parameters
     ----------
     source : str, os.PathLike or file-like
-        What :func:`ptsave.open` takes; it is loaded with ``weights_only=True``.  Several files are
+        As for :func:`ptsave.open`; it is loaded with ``weights_only=True``.  Several files are
         compacted one by one, and keep their names.
     target : str or os.PathLike, optional
         Path to write to: a file, or of several files a directory, which gets a copy of their index,
