@@ -234,13 +234,22 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
     """
 
     @classmethod
+    def unreadable(cls, url: str, reason: str) -> UnsupportedUrlError:
+        """Return the error for a URL whose file system cannot be had, for a reason of fsspec's."""
+        message = (
+            f"this URL cannot be read ({reason}): install the package of its file system, or copy "
+            "the file to a local path"
+        )
+        return cls(errno.ENOENT, message, url)
+
+    @classmethod
     def of(cls, url: str, reason: str = "") -> UnsupportedUrlError:
         """Return the error for a URL; `reason` says why it is not served if others are."""
         message = (
             f"URLs are not served here, only local files and directories{reason and f' ({reason})'}"
-            ": copy it to or from a local path (given as a str, the URL of a file is read by "
-            "ptsave.open and by the commands ls, verify, globals, extract, diff, convert and "
-            "compact), or begin the name of a local file with ./"
+            ": copy it to or from a local path (given as a str, a URL is read by ptsave.open, by "
+            "everything that loads, and by the commands ls, verify, globals, extract, diff, "
+            "convert and compact), or begin the name of a local file with ./"
         )
         return cls(errno.ENOENT, message, url)
 

@@ -22,14 +22,15 @@ from ptsave import _C
 from ptsave.archive.checks import check_small_records, check_version
 from ptsave.archive.damage import entries_in, entries_using, storage_id
 from ptsave.archive.filling import fill, release_storages, verifies_storages
-from ptsave.archive.loading import reader_for
+from ptsave.archive.loading import LoadOptions, reader_for
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
 from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
+from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
-from ptsave.serialization import load
 from ptsave.sources.local import describe
+from ptsave.sources.urls import is_url
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
@@ -47,6 +48,7 @@ def restoring(
     weights_only: bool | None,
     verify: bool,
     progress: bool,
+    storage_options: Mapping[str, Any] | None = None,
     deferred: bool = True,
 ) -> Iterator[tuple[Any, Copier, Set[str]]]:
     """Yield the object of a file, a copier for its tensors, and other locations they belong to.
@@ -57,7 +59,7 @@ def restoring(
 
     Parameters
     ----------
-    f, map_location, weights_only, verify, progress
+    f, map_location, weights_only, verify, progress, storage_options
         As for :func:`ptsave.load`.
     deferred : bool, default True
         Whether to put off reading until the copies are known.  That is not done for files that
@@ -72,9 +74,18 @@ def restoring(
     """
     restricted = resolve_weights_only(weights_only, None)  # which may warn, once
     module = restricted_unpickler if restricted else pickle
-    reader = _reader_to_defer(f, map_location, module, verify) if deferred else None
+    reader = None
+    if deferred and not storage_options and not is_url(f):
+        reader = _reader_to_defer(f, map_location, module, verify)
     if reader is None:
-        obj = load(f, map_location, weights_only=restricted, verify=verify, progress=progress)
+        options = LoadOptions(
+            map_location,
+            weights_only=restricted,
+            verify=verify,
+            progress=progress,
+            wants_state=True,
+        )
+        obj = load_source(f, options, storage_options)
         in_memory = MemoryCopier()
         try:
             yield obj, in_memory, frozenset()
@@ -121,7 +132,10 @@ def _reader_to_defer(
     """Return the open archive if its bytes can be read after its object is made."""
     if map_location is not None and type(map_location) not in (str, torch.device):
         return None
-    reader = reader_for(f, None, verify)
+    try:
+        reader = reader_for(f, None, verify)
+    except IsADirectoryError:
+        return None
     if reader is None:
         return None
     with ExitStack() as stack:
@@ -177,7 +191,7 @@ class FileCopier:
 
     def __init__(self, reader: RecordReader, progress: ProgressCallback | None) -> None:
         self._reader = reader
-        self._verify = verifies_storages(reader, stacklevel=7)
+        self._verify = verifies_storages(reader)
         self._progress = progress
         self._nbytes_done = 0
         self._shown: set[int] = set()  # records

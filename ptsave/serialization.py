@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
-from ptsave.archive.loading import LoadOptions, load_file, reader_for
+from ptsave.archive.loading import LoadOptions
+from ptsave.contents.loading import load_source
 from ptsave.support import torch_serialization as stock
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
@@ -142,17 +143,21 @@ def load(
     mmap: bool | None = None,
     verify: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
 
     Storages are filled by several threads, directly in their final memory: cached bytes come from
-    the page cache, others from the disk past it.
+    the page cache, others from the disk past it.  The content of a file decides how it is read,
+    whatever it is called.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A path, or a seekable object with ``read``.
+        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``: of
+        a ``.pt`` file of any age, a safetensors file, or (a path only) an index of shards or their
+        directory.
     map_location : callable, torch.device, str, dict or None
         As for :func:`torch.load`.
     pickle_module : module or None
@@ -162,36 +167,40 @@ def load(
         are built, and no code of the file runs.
     mmap : bool or None
         Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
-        verified.
+        verified.  Only for local paths.
     verify : bool, default True
         Whether every record is compared with its CRC-32, while its bytes are in the cache.  Files
         whose storages were overwritten in place on purpose need ``verify=False``, or
         ``PTSAVE_VERIFY=0`` in the environment where the call cannot be edited.
     progress : bool, default False
         Whether to show a progress bar.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
     **pickle_load_args
         Passed to the unpickler if ``weights_only=False``.
 
     Returns
     -------
     object
-        The saved object.
+        The saved object; of a safetensors file, and of several files, one dict of tensors.
 
     Raises
     ------
     CorruptCheckpointError
         A :class:`RuntimeError` that names the damaged record, its offset and the entries using it.
     UnsupportedUrlError
-        A :class:`FileNotFoundError`: `f` is a URL; :func:`ptsave.open` reads those.
+        A :class:`FileNotFoundError`: fsspec cannot read such a URL.
+    ValueError
+        `mmap` is asked of something else than a local path.
     pickle.UnpicklingError
         As from :func:`torch.load`.
 
     Notes
     -----
-    Formats before torch 1.6, TorchScript archives, compressed archives and ``.safetensors`` paths
-    are loaded by torch.  File-like objects other than real files, :class:`io.BytesIO` and fsspec's
-    wrappers of local files are read in order, one storage at a time.  The position
-    of any file-like object is behind the last storage afterwards, where torch leaves it.
+    Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
+    File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
+    files are read in order, one storage at a time.  The position of any file-like object is behind
+    the last storage afterwards, where torch leaves it.  A safetensors file has no checksums.
 
     Examples
     --------
@@ -205,4 +214,4 @@ def load(
     options = LoadOptions(
         map_location, pickle_module, weights_only, mmap, verify, progress, pickle_load_args
     )
-    return load_file(f, options, reader_for(f, mmap, verify))
+    return load_source(f, options, storage_options)

@@ -7,12 +7,14 @@ import zlib
 
 from ptsave import _C
 from ptsave.archive.reader import RecordReader
+from ptsave.errors import NotCheckpointError
 
 __all__ = [
     "check_compressed_member",
     "check_compressed_members",
     "check_small_records",
     "check_version",
+    "torchscript_error",
 ]
 
 # The file format versions that torch reads (caffe2/serialize/versions.h).
@@ -68,6 +70,15 @@ def check_version(reader: RecordReader) -> None:
             "to mitigate this issue.",
             name,
         )
+
+
+def torchscript_error(path: str) -> NotCheckpointError:
+    """Return the error for a TorchScript archive where a state dict is wanted."""
+    return NotCheckpointError(
+        f"{path} is a TorchScript archive, a program and no state dict: load it with "
+        "torch.jit.load, whose result has a state_dict()",
+        path=path,
+    )
 
 
 def check_small_records(reader: RecordReader) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.user_warnings import warn_user
 
 __all__ = [
     "fill",
@@ -27,17 +27,16 @@ __all__ = [
 _ID_N_DIGITS = 20  # of names, and then of checksums
 
 
-def verifies_storages(reader: RecordReader, stacklevel: int = 8) -> bool:
+def verifies_storages(reader: RecordReader) -> bool:
     """Whether storages are compared with checksums; warns if they should be and have none."""
     if not reader.verify or reader.engine.storages_have_crcs:
         return reader.verify
     if storages_were_left_out(reader):
         return False
-    warnings.warn(
+    warn_user(
         f"{reader.path} was written without checksums of its storages "
         "(set_crc32_options(False)): they are loaded unverified",
         CheckpointWarning,
-        stacklevel=stacklevel,
     )
     return False
 

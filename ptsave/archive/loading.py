@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap as mmap_module
 import os
 import pickle
-import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -15,14 +14,26 @@ import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
 
 from ptsave.archive.byte_order import is_native_byte_order
-from ptsave.archive.checks import check_compressed_members, check_small_records, check_version
+from ptsave.archive.checks import (
+    check_compressed_members,
+    check_small_records,
+    check_version,
+    torchscript_error,
+)
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.stream_reader import open_stream
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
 from ptsave.errors import CorruptCheckpointError, not_checkpoint
-from ptsave.sources.kinds import HEAD_NBYTES, is_of_another_program, what_it_surely_is
+from ptsave.sources.kinds import (
+    HEAD_NBYTES,
+    is_legacy,
+    is_of_another_program,
+    is_zip,
+    regular_only,
+    what_it_surely_is,
+)
 from ptsave.sources.local import describe
 from ptsave.sources.remote_errors import named_errors
 from ptsave.sources.urls import refuse_url
@@ -36,6 +47,7 @@ from ptsave.support.torch_serialization import (
     log_api_usage,
     restricted_unpickler,
 )
+from ptsave.support.user_warnings import warn_user
 
 __all__ = ["LoadOptions", "load_file", "reader_for", "wants_mmap"]
 
@@ -55,6 +67,8 @@ class LoadOptions:
         As for :func:`ptsave.load`.
     pickle_load_args : dict of str to object
         Keyword arguments of the unpickler.
+    wants_state : bool
+        Whether a TorchScript archive, which is a program, is an error.
     """
 
     map_location: Any = None
@@ -64,11 +78,10 @@ class LoadOptions:
     verify: bool = True
     progress: bool = False
     pickle_load_args: dict[str, Any] = field(default_factory=dict)
+    wants_state: bool = False
 
 
-def load_file(
-    f: Any, options: LoadOptions, reader: RecordReader | None, *, stacklevel: int = 3
-) -> Any:
+def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     """Load a file as :func:`torch.load` does.
 
     Parameters
@@ -79,16 +92,14 @@ def load_file(
         Options of the load.
     reader : RecordReader or None
         As from `reader_for`; it is closed afterwards.
-    stacklevel : int, default 3
-        Of warnings: 2 for those who call this.
     """
     begin = None if is_path(f) else _position(f)
-    restricted = resolve_weights_only(
-        options.weights_only, options.pickle_module, stacklevel=stacklevel + 1
-    )
+    restricted = resolve_weights_only(options.weights_only, options.pickle_module)
     if reader is not None and reader.has_record("constants.pkl"):
         reader.close()
-        warnings.warn(_TORCHSCRIPT_WARNING, UserWarning, stacklevel=stacklevel)
+        if options.wants_state:
+            raise torchscript_error(reader.path)
+        warn_user(_TORCHSCRIPT_WARNING)
         return _load_torchscript(f, options.map_location, restricted)
     module = restricted_unpickler if restricted else options.pickle_module or pickle
     if reader is not None and not reader.engine.all_stored:
@@ -105,7 +116,7 @@ def load_file(
         return _load_by_torch(f, options, restricted)
     log_api_usage("torch.load")
     if options.pickle_load_args and restricted and WARNS_OF_UNUSED_ARGUMENTS:
-        warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=stacklevel)
+        warn_user("pickle_load_args only works if `weights_only=False`.")
     with (
         closing(reader),
         progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress,
@@ -118,15 +129,27 @@ def load_file(
 
 
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
-    with named_errors(describe(f)), _naming_what_it_is(f):
+    with named_errors(describe(f)), _naming_what_it_is(f), _under_another_name(f) as opened:
         return stock.load(
-            f,
+            opened,
             options.map_location,
             options.pickle_module,
             weights_only=restricted,
             mmap=options.mmap,
             **options.pickle_load_args,
         )
+
+
+@contextmanager
+def _under_another_name(f: Any) -> Iterator[Any]:
+    """Hide the suffix ``.safetensors`` of a file of torch's, which torch would go by."""
+    if is_path(f) and str(f).endswith(".safetensors"):
+        head, _ = _head_of(f, None)
+        if is_zip(head) or is_legacy(head):
+            with open(f, "rb", opener=regular_only) as stream:
+                yield f"/proc/self/fd/{stream.fileno()}"
+            return
+    yield f
 
 
 def _load_archive(reader: RecordReader, options: LoadOptions, pickle_module: Any) -> Any:

@@ -98,7 +98,7 @@ def unpickle(
     if overall_storage is not None or not fills_storages(map_location):
         return load(_faster(pickle_module, reader, storages_are_plain=False))
     if isinstance(reader, StreamReader):
-        reader.verifies = verifies_storages(reader, stacklevel=6)
+        reader.verifies = verifies_storages(reader)
         return load(_faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
@@ -196,7 +196,7 @@ def _unpickle_to_places(
     """Make the object with storages on their devices, and then read their bytes into them."""
     reserve_storages(reader)
     module = _faster(pickle_module, reader, storages_are_plain=True)
-    placement = Placement(reader, map_location, verify=verifies_storages(reader, stacklevel=7))
+    placement = Placement(reader, map_location, verify=verifies_storages(reader))
     result = _load(reader, placement, module, None, pickle_load_args)
     placement.finish()
     release_storages(reader)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from ptsave.support.torch_serialization import (
     defaults_to_weights_only,
     restricted_unpickler,
 )
+from ptsave.support.user_warnings import warn_user
 
 __all__ = ["resolve_weights_only", "unpickling_errors"]
 
@@ -34,10 +34,8 @@ def unpickling_errors(pickle_module: Any) -> Iterator[None]:
         raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
 
 
-def resolve_weights_only(
-    weights_only: bool | None, pickle_module: Any, *, stacklevel: int = 3
-) -> bool:
-    """Apply torch's default and its environment variables; `stacklevel` is of its warning."""
+def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
+    """Apply torch's default and its environment variables."""
     force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     if force and force_not:
@@ -49,12 +47,10 @@ def resolve_weights_only(
     if force:
         restricted = True
     elif force_not and weights_only is None:
-        warnings.warn(
+        warn_user(
             "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected, since the"
             "`weights_only` argument was not explicitly passed to `torch.load`, forcing "
-            "weights_only=False.",
-            UserWarning,
-            stacklevel=stacklevel,
+            "weights_only=False."
         )
         restricted = False
     if restricted and pickle_module is not None:

@@ -15,7 +15,7 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents, metadata_of
 from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.shard_files import ShardFiles
+from ptsave.contents.shard_files import ShardFiles, naming_lost_entries
 from ptsave.contents.sharded import ShardedContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_it_is
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _LEGACY = {"format": "torch before 1.6"}
-_N_NAMED = 3
 Localizer: TypeAlias = Callable[[RangeSource], RangeSource]
 
 
@@ -94,22 +93,8 @@ def open_each(
 ) -> Iterator[Contents]:
     """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
     for source in files.open():
-        with _naming_lost_entries(source.name, files):
+        with naming_lost_entries(source.name, files):
             yield open_file(localize(source) if localize else source, verify=verify)
-
-
-@contextmanager
-def _naming_lost_entries(path: str, files: ShardFiles) -> Iterator[None]:
-    """Name the tensors of a shard that is too damaged to name them, if there is an index."""
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        if not error.entries and files.weight_map is not None:
-            error.entries = [name for name, shard in files.weight_map.items() if shard == path]
-            more = ", ..." if len(error.entries) > _N_NAMED else ""
-            named = ", ".join(error.entries[:_N_NAMED]) + more
-            error.args = (f"{error}; {files.index_path} says that it holds {named}",)
-        raise
 
 
 def open_file(source: RangeSource, *, verify: bool) -> Contents:

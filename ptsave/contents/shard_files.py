@@ -6,6 +6,7 @@ import errno
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ __all__ = [
     "find_shards",
     "is_index",
     "merged",
+    "naming_lost_entries",
     "numbered_sets",
     "read_index",
     "refuse_what_came_instead",
@@ -34,6 +36,7 @@ _T = TypeVar("_T")
 INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_NBYTES = 256 << 20
 _MAX_SHARDS = 99_999
+_N_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,20 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
             entries=[name],
         )
     return kept
+
+
+@contextmanager
+def naming_lost_entries(path: str, files: ShardFiles) -> Iterator[None]:
+    """Name the tensors of a shard that is too damaged to name them, if there is an index."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if not error.entries and files.weight_map is not None:
+            error.entries = [name for name, shard in files.weight_map.items() if shard == path]
+            more = ", ..." if len(error.entries) > _N_NAMED else ""
+            named = ", ".join(error.entries[:_N_NAMED]) + more
+            error.args = (f"{error}; {files.index_path} says that it holds {named}",)
+        raise
 
 
 def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any, _T]:

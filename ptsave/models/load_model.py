@@ -21,7 +21,7 @@ import os
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,12 +54,13 @@ _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
 
 def load_model(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: Any,
     *,
     packed_modules_mapping: PackedModulesMapping | None = None,
     strict: bool = True,
     device: torch.device | str | int | None = None,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedWeights:
     """Fill a model's parameters and buffers from a directory of shards, or one file.
 
@@ -76,11 +77,12 @@ def load_model(
         ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
         a part of a packed parameter.  The tensor is on the CPU, as the file has it, and may be
         kept.
-    path : str or os.PathLike
-        A directory, or one file: ``.safetensors``, an index of shards (``.index.json``), or
-        anything that :func:`torch.load` reads with ``weights_only=True``.  In a directory the first
-        of these counts: ``*.safetensors``, ``pytorch_model*.bin``, ``*.pt``, each with the files
-        that an index names if there is one.
+    path : str, os.PathLike or file-like
+        A directory, by path or URL, or one file: an index of shards, a safetensors file, or
+        anything that :func:`torch.load` reads with ``weights_only=True``; that may be a seekable
+        file object, too.  The content of a file decides how it is read, whatever it is called.  In
+        a directory the first of these counts: ``*.safetensors``, ``pytorch_model*.bin``, ``*.pt``,
+        each with the files that an index names if there is one.
     packed_modules_mapping : mapping, optional
         Modules of the checkpoint that are parts of one in the model:
         ``{"q_proj": ("qkv_proj", "q"), ...}``, with the shard id in the tuple, or
@@ -96,6 +98,8 @@ def load_model(
         anything else is moved.  By default the model stays where it is.
     progress : bool, default False
         Whether to show a progress bar.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
 
     Returns
     -------
@@ -114,7 +118,7 @@ def load_model(
     FileNotFoundError
         There are no shards, or one of them is missing.
     UnsupportedUrlError
-        `path` is a URL.
+        `path` is a URL that fsspec cannot read.
     OSError
         A file cannot be read.
     TypeError
@@ -142,12 +146,12 @@ def load_model(
     if packed_modules_mapping is None:
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
     packed = PackedModules(packed_modules_mapping)
-    refuse_url(path)
-    files = find_files(path)
-    if files.source is not None:
-        files.source.close()  # it is opened again, by its name
+    if isinstance(path, bytes):
+        refuse_url(path)
+        path = os.fsdecode(path)
+    files = find_files(path, storage_options)
     with ExitStack() as stack:
-        entries = open_shards(files, stack)
+        entries = open_shards(path, files, stack)
         lazy_buffers = LazyBuffers(model, entries)
         plan = WeightPlan(ModelTensors(model, lazy_buffers), packed, entries)
         plan.check(model, strict=strict)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,12 +16,20 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import read_header
-from ptsave.contents.shard_files import ShardFiles, refuse_what_came_instead, those_in_index
-from ptsave.errors import CorruptCheckpointError, CorruptPickleError
+from ptsave.contents.shard_files import (
+    ShardFiles,
+    naming_lost_entries,
+    refuse_what_came_instead,
+    those_in_index,
+)
+from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
 from ptsave.restoring import FileCopier, restoring
-from ptsave.sources.opening import open_source
-from ptsave.sources.ranges import LocalFile
+from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip
+from ptsave.sources.local import describe
+from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
+from ptsave.sources.urls import is_url
 from ptsave.state.copying import Copier
 from ptsave.state.nested_state import parts_with_tensors
 from ptsave.support import config
@@ -30,6 +39,7 @@ from ptsave.tree.expansion import stored_nbytes_of
 
 __all__ = [
     "Entry",
+    "FetchedShard",
     "PickledShard",
     "Read",
     "SafetensorsShard",
@@ -37,6 +47,8 @@ __all__ = [
     "open_shards",
     "read_all",
 ]
+
+_MAX_FETCHED_NBYTES = 64 << 20  # of tensors that are fetched before they are copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +83,10 @@ class Read:
 class SafetensorsShard:
     """A safetensors file."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file = LocalFile.open(path)
-        with self._file.closed_on_error():
-            tensors = read_header(self._file).tensors
+    def __init__(self, file: LocalFile) -> None:
+        self.path = file.name
+        self._file = file
+        tensors = read_header(file).tensors
         self.entries = [
             Entry(stored.name, stored.shape, stored.dtype, self, stored.nbytes)
             for stored in tensors
@@ -89,13 +100,13 @@ class SafetensorsShard:
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
         offset = self._offsets[read.entry.name] + read.begin * read.entry.dtype.itemsize
-        return offset, read.target
+        return self._file.begin + offset, read.target
 
     def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
         """Return the elements of an entry from `begin` on if the page cache has them at hand."""
         itemsize = entry.dtype.itemsize
         offset = self._offsets[entry.name] + begin * itemsize
-        if offset % itemsize:
+        if (self._file.begin + offset) % itemsize:
             return None
         memory = self._file.map_cached(offset, shape.numel() * itemsize)
         return None if memory is None else memory.view(entry.dtype).view(shape)
@@ -121,15 +132,63 @@ class SafetensorsShard:
         self.close()
 
 
+class FetchedShard:
+    """A safetensors file whose bytes are in memory, in a file object or far away."""
+
+    def __init__(self, source: RangeSource) -> None:
+        self.path = source.name
+        self._contents: SafetensorsContents | None = SafetensorsContents(source)
+        self.entries = [
+            Entry(name, tensor.shape, tensor.dtype, self, tensor.nbytes)
+            for name, tensor in self._contents.obj.items()
+        ]
+
+    def can_fill(self, entry: Entry, target: Tensor) -> bool:
+        """Whether `target` may be that of a `Read`: any that ``copy_`` would fill."""
+        return not target.is_meta
+
+    def read(self, reads: Iterable[Read]) -> None:
+        """Fetch tensors, some of them at a time, and copy them into their targets."""
+        for batch in _batches(reads):
+            assert self._contents is not None
+            obj = self._contents.obj
+            values = self._contents.read([obj[read.entry.name] for read in batch], None)
+            for read, value in zip(batch, values, strict=True):
+                with torch.no_grad():
+                    read.target.copy_(value)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._contents = None
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
+    batch: list[Read] = []
+    nbytes = 0
+    for read in reads:
+        if batch and nbytes + read.entry.nbytes > _MAX_FETCHED_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(read)
+        nbytes += read.entry.nbytes
+    if batch:
+        yield batch
+
+
 class PickledShard:
     """A file of :func:`torch.save` with a dict of tensors, loaded with ``weights_only=True``.
 
-    Files whose tensors cannot be left unread (those of old versions of torch) are loaded to list
-    them, let go of, and loaded again when they are read.
+    Local files whose tensors cannot be left unread (those of old versions of torch) are loaded to
+    list them, let go of, and loaded again when they are read.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, f: Any, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.path = describe(f)
+        self._f = f
+        self._storage_options = storage_options
         self._open_file = ExitStack()
         self._copier: Copier | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -138,22 +197,37 @@ class PickledShard:
             Entry(name, tensor.shape, tensor.dtype, self, stored_nbytes_of([tensor]))
             for name, tensor in self._tensors.items()
         ]
-        if not isinstance(self._copier, FileCopier):
+        is_local = isinstance(f, (str, os.PathLike)) and not is_url(f)
+        if is_local and not isinstance(self._copier, FileCopier):
             self.close()
 
     def _open(self) -> None:
         with ExitStack() as stack:
-            loading = restoring(self.path, "cpu", weights_only=True, verify=True, progress=False)
+            loading = restoring(
+                self._f,
+                "cpu",
+                weights_only=True,
+                verify=True,
+                progress=False,
+                storage_options=self._storage_options,
+            )
             try:
                 obj, self._copier, _ = stack.enter_context(loading)
             except (CorruptCheckpointError, OSError, MemoryError, Warning):
                 raise
+            except UnpicklingError as error:
+                raise _more_than_tensors(error, self.path) from error
             except Exception as error:  # torch's unpickler stumbles in every way
                 raise CorruptPickleError(f"{self.path}: {error}", path=self.path) from error
             self._tensors = self._checked(obj)
             self._open_file = stack.pop_all()
 
     def _checked(self, obj: Any) -> dict[str, Tensor]:
+        if isinstance(obj, torch.nn.Module):
+            raise TypeError(
+                f"{self.path} holds a module that was saved whole ({type(obj).__name__}), not a "
+                "dict of tensors: get it with ptsave.load(), and load its state_dict()"
+            )
         if not isinstance(obj, Mapping):
             raise TypeError(f"{self.path} holds {type(obj).__name__}, not a dict of tensors")
         for name, tensor in items_of(obj):
@@ -190,6 +264,21 @@ class PickledShard:
         self._open_file = ExitStack()
 
 
+def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
+    """Return the error for a pickle that ``weights_only=True`` refuses, which torch has named."""
+    refused = re.search(r"GLOBAL (\S+) was not an allowed global by default", str(error))
+    if refused is None:
+        return CorruptPickleError(f"{path}: {error}", path=path)
+    return not_checkpoint(
+        f"{path} holds more than tensors: it asks for {refused[1]}, as a module that was saved "
+        "whole asks for its class.  If you trust the file, get the module with "
+        "ptsave.load(path, weights_only=False), and load its state_dict()\n"
+        f"{error}",
+        path,
+        error,
+    )
+
+
 def _loader_of(obj: Mapping[Any, Any]) -> str:
     parts = [part for part in parts_with_tensors(obj) if part.isidentifier()]
     if not parts:
@@ -197,13 +286,22 @@ def _loader_of(obj: Mapping[Any, Any]) -> str:
     return f"ptsave.load_checkpoint(path, {parts[0]}=model)"
 
 
-Shard = SafetensorsShard | PickledShard
+Shard = SafetensorsShard | FetchedShard | PickledShard
 
 
-def open_shards(files: ShardFiles, stack: ExitStack) -> list[Entry]:
+def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
     """Open all files, closed by `stack`, and return their tensors in the order of the files.
 
     Where there is an index, a tensor counts in the file that the index names.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        The source that `files` were found for.
+    files : ShardFiles
+        Its files.
+    stack : contextlib.ExitStack
+        Closes them.
 
     Raises
     ------
@@ -212,33 +310,30 @@ def open_shards(files: ShardFiles, stack: ExitStack) -> list[Entry]:
     OSError
         If one cannot be opened.
     """
+    is_named = isinstance(f, (str, os.PathLike))
     entries: list[Entry] = []
-    for path in files.paths:
-        shard = _open_indexed(path, files)
+    for source in files.open():
+        with naming_lost_entries(source.name, files), source.closed_on_error():
+            shard = _open_shard(source, source.name if is_named else f, files.storage_options)
         stack.push(shard.__exit__)
         entries += shard.entries
     return those_in_index(((entry.name, entry.shard.path, entry) for entry in entries), files)
 
 
-def _open_indexed(path: str, files: ShardFiles) -> Shard:
-    """Open a shard; of one that is too damaged to name tensors the index knows them."""
-    try:
-        return _open_shard(path)
-    except CorruptCheckpointError as error:
-        if not error.entries and files.weight_map is not None:
-            error.entries = [name for name, shard in files.weight_map.items() if shard == path]
-            more = ", ..." if len(error.entries) > 3 else ""
-            named = ", ".join(error.entries[:3]) + more
-            error.args = (f"{error}; {files.index_path} says that it holds {named}",)
-        raise
-
-
-def _open_shard(path: str) -> Shard:
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    with closing(open_source(path)) as source:
-        refuse_what_came_instead(source)
-    return SafetensorsShard(path) if path.endswith(".safetensors") else PickledShard(path)
+def _open_shard(source: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> Shard:
+    refuse_what_came_instead(source)
+    head = source.head
+    is_torchs = is_zip(head) or is_legacy(head)
+    named_so = source.name.endswith(".safetensors") and not is_torchs  # a damaged one
+    if not (named_so or is_safetensors(head, source.nbytes)):
+        source.close()
+        if isinstance(source, FileObject):
+            source.rewind()
+        return PickledShard(f, storage_options)
+    if not isinstance(source, LocalFile):
+        return FetchedShard(source)
+    expect_no_more_reads(source.descriptor)
+    return SafetensorsShard(source)
 
 
 def read_all(reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
@@ -253,9 +348,9 @@ def read_all(reads: Sequence[Read], progress: ProgressCallback | None = None) ->
     _read_ranges(
         [read for read in reads if isinstance(read.entry.shard, SafetensorsShard)], progress
     )
-    by_shard: dict[PickledShard, list[Read]] = {}
+    by_shard: dict[FetchedShard | PickledShard, list[Read]] = {}
     for read in reads:
-        if isinstance(read.entry.shard, PickledShard):
+        if not isinstance(read.entry.shard, SafetensorsShard):
             by_shard.setdefault(read.entry.shard, []).append(read)
     for shard, its_reads in by_shard.items():
         shard.read(its_reads)

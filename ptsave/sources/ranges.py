@@ -140,6 +140,8 @@ class FsspecFile(_Ranges):
             if not str(error).startswith("Protocol not known"):
                 raise
             raise UnsupportedUrlError.of(url, str(error)) from None
+        except ImportError as error:
+            raise UnsupportedUrlError.unreadable(url, str(error)) from error
         with os_errors(url):
             info = self.file_system.info(self.path)
         if info.get("type") == "directory":

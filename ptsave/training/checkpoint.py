@@ -33,6 +33,7 @@ def load_into(
     verify: bool = True,
     progress: bool = False,
     ignore_mismatched_sizes: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Restore a state dict from a file straight into the tensors of `target`.
 
@@ -44,7 +45,7 @@ def load_into(
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A file that holds a state dict and nothing around it.
+        What :func:`ptsave.load` takes, if it holds a state dict and nothing around it.
     target : torch.nn.Module, torch.optim.Optimizer or dict
         The object to restore.  The tensors of a dict (or of dicts and lists in it) are filled and
         its other values replaced.  Anything else with a ``load_state_dict`` gets the state dict.
@@ -62,6 +63,8 @@ def load_into(
         Whether to show a progress bar.
     ignore_mismatched_sizes : bool, default False
         As for :func:`ptsave.load_state_dict`.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
 
     Returns
     -------
@@ -97,9 +100,11 @@ def load_into(
     if assign and not is_module:
         raise TypeError("assign=True is for modules: nothing else assigns tensors")
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    options["storage_options"] = storage_options
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
+            _refuse_module(obj)
             return _load_state(
                 target,
                 obj,
@@ -114,6 +119,15 @@ def load_into(
             raise
         finally:
             del obj  # drop our reference: the copier reads only storages that are still referenced
+
+
+def _refuse_module(state: Any) -> None:
+    """Raise for a module that was saved whole, in the place of its state dict."""
+    if isinstance(state, nn.Module):
+        raise TypeError(
+            f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
+            "dict: get it with ptsave.load(), and load its state_dict()"
+        )
 
 
 def _add_advice(error: RuntimeError, obj: Any, module: nn.Module) -> None:
@@ -241,6 +255,7 @@ def load_checkpoint(
     weights_only: bool | None = None,
     verify: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     **targets: Any,
 ) -> dict[str, Any]:
     """Restore objects in place from a checkpoint, and return its other entries.
@@ -254,7 +269,7 @@ def load_checkpoint(
     f : str, os.PathLike or file-like
         A file of :func:`ptsave.save_checkpoint`, or any other that holds a dict with a state dict
         for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
-    strict, map_location, weights_only, verify, progress
+    strict, map_location, weights_only, verify, progress, storage_options
         As for :func:`ptsave.load_into`.
     **targets : object
         The objects to restore, under the names of the file's entries.
@@ -285,7 +300,7 @@ def load_checkpoint(
     {'epoch': 3}
     """
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options.update(strict=strict, map_location=map_location)
+    options.update(strict=strict, map_location=map_location, storage_options=storage_options)
     check_restoring("ptsave.load_checkpoint", targets, **options)
     return restore_entries(f, targets, **options)
 
@@ -299,12 +314,16 @@ def restore_entries(
     weights_only: bool | None = None,
     verify: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load as :func:`load_checkpoint` does, for targets of any name."""
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
+    options["storage_options"] = storage_options
     with restoring(f, map_location, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
+            for name in targets:
+                _refuse_module(obj[name])
             rest = {name: value for name, value in items_of(obj) if name not in targets}
             moves = locations if any(True for _ in tensors_in(rest)) else set()
             check_locations(moves)
@@ -319,7 +338,13 @@ def restore_entries(
         names = set(rest)
         rest.clear()
     # They belong on another device: torch's rules say which, when they are loaded by themselves.
-    again = load(f, map_location, weights_only=weights_only, verify=False)
+    again = load(
+        f,
+        map_location,
+        weights_only=weights_only,
+        verify=False,
+        storage_options=storage_options,
+    )
     return {name: value for name, value in items_of(again) if name in names}
 
 

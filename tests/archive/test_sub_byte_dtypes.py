@@ -223,7 +223,8 @@ def test_opaque_dtypes(name: str, tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(stock_bytes.getvalue())
     expected = _bytes(state["t"])
-    for options in ({}, {"weights_only": False}, {"mmap": True}):
+    every: list[dict[str, Any]] = [{}, {"weights_only": False}, {"mmap": True}]
+    for options in every:
         found = ptsave.load(path, **options)["t"]
         assert (found.dtype, found.shape, _bytes(found)) == (state["t"].dtype, (4, 6), expected)
     assert ptsave.load(path, map_location="meta")["t"].dtype == state["t"].dtype

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
+from fsspec.registry import known_implementations
 from stock_comparison import assert_same_object, stock_load, stock_save
 from torch import nn
 
@@ -136,10 +137,10 @@ def check_refused(call: Callable[[Any], object], path: Any, named: str) -> None:
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize("operation", [*OPERATIONS, *TEXT_SAVES])
+@pytest.mark.parametrize("operation", [*SAVES, *TEXT_SAVES])
 @pytest.mark.parametrize("url", URLS)
 def test_urls_are_refused(operation: str, url: str) -> None:
-    check_refused({**OPERATIONS, **TEXT_SAVES}[operation], url, url)
+    check_refused({**SAVES, **TEXT_SAVES}[operation], url, url)
 
 
 @pytest.mark.parametrize("operation", SERVED)
@@ -176,35 +177,56 @@ def test_paths_of_other_types_are_refused(operation: str, as_bytes: bool) -> Non
         check_refused(ALL[operation], os.fsencode(url), url)
 
 
-@pytest.mark.parametrize("url", [*URLS, *UNWRITABLE_URLS])
+@pytest.mark.parametrize("url", UNWRITABLE_URLS)
 def test_errors_are_caught_as_those_of_torch(url: str) -> None:
-    pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
-        (ptsave.load, stock_load, (url,)),
-    ]
-    if url in UNWRITABLE_URLS:
-        pairs.append((ptsave.save, stock_save, ([1], url)))
-    for ours, stock, arguments in pairs:
-        with pytest.raises((OSError, RuntimeError)) as expected:
-            stock(*arguments)
-        with pytest.raises(type(expected.value)) as caught:
-            ours(*arguments)
-        assert isinstance(caught.value, ptsave.SaveError)
-        assert isinstance(caught.value, FileNotFoundError)
-        again = pickle.loads(pickle.dumps(caught.value))
-        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
-    if url in UNWRITABLE_URLS:
-        with ptsave.installed(), pytest.raises(ptsave.UnsupportedUrlError):
-            torch.save([1], url)
+    check_as_torchs(lambda f: ptsave.save([1], f), lambda f: stock_save([1], f), url)
+    with ptsave.installed(), pytest.raises(ptsave.UnsupportedUrlError):
+        torch.save([1], url)
+
+
+def check_as_torchs(ours: Callable[[str], Any], stock: Callable[[str], Any], url: str) -> None:
+    with pytest.raises((OSError, RuntimeError)) as expected:
+        stock(url)
+    with pytest.raises(type(expected.value)) as caught:
+        ours(url)
+    assert isinstance(caught.value, ptsave.SaveError)
+    assert isinstance(caught.value, FileNotFoundError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again)) == (type(caught.value), str(caught.value))
+
+
+@pytest.fixture
+def _file_system_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"class": "no_such_package.FileSystem", "err": "Install no_such_package"}
+    monkeypatch.setitem(known_implementations, "missing", known)
+
+
+@pytest.mark.usefixtures("_file_system_that_is_not_installed")
+@pytest.mark.parametrize("url", ["nothing://bucket/model.pt", "missing://bucket/model.pt"])
+@pytest.mark.parametrize("operation", LOADS)
+def test_urls_that_fsspec_cannot_read(operation: str, url: str) -> None:
+    check_as_torchs(LOADS[operation], stock_load, url)
+    with pytest.raises(ptsave.UnsupportedUrlError, match="local path") as caught:
+        LOADS[operation](url)
+    assert caught.value.filename == url
+    assert ("Install no_such_package" in str(caught.value)) == url.startswith("missing")
+
+
+@pytest.mark.parametrize("url", ["file:///nowhere/model.pt", "memory://nowhere/model.pt"])
+@pytest.mark.parametrize("operation", LOADS)
+def test_urls_of_files_that_are_not_there(operation: str, url: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere/model\.pt"):
+        LOADS[operation](url)
 
 
 def test_a_checkpoint_is_left_alone() -> None:
     target = {"weight": torch.zeros(2, 2)}
     model = nn.Linear(2, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ptsave.UnsupportedUrlError):
-        ptsave.load_into("s3://bucket/model.pt", target)
-    with pytest.raises(ptsave.UnsupportedUrlError):
-        ptsave.load_model(model, "s3://bucket/model")
+    with pytest.raises(FileNotFoundError):
+        ptsave.load_into("memory://nowhere/model.pt", target)
+    with pytest.raises(FileNotFoundError):
+        ptsave.load_model(model, "memory://nowhere/model")
     assert torch.equal(target["weight"], torch.zeros(2, 2))
     assert_same_object(dict(model.state_dict()), before)
 

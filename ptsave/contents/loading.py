@@ -1,0 +1,155 @@
+"""Loads a checkpoint of any kind, from anywhere: its content decides who reads it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ptsave.archive.loading import LoadOptions, load_file, reader_for, wants_mmap
+from ptsave.archive.stream_reader import StreamReader
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.safetensors_loading import load_safetensors
+from ptsave.contents.shard_files import ShardFiles, merged
+from ptsave.errors import UnsupportedSourceError
+from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors, is_zip
+from ptsave.sources.opening import open_source
+from ptsave.sources.ranges import FsspecFile, RangeSource
+from ptsave.sources.urls import is_url
+from ptsave.support.torch_serialization import is_path
+from ptsave.tree.containers import items_of
+
+__all__ = ["load_source"]
+
+
+def load_source(
+    f: Any, options: LoadOptions, storage_options: Mapping[str, Any] | None = None
+) -> Any:
+    """Load a checkpoint; parameters and errors as of :func:`ptsave.load`.
+
+    A local file that begins as an archive is opened once, and nothing else is asked of the system.
+    """
+    if is_url(f):
+        return _load_files(find_files(f, storage_options), options)
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    try:
+        reader = reader_for(f, options.mmap, options.verify)
+    except IsADirectoryError:
+        return _load_files(_files_in(os.fspath(f)), options)
+    if reader is None:
+        return _load_path(f, options) if is_path(f) else _load_stream(f, options)
+    return load_file(f, options, reader)
+
+
+def _files_in(directory: str) -> ShardFiles:
+    """Return the files of the checkpoint in a directory.
+
+    Raises
+    ------
+    IsADirectoryError
+        If it holds none: torch's words, and why.
+    """
+    try:
+        return find_files(directory)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        if error.filename != directory:
+            raise  # a shard is missing
+        words = f"{os.strerror(errno.EISDIR)}: {directory!r}: {error.strerror}"
+        raise IsADirectoryError(errno.EISDIR, words, directory) from None
+
+
+def _load_path(f: Any, options: LoadOptions) -> Any:
+    """Load a safetensors file, or the files of an index; torch loads the rest, or refuses it."""
+    path: object = os.fspath(f)
+    if not isinstance(path, str):
+        return load_file(f, options, None)
+    try:
+        files = find_files(path)
+    except (OSError, ValueError) as error:
+        if getattr(error, "filename", path) != path:
+            raise  # a shard is missing
+        return load_file(f, options, None)
+    if files.source is not None:
+        return _load_file(files.source, options, f)
+    return _load_files(files, options)
+
+
+def _load_stream(f: Any, options: LoadOptions) -> Any:
+    """Load what is no archive from a file object: a safetensors file, or torch does."""
+    head = _head_of(f)
+    if head.lstrip().startswith(b"{"):
+        begin = f.tell()
+        find_files(f)  # refuses an index
+        f.seek(begin)
+    if head[_FIRST_OF_HEADER:].startswith(b"{"):
+        source = open_source(f)
+        if is_safetensors(head, source.nbytes):
+            _refuse_mmap(source, options)
+            tensors = load_safetensors(source, options)
+            del source  # a BytesIO cannot grow meanwhile
+            f.seek(0, os.SEEK_END)
+            return tensors
+    return load_file(f, options, None)
+
+
+_FIRST_OF_HEADER = 8  # in a safetensors file
+
+
+def _head_of(f: Any) -> bytes:
+    """Return the first bytes of a file object, from its position on; none if it has no such."""
+    try:
+        begin = f.tell()
+        head = f.read(HEAD_NBYTES)
+        f.seek(begin)
+    except Exception:  # of anybody's file-like object: torch says what is missing
+        return b""
+    return head if isinstance(head, bytes) else b""
+
+
+def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
+    """Load the files of a checkpoint, one after another, as one dict; a single one as it is."""
+    if files.is_one:
+        (source,) = files.open()
+        return _load_file(source, options)
+    return merged(_entries(files, options), files)
+
+
+def _entries(files: ShardFiles, options: LoadOptions) -> Iterator[tuple[Any, str, Any]]:
+    for source in files.open():
+        obj = _load_file(source, options)
+        if not isinstance(obj, Mapping):
+            raise TypeError(f"{source.name} holds {type(obj).__name__}, not a dict of tensors")
+        for name, value in items_of(obj):
+            yield name, source.name, value
+
+
+def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> Any:
+    """Load a file that was opened by its path, to be named as that was given, or its URL."""
+    path = source.name if path is None else path
+    if isinstance(source, FsspecFile):
+        return _load_remote(source, options)
+    with source.closed_on_error():
+        if is_safetensors(source.head, source.nbytes):
+            return load_safetensors(source, options)
+    source.close()
+    return load_file(path, options, reader_for(path, options.mmap, options.verify))
+
+
+def _load_remote(source: FsspecFile, options: LoadOptions) -> Any:
+    _refuse_mmap(source, options)
+    if is_safetensors(source.head, source.nbytes):
+        return load_safetensors(source, options)
+    with source.stream() as stream:
+        is_archive = is_zip(source.head)
+        reader = StreamReader(source, verify=options.verify) if is_archive else None
+        return load_file(stream, options, reader)
+
+
+def _refuse_mmap(source: RangeSource, options: LoadOptions) -> None:
+    if wants_mmap(options.mmap):
+        raise UnsupportedSourceError(
+            f"{source.name}: mmap=True maps local files: pass the path of one, or load it with "
+            "mmap=False"
+        )

@@ -1,0 +1,105 @@
+"""Loads a safetensors file as torch loads its own: a dict of tensors with memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.loading import LoadOptions, wants_mmap
+from ptsave.archive.unpickling import fills_storages
+from ptsave.contents.safetensors import SafetensorsContents
+from ptsave.contents.safetensors_header import StoredTensor, read_header
+from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.support import config
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.torch_serialization import is_meta_location, restore_location
+
+__all__ = ["load_safetensors"]
+
+
+def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
+    """Load all tensors of a file, in the order of their bytes.
+
+    Parameters
+    ----------
+    source : RangeSource
+        The file.
+    options : LoadOptions
+        To `map_location` every tensor was saved on the CPU.  `mmap` maps tensors of local files.
+        `verify` has nothing to compare: such a file has no checksums.
+
+    Raises
+    ------
+    RuntimeError
+        If safetensors is not installed: torch's words.
+    CorruptCheckpointError
+        If the library refuses the file.
+    """
+    location = options.map_location
+    with _torchs_words_for_missing_library():
+        tensors = _tensors_of(source, options)
+    return tensors if location is None else {k: _placed(v, location) for k, v in tensors.items()}
+
+
+@contextmanager
+def _torchs_words_for_missing_library() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise RuntimeError(
+            "Attempting to load a safetensors file but safetensors is not installed. "
+            f"Please install safetensors with: pip install safetensors ({error})"
+        ) from error
+
+
+def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
+    location = options.map_location
+    if not fills_storages(location):
+        stored = read_header(source).tensors
+        device = "meta" if is_meta_location(location) else "cpu"
+        return {
+            each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
+        }
+    if isinstance(source, LocalFile) and not wants_mmap(options.mmap):
+        stored = read_header(source).tensors
+        with progress_bar(options.progress, "loading", source.nbytes) as callback:
+            values = _read(source, stored, callback)
+        return {each.name: value for each, value in zip(stored, values, strict=True)}
+    contents = SafetensorsContents(source)
+    values = contents.read(list(contents.obj.values()), None)
+    return dict(zip(contents.obj, values, strict=True))
+
+
+def _read(
+    file: LocalFile, stored: Sequence[StoredTensor], progress: ProgressCallback | None
+) -> list[Tensor]:
+    values = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in stored]
+    ranges = [
+        (0, file.begin + each.offset, value)
+        for each, value in zip(stored, values, strict=True)
+        if each.nbytes > 0
+    ]
+    try:
+        _C.read_ranges(
+            [file.for_engine],
+            ranges,
+            n_threads=config.current().n_readers,
+            direct=config.current().direct_reads,
+            progress=progress,
+        )
+    except _C.FormatError as error:  # the file has become shorter
+        raise_corrupt(error, file.name)
+    return values
+
+
+def _placed(tensor: Tensor, map_location: Any) -> Tensor:
+    """Return a tensor where torch's rules put what was saved on the CPU."""
+    storage = restore_location(map_location)(tensor.untyped_storage(), "cpu")
+    placed = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return placed.set_(storage, 0, tensor.shape, tensor.stride())
