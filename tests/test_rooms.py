@@ -159,7 +159,7 @@ def private_names_in(path: Path, attributes: set[str]) -> Iterator[str]:
 
 
 def test_private_names_of_torch_have_one_home() -> None:
-    """Whoever ports ptsave to another torch reads support/torch_*.py, and nothing else."""
+    """Whoever ports ptsave to another torch reads support/torch_*.py, and csrc/pickle."""
     adapters = {name: path for name, path in modules().items() if name.startswith("support.torch_")}
     constants = (
         str(node.value)

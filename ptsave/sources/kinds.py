@@ -160,9 +160,9 @@ def is_known(head: bytes) -> bool:
     head : bytes
         The first `HEAD_NBYTES` bytes, or all there are.
     """
-    if is_zip(head) or head[257:262] == b"ustar" or _is_pickle(head):
+    if is_zip(head) or head[257:262] == b"ustar" or _is_pickle(head) or _ONNX.match(head):
         return True
-    return any(head.startswith(signature) for signature in _SIGNATURES)
+    return head.startswith(tuple(_SIGNATURES))
 
 
 def is_of_another_program(head: bytes) -> bool:

@@ -18,6 +18,7 @@ import torch
 from stock_comparison import failure_of, stock_load
 
 import ptsave
+from ptsave.inspection.verification import verify_directory
 
 LFS_POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"
@@ -205,3 +206,10 @@ def test_programs_that_expect_torchs_types(tmp_path: Path) -> None:
         path.write_bytes(contents)
         expected = failure_of(lambda: stock_load(path))
         assert isinstance(failure_of(lambda: ptsave.load(path)), type(expected))
+
+
+@pytest.mark.parametrize("name", sorted(OF_ANOTHER_PROGRAM))
+def test_other_programs_files_in_a_directory_are_not_damaged(name: str, tmp_path: Path) -> None:
+    ptsave.save(torch.ones(2), tmp_path / "whole.pt")
+    (tmp_path / "other.pt").write_bytes(FOREIGN_EVERYWHERE[name][0]())
+    assert not verify_directory(tmp_path).is_damaged
