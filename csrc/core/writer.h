@@ -22,6 +22,8 @@ struct WriteOptions {
   Stager* stager = nullptr;  // brings payloads that are not in host memory
   // Gets the CRCs of all payloads when they are known, and may refuse them by throwing.  Optional.
   std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = nullptr;
+  // Page-locked host memory for what comes from accelerators.
+  std::size_t max_pinned_nbytes = 0;
 };
 
 // Bytes of the file written so far; may be read from the poll callback.

@@ -1,0 +1,25 @@
+// Payloads in the memory of accelerators.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "core/payload_staging.h"
+#include "device/accelerator_stager.h"
+
+namespace ptsave {
+
+class AcceleratorPayloads final : public PayloadStaging {
+ public:
+  explicit AcceleratorPayloads(AcceleratorStager::Sources sources) : sources_(std::move(sources)) {}
+
+  // Takes part of options.max_pinned_nbytes, and no more threads than have a buffer there.
+  std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
+  std::unique_ptr<Stager> hand_over() override;
+  void abandon() override;
+
+ private:
+  AcceleratorStager::Sources sources_;
+};
+
+}  // namespace ptsave

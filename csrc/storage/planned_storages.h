@@ -1,0 +1,18 @@
+// Storages as records of an archive that is to be written.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "core/archive_plan.h"
+#include "device/accelerator_stager.h"
+#include "storage/storage.h"
+
+namespace ptsave {
+
+// Adds the records data/0, data/1, ..., which keep their storages alive.  Those on accelerators are
+// also added to `on_accelerators`, by record.
+void add_storages(const StorageList& list, PlannedRecords& records,
+                  AcceleratorStager::Sources& on_accelerators);
+
+}  // namespace ptsave
