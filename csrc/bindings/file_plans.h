@@ -1,4 +1,4 @@
-// What ptsave._C.WritePlan and ptsave._C.PackedPlan have in common.
+// The methods that ptsave._C.WritePlan and ptsave._C.PackedPlan share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -43,7 +43,7 @@ void run_write(const FilePlan& plan, const pybind11::object& callback, const Wri
   without_gil([&] { write(poll); });
 }
 
-// Binds what every plan of a file has.
+// Binds the properties and methods of every FilePlan.
 template <typename Plan>
 void bind_file_plan(pybind11::class_<Plan>& plan) {
   namespace py = pybind11;

@@ -1,4 +1,4 @@
-// ptsave._C.PackedPlan and what its payloads come from.
+// ptsave._C.PackedPlan, and PayloadSources: the files and memory that its payloads come from.
 #include <pybind11/stl.h>
 
 #include <cstddef>

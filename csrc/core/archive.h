@@ -5,6 +5,7 @@
 // Offsets are absolute within the archive.  docs/format.md describes the layout.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -146,6 +147,7 @@ class ArchiveIndex {
   // False when every CRC of the file is zero (written with set_crc32_options(False)): only such a
   // file may go unverified.
   bool has_crcs() const { return has_crcs_; }
+  bool all_stored() const { return std::ranges::all_of(records_, &IndexedRecord::stored); }
   std::uint64_t central_directory_offset() const { return central_directory_offset_; }
 
  private:

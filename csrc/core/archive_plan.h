@@ -68,16 +68,16 @@ class ArchivePlan final : public FilePlan {
   // These records' payloads come from parts of sources.  std::invalid_argument if payloads are
   // staged already, or for a record that is not there.
   void read_from(SharedSources sources, std::span<const NamedSource> payloads);
-  // What is on accelerators will be written as the current streams of this thread leave it now, and
-  // with this chunk size.
+  // Payloads on accelerators will be written as the current streams of this thread leave them now,
+  // in chunks of this size.
   void begin_staging(std::size_t chunk_nbytes);
-  // Copies it to the host, all of it: the plan does not need the accelerators' memory after.
+  // Copies all of them to the host: the plan does not need the accelerators' memory after.
   void stage(std::size_t n_threads, const Poll& poll);
 
-  // Lets go of what is to be written.  A write is std::invalid_argument after.
+  // Lets go of all payloads.  A write is std::invalid_argument after.
   void release();
-  // The same in a forked child, where what accelerators know must not be touched, not even to free
-  // it: freeing page-locked memory asks the driver, which is the parent's.  It stays for ever.
+  // The same in a forked child, which leaks its copies of accelerators' objects: freeing
+  // page-locked memory calls the driver, which is the parent's.
   void abandon();
 
   // Into an open file, which stays the caller's, from `offset` on.

@@ -16,6 +16,22 @@ constexpr std::size_t kMinWindowNbytes = std::size_t{32} << 10;
 
 }  // namespace
 
+std::vector<Destination> whole_payloads(const ArchiveIndex& index,
+                                        std::span<const std::size_t> records,
+                                        std::span<const std::span<std::byte>> memory) {
+  if (memory.empty()) return {};
+  if (memory.size() != records.size()) throw std::invalid_argument("a target for each record");
+  std::vector<Destination> destinations;
+  for (std::size_t k = 0; k < records.size(); ++k) {
+    if (memory[k].size() != index.records()[records[k]].nbytes) {
+      throw std::invalid_argument("a target has another size than its record");
+    }
+    if (memory[k].empty()) continue;
+    destinations.push_back({records[k], 0, memory[k].size(), memory[k].data()});
+  }
+  return destinations;
+}
+
 Scatter::Scatter(std::shared_ptr<const TransferPlan> plan,
                  const std::vector<Destination>& destinations, bool verify,
                  std::shared_ptr<Region> fresh, Unstager* unstager)

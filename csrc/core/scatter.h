@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/placement.h"
@@ -23,6 +24,12 @@ struct Destination {
   std::byte* place = nullptr;
   std::optional<std::size_t> target = std::nullopt;
 };
+
+// memory[k] as the place of the whole payload of records[k]; no destinations without memory.
+// std::invalid_argument if the sizes differ.
+std::vector<Destination> whole_payloads(const ArchiveIndex& index,
+                                        std::span<const std::size_t> records,
+                                        std::span<const std::span<std::byte>> memory);
 
 // Bytes of a payload that no destination asks for are checksummed and dropped.  Besides the local
 // headers, nothing is kept.
