@@ -6,8 +6,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
-#include "core/archive.h"
-#include "core/crc32.h"
+#include "core/crc/crc32.h"
+#include "core/format/archive.h"
 
 namespace py = pybind11;
 

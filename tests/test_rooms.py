@@ -41,6 +41,23 @@ ROOMS = (
     "__main__",
 )
 
+# The rooms of csrc/, each with those that it may include.
+CSRC = Path(__file__).parent.parent / "csrc"
+CPP_ROOMS = {
+    "core/base": "",
+    "core/crc": "",
+    "core/format": "base",
+    "core/memory": "base",
+    "core/pipeline": "",
+    "core/io": "base memory pipeline",
+    "core/read": "base crc format memory pipeline io",
+    "core/write": "base crc format memory pipeline io",
+    "pickle/common": "",
+    "pickle/scan": "common",
+    "pickle/in": "common",
+    "pickle/out": "common",
+}
+
 
 def modules() -> dict[str, Path]:
     """Return the modules of ptsave, by what an import calls them."""
@@ -101,6 +118,24 @@ def test_imports_have_one_direction() -> None:
 def test_no_circles() -> None:
     graph = {name: set(imports_of(name, path)) - {name} for name, path in modules().items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def includes_of(path: Path) -> Iterator[str]:
+    """Yield the folder of each header of csrc/ that a C++ file includes."""
+    for header in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE):
+        yield header.rpartition("/")[0]
+
+
+def test_cpp_rooms_include_only_those_below() -> None:
+    for folder in ("core", "pickle"):
+        sources = [path for path in (CSRC / folder).rglob("*") if path.suffix in (".h", ".cpp")]
+        rooms = {path.parent.relative_to(CSRC).as_posix() for path in sources}
+        assert rooms == {room for room in CPP_ROOMS if room.startswith(folder)}
+        for path in sources:
+            room = path.parent.relative_to(CSRC).as_posix()
+            allowed = {room, *(f"{folder}/{name}" for name in CPP_ROOMS[room].split())}
+            within = {each for each in includes_of(path) if each.startswith(f"{folder}/")}
+            assert within <= allowed, path
 
 
 def test_packages_import_nothing() -> None:

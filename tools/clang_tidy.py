@@ -19,13 +19,16 @@ CLEAN = ROOT / "build" / "clang-tidy-clean"
 PYTHON_BUILD = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
 CORE_BUILD = ROOT / "build" / "core"
 FAKE_BUILD = ROOT / "build" / "fake-accelerator"
-FOLDERS = (ROOT / "csrc", ROOT / "tests" / "accelerator" / "backend")
+CORE = ROOT / "csrc" / "core"
+BACKEND = ROOT / "tests" / "accelerator" / "backend"
+FOLDERS = (ROOT / "csrc", BACKEND)
 
 
 def build_of(source: Path) -> Path:
     """Return the build folder whose compile commands cover ``source``."""
-    builds = {"core": CORE_BUILD, "backend": FAKE_BUILD}
-    return builds.get(source.parent.name, PYTHON_BUILD)
+    if CORE in source.parents:
+        return CORE_BUILD
+    return FAKE_BUILD if BACKEND in source.parents else PYTHON_BUILD
 
 
 def digest(source: Path, shared: bytes) -> str:

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/crc32.h"
+#include "core/crc/crc32.h"
 
 namespace {
 

@@ -4,9 +4,9 @@
 #include <string>
 
 #include "bindings/bindings.h"
-#include "core/error.h"
-#include "core/reader.h"
-#include "pickle/object.h"
+#include "core/base/error.h"
+#include "core/read/reader.h"
+#include "pickle/common/object.h"
 
 namespace py = pybind11;
 

@@ -15,8 +15,8 @@
 
 #include "bindings/gil.h"
 #include "bindings/stream_sink.h"
-#include "core/file_plan.h"
-#include "core/sourced_payloads.h"
+#include "core/write/file_plan.h"
+#include "core/write/sourced_payloads.h"
 
 namespace ptsave {
 

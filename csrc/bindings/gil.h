@@ -10,7 +10,7 @@
 #include <thread>
 #include <type_traits>
 
-#include "core/pipeline.h"
+#include "core/pipeline/pipeline.h"
 
 namespace ptsave {
 

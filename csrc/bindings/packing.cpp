@@ -12,7 +12,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/file_plans.h"
-#include "core/packed_plan.h"
+#include "core/write/packed_plan.h"
 
 namespace py = pybind11;
 
@@ -22,11 +22,11 @@ namespace {
 struct OpenSource {
   DirectReads direct;
 
-  ArchiveSource operator()(const std::tuple<int, std::string>& file) const {
+  ByteSource operator()(const std::tuple<int, std::string>& file) const {
     const auto& [fd, name] = file;
     return {File::reopen_for_reading(fd, name), 0, direct};
   }
-  ArchiveSource operator()(
+  ByteSource operator()(
       const std::tuple<std::uintptr_t, std::uint64_t, std::string>& memory) const {
     const auto& [address, nbytes, name] = memory;
     return {reinterpret_cast<const std::byte*>(address), nbytes, name};
@@ -60,10 +60,10 @@ std::vector<std::pair<std::size_t, std::uint32_t>> damaged_payloads_of(const Pac
 
 PayloadSources::PayloadSources(const std::vector<Item>& items, bool direct) {
   const OpenSource open{direct_reads(direct)};
-  std::vector<ArchiveSource> sources;
+  std::vector<ByteSource> sources;
   sources.reserve(items.size());
   for (const Item& item : items) sources.push_back(std::visit(open, item));
-  sources_ = std::make_shared<const std::vector<ArchiveSource>>(std::move(sources));
+  sources_ = std::make_shared<const std::vector<ByteSource>>(std::move(sources));
 }
 
 void bind_packing(py::module_& module) {

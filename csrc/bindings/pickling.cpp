@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "pickle/pickler.h"
-#include "pickle/scan.h"
-#include "pickle/unpickler.h"
+#include "pickle/in/unpickler.h"
+#include "pickle/out/pickler.h"
+#include "pickle/scan/scan.h"
 #include "storage/storage.h"
 
 namespace py = pybind11;

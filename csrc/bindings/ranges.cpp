@@ -15,8 +15,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
-#include "core/file.h"
-#include "core/range_read.h"
+#include "core/io/file.h"
+#include "core/io/range_read.h"
 #include "storage/mapped_range.h"
 
 namespace py = pybind11;
@@ -44,7 +44,7 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
     file_ranges.push_back({file, offset, memory.size(), memory.data()});
   }
   // Only C++ objects are used without the GIL; `ranges` keeps the tensors alive.
-  std::vector<ArchiveSource> sources;
+  std::vector<ByteSource> sources;
   sources.reserve(files.size());
   for (const auto& [fd, name] : files) {
     sources.emplace_back(File::reopen_for_reading(fd, name), 0, direct_reads(direct));

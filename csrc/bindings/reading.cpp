@@ -18,11 +18,11 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
-#include "core/archive.h"
-#include "core/file.h"
-#include "core/reader.h"
-#include "core/scatter.h"
-#include "pickle/unpickler.h"
+#include "core/format/archive.h"
+#include "core/io/file.h"
+#include "core/read/reader.h"
+#include "core/read/scatter.h"
+#include "pickle/in/unpickler.h"
 #include "storage/archive_storages.h"
 
 namespace py = pybind11;
@@ -54,7 +54,7 @@ const at::Tensor& unpack(const py::handle& tensor) {
 // An archive and its storages, as Python's objects.  Keeps the memory that it reads from.
 class Reader final : public StorageSource {
  public:
-  Reader(ArchiveSource source, py::object keep)
+  Reader(ByteSource source, py::object keep)
       : keep_(std::move(keep)),
         reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })),
         storages_(*reader_, [this](std::size_t i) { wait(i, py::none()); }) {}
@@ -62,16 +62,14 @@ class Reader final : public StorageSource {
   static std::unique_ptr<Reader> open_descriptor(int fd, std::uint64_t offset,
                                                  const std::string& name, bool direct) {
     return std::make_unique<Reader>(
-        ArchiveSource(File::reopen_for_reading(fd, name), offset, direct_reads(direct)),
-        py::none());
+        ByteSource(File::reopen_for_reading(fd, name), offset, direct_reads(direct)), py::none());
   }
   static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {
     const py::buffer_info info = buffer.request();
     const auto nbytes = static_cast<std::uint64_t>(info.size * info.itemsize);
     // A memoryview holds the export, so that the buffer's owner cannot resize it meanwhile.
     return std::make_unique<Reader>(
-        ArchiveSource(static_cast<const std::byte*>(info.ptr), nbytes, name),
-        py::memoryview(buffer));
+        ByteSource(static_cast<const std::byte*>(info.ptr), nbytes, name), py::memoryview(buffer));
   }
 
   const ArchiveIndex& index() const { return reader_->index(); }

@@ -3,7 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
-#include "core/staging_pool.h"
+#include "core/memory/staging_pool.h"
 #include "storage/snapshot.h"
 #include "storage/storage.h"
 

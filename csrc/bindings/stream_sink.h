@@ -3,8 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
-#include "core/pipeline.h"
-#include "core/writer.h"
+#include "core/pipeline/pipeline.h"
+#include "core/write/writer.h"
 
 namespace ptsave {
 

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <optional>
 
-#include "core/keep_for_ever.h"
-#include "core/staged_chunks.h"
+#include "core/base/keep_for_ever.h"
+#include "core/write/staged_chunks.h"
 
 namespace ptsave {
 

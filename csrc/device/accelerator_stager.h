@@ -19,7 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/stager.h"
+#include "core/pipeline/stager.h"
 #include "device/pinned_pool.h"
 #include "device/side_streams.h"
 

@@ -17,7 +17,7 @@
 #include <span>
 #include <vector>
 
-#include "core/stager.h"
+#include "core/pipeline/stager.h"
 #include "device/pinned_pool.h"
 #include "device/side_streams.h"
 

@@ -16,8 +16,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/data_records.h"
-#include "core/reader.h"
+#include "core/read/data_records.h"
+#include "core/read/reader.h"
 #include "storage/restore.h"
 
 namespace ptsave {

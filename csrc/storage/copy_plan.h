@@ -15,7 +15,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/scatter.h"
+#include "core/read/scatter.h"
 
 namespace ptsave {
 

@@ -12,8 +12,8 @@
 #include <span>
 #include <string>
 
-#include "core/error.h"
-#include "core/pages.h"
+#include "core/base/error.h"
+#include "core/memory/pages.h"
 
 namespace ptsave {
 namespace {

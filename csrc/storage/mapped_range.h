@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "core/file.h"
+#include "core/io/file.h"
 
 namespace ptsave {
 

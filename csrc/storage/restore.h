@@ -17,7 +17,7 @@
 #include <span>
 #include <vector>
 
-#include "core/reader.h"
+#include "core/read/reader.h"
 #include "storage/copy_plan.h"
 
 namespace ptsave {

@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/buffer.h"
-#include "core/keep_for_ever.h"
-#include "core/stream_copy.h"
+#include "core/base/keep_for_ever.h"
+#include "core/memory/buffer.h"
+#include "core/memory/stream_copy.h"
 #include "device/side_streams.h"
 
 namespace ptsave {

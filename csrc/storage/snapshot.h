@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/pipeline.h"
-#include "core/staging_pool.h"
+#include "core/memory/staging_pool.h"
+#include "core/pipeline/pipeline.h"
 #include "storage/storage.h"
 
 namespace ptsave {

@@ -12,7 +12,7 @@
 #include <new>
 #include <utility>
 
-#include "core/buffer.h"
+#include "core/memory/buffer.h"
 #include "device/side_streams.h"
 
 namespace ptsave {

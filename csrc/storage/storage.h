@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "core/region.h"
+#include "core/read/region.h"
 
 namespace ptsave {
 

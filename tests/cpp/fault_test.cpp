@@ -1,5 +1,5 @@
 // Every system call of a save and of a load fails once, in turn, in every way that matters.  Needs
-// the fault injection points of core/system.h (PTSAVE_FAULT_INJECTION).
+// the fault injection points of core/io/system.h (PTSAVE_FAULT_INJECTION).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,16 +17,16 @@
 #include <utility>
 #include <vector>
 
-#include "archive_fixture.h"
-#include "core/error.h"
-#include "core/file.h"
-#include "core/packed_body.h"
-#include "core/reader.h"
-#include "core/source_stager.h"
-#include "core/staged_chunks.h"
-#include "core/system.h"
-#include "core/writer.h"
-#include "scratch.h"
+#include "common/archive_fixture.h"
+#include "common/scratch.h"
+#include "core/base/error.h"
+#include "core/io/file.h"
+#include "core/io/system.h"
+#include "core/read/reader.h"
+#include "core/write/packed_body.h"
+#include "core/write/source_stager.h"
+#include "core/write/staged_chunks.h"
+#include "core/write/writer.h"
 
 namespace ptsave {
 namespace {
@@ -491,7 +491,7 @@ TEST_P(LoadFaults, AFileThatEndsEarly) {
 // ------------------------------------------------------------------------------------- conversions
 
 // One file made of parts of another, as the extension module does it.
-void convert(std::span<const ArchiveSource> sources, const std::string& path, bool direct) {
+void convert(std::span<const ByteSource> sources, const std::string& path, bool direct) {
   const std::vector<SourcePayload> payloads{{0, 5000, {}}, {0, 0, {}}};
   const std::vector<std::uint64_t> sizes{20'000, 3000};
   const std::string header = "header";
@@ -516,7 +516,7 @@ TEST_P(ConversionFaults, LeaveNothingOrAWholeFile) {
   const std::string source = noise(30'000, 1);
   const std::string expected = "header" + source.substr(5000, 20'000) + source.substr(0, 3000);
   scratch::write_file(folder / "source", source);
-  std::vector<ArchiveSource> sources;
+  std::vector<ByteSource> sources;
   sources.emplace_back(File::open_for_reading(folder / "source"), 0);
   for (const int errnum : {EIO, ENOSPC}) {
     bool happened = true;

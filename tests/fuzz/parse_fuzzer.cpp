@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <span>
 
-#include "core/archive.h"
-#include "core/error.h"
+#include "core/base/error.h"
+#include "core/format/archive.h"
 
 namespace {
 

@@ -1,0 +1,216 @@
+#include "core/format/archive.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory_resource>
+#include <stdexcept>
+#include <unordered_set>
+#include <utility>
+
+#include "core/format/record_name.h"
+#include "core/format/zip.h"
+
+namespace ptsave {
+namespace {
+
+// Files are addressed by a signed off_t.
+constexpr auto kMaxFileNbytes =
+    static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+constexpr std::string_view kPaddingId = "FB";
+
+void check_root(std::string_view root) {
+  if (root.empty() || root.find_first_of(std::string_view("/\0", 2)) != std::string_view::npos) {
+    throw std::invalid_argument("invalid archive root " + quoted(root));
+  }
+}
+
+void check_record_name(std::string_view root, std::string_view name) {
+  const char* fault = record_name_fault(name);
+  if (fault == nullptr && name.back() == '/') fault = "ends with '/'";
+  if (fault == nullptr && root.size() + 1 + name.size() > zip::kMax16) fault = "is too long";
+  if (fault != nullptr) throw std::invalid_argument("record name " + quoted(name) + " " + fault);
+}
+
+// Bytes of "FB" padding extra, its head included, that bring the payload to `alignment`.
+// Everything in the extra block shares one 16-bit length: beyond it torch writes a file that no
+// reader can follow.
+std::size_t padding_extra_nbytes(const zip::Entry& entry, std::uint64_t alignment) {
+  const std::size_t zip64_nbytes = zip::zip64_extra_nbytes(entry);
+  const std::uint64_t start =
+      entry.header_offset + zip::local_header_nbytes(entry) + zip::kExtraHeadNbytes;
+  const std::uint64_t over = start % alignment;
+  const std::uint64_t padding = over == 0 ? 0 : alignment - over;
+  if (padding > zip::kMax16 - zip::kExtraHeadNbytes - zip64_nbytes) {
+    throw std::invalid_argument("alignment " + std::to_string(alignment) + " needs " +
+                                std::to_string(padding) + " bytes of padding before record " +
+                                quoted(entry.name) + ", more than an extra field can hold");
+  }
+  return zip::kExtraHeadNbytes + padding;
+}
+
+RecordLayout place(const zip::Entry& entry, std::uint64_t alignment) {
+  // Room for any header and descriptor, so that no sum below can overflow.
+  constexpr std::uint64_t kSlack = 4 * zip::kMax16;
+  if (entry.header_offset > kMaxFileNbytes - kSlack ||
+      entry.nbytes > kMaxFileNbytes - kSlack - entry.header_offset) {
+    throw std::length_error("archive too large at record " + quoted(entry.name));
+  }
+  return {.header_offset = entry.header_offset,
+          .payload_offset = entry.header_offset + zip::local_header_nbytes(entry) +
+                            padding_extra_nbytes(entry, alignment),
+          .nbytes = entry.nbytes,
+          .descriptor_nbytes = zip::descriptor_nbytes(entry)};
+}
+
+// miniz wants room for the longest zip64 extra, whether the entry has one or not.
+void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entry) {
+  if (directory_nbytes + zip::kCentralHeaderNbytes + entry.name.size() +
+          zip::kMaxZip64ExtraNbytes >=
+      zip::kMax32) {
+    throw std::length_error("central directory too large at record " + quoted(entry.name));
+  }
+}
+
+// The set of taken names, as a flat table of their indices, because nodes of a std::unordered_set
+// would cost more than all the rest of plan() when records are many.
+class NameSet {
+ public:
+  explicit NameSet(const ArchiveLayout& layout, std::size_t capacity)
+      : layout_(layout), slots_(std::bit_ceil(2 * capacity + 1), kFree) {}
+
+  // False if an earlier index has the same name.
+  bool insert(std::size_t index) {
+    const std::size_t mask = slots_.size() - 1;
+    const std::string_view name = layout_.name(index);
+    std::size_t at = std::hash<std::string_view>{}(name)&mask;
+    for (; slots_[at] != kFree; at = (at + 1) & mask) {
+      if (layout_.name(slots_[at]) == name) return false;
+    }
+    slots_[at] = static_cast<std::uint32_t>(index);  // the central directory's limit keeps it small
+    return true;
+  }
+
+ private:
+  static constexpr std::uint32_t kFree = 0xFFFFFFFF;
+  const ArchiveLayout& layout_;
+  std::vector<std::uint32_t> slots_;
+};
+
+// hash_combine of c10, in 64 bits.
+std::uint64_t combine(std::uint64_t seed, std::uint64_t value) {
+  return seed ^ (value + 0x9e3779b9u + (seed << 6) + (seed >> 2));
+}
+
+std::string twenty_digits(std::uint64_t value) {
+  const std::string digits = std::to_string(value);
+  return std::string(20 - digits.size(), '0') + digits;
+}
+
+}  // namespace
+
+std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view full_name,
+                                   std::uint64_t nbytes, std::uint64_t alignment) {
+  return place({full_name, nbytes, header_offset}, alignment).payload_offset;
+}
+
+std::size_t ArchiveLayout::first_record_after(std::uint64_t offset) const {
+  const auto found = std::ranges::upper_bound(records_, offset, {}, &RecordLayout::end);
+  return static_cast<std::size_t>(found - records_.begin());
+}
+
+void ArchiveLayout::local_header(std::size_t i, std::byte* out) const {
+  const RecordLayout& at = records_[i];
+  const zip::Entry entry{full_name(i), at.nbytes, at.header_offset};
+  const std::size_t extra_nbytes =
+      at.payload_offset - at.header_offset - zip::local_header_nbytes(entry);
+  std::byte* p = zip::write_local_header(entry, extra_nbytes, out);
+  std::memcpy(p, kPaddingId.data(), kPaddingId.size());
+  p = zip::store16(p + kPaddingId.size(), extra_nbytes - zip::kExtraHeadNbytes);
+  std::memset(p, 'Z', extra_nbytes - zip::kExtraHeadNbytes);
+}
+
+void ArchiveLayout::data_descriptor(std::size_t i, std::uint32_t crc, std::byte* out) const {
+  zip::write_descriptor({{}, records_[i].nbytes, records_[i].header_offset}, crc, out);
+}
+
+void ArchiveLayout::central_directory(std::byte* out) const {
+  const std::byte* const begin = out;
+  for (std::size_t i = 0; i < records_.size(); ++i) {
+    out = zip::write_central_header({full_name(i), records_[i].nbytes, records_[i].header_offset},
+                                    /*crc=*/0, out);
+  }
+  zip::write_end_records({.offset = central_directory_offset_,
+                          .nbytes = static_cast<std::uint64_t>(out - begin),
+                          .n_entries = records_.size()},
+                         out);
+}
+
+void ArchiveLayout::set_central_crcs(std::span<const std::uint32_t> crcs,
+                                     std::byte* directory) const {
+  if (crcs.size() != records_.size()) throw std::invalid_argument("one CRC per record, please");
+  for (std::size_t i = 0; i < records_.size(); ++i) {
+    zip::store32(directory + zip::kCentralCrcOffset, crcs[i]);
+    directory +=
+        zip::central_header_nbytes({full_name(i), records_[i].nbytes, records_[i].header_offset});
+  }
+}
+
+ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
+                   std::uint64_t alignment) {
+  check_root(root);
+  if (alignment == 0) throw std::invalid_argument("alignment must be at least 1");
+  ArchiveLayout layout;
+  layout.root_ = root;
+  layout.name_ends_.reserve(records.size());
+  layout.records_.reserve(records.size());
+  NameSet seen(layout, records.size());
+  std::uint64_t cursor = 0;
+  std::uint64_t directory_nbytes = 0;
+  for (const RecordSpec& record : records) {
+    check_record_name(root, record.name);
+    layout.full_names_.append(root).append(1, '/').append(record.name);
+    layout.name_ends_.push_back(layout.full_names_.size());
+    const std::size_t i = layout.records_.size();
+    const zip::Entry entry{layout.full_name(i), record.nbytes, cursor};
+    check_directory_room(directory_nbytes, entry);
+    if (!seen.insert(i)) {
+      throw std::invalid_argument("duplicate record name " + quoted(record.name));
+    }
+    layout.records_.push_back(place(entry, alignment));
+    cursor = layout.records_.back().end();
+    directory_nbytes += zip::central_header_nbytes(entry);
+  }
+  layout.central_directory_offset_ = cursor;
+  layout.nbytes_ = cursor + directory_nbytes + zip::kEndRecordsNbytes;
+  return layout;
+}
+
+std::uint64_t hash_names(std::span<const std::string_view> names) {
+  // torch folds the names in the iteration order of its std::unordered_set<std::string>.  That
+  // order depends on hashes and on growth one by one; a set of views has the same of both, wherever
+  // its nodes are.
+  std::pmr::monotonic_buffer_resource nodes;
+  std::pmr::unordered_set<std::string_view> written(&nodes);
+  for (const std::string_view name : names) written.insert(name);
+  std::uint64_t hash = 0;
+  for (const std::string_view name : written) {
+    hash = combine(hash, std::hash<std::string_view>{}(name));
+  }
+  return hash;
+}
+
+std::string serialization_id(std::uint64_t names_hash, std::span<const std::uint32_t> crcs) {
+  std::uint64_t crcs_hash = 0;
+  for (const std::uint32_t crc : crcs) crcs_hash = combine(crcs_hash, crc);
+  return twenty_digits(names_hash) + twenty_digits(crcs_hash);
+}
+
+std::optional<std::uint32_t> descriptor_lookalike(std::span<const std::byte> front) {
+  if (front.size() < 8 || zip::load32(front.data()) != zip::kDescriptorSignature) return {};
+  return zip::load32(front.data() + 4);
+}
+
+}  // namespace ptsave

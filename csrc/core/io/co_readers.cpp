@@ -1,0 +1,17 @@
+#include "core/io/co_readers.h"
+
+#include "core/io/system.h"
+
+namespace ptsave {
+
+bool CoReaders::absent(const File& file, std::uint64_t nbytes) {
+  std::call_once(announced_, [&] {
+    announcement_ = file.reopen();
+    // Where there are no such locks nobody learns of anybody, which costs time only.
+    if (announcement_) sys::lock_byte(announcement_.get(), F_RDLCK, kReadersByte);
+  });
+  if (nbytes_.fetch_add(nbytes, std::memory_order_relaxed) < kSharedStartNbytes) return false;
+  return !announcement_ || sys::byte_is_locked(announcement_.get(), kReadersByte) != 1;
+}
+
+}  // namespace ptsave

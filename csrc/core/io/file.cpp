@@ -1,0 +1,515 @@
+#include "core/io/file.h"
+
+#include <dirent.h>
+#include <linux/magic.h>
+#include <sys/random.h>
+#include <sys/statfs.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "core/base/error.h"
+#include "core/io/system.h"
+#include "core/memory/pages.h"
+
+#ifndef STATX_DIOALIGN
+#define STATX_DIOALIGN 0x00002000U
+#endif
+
+namespace ptsave {
+namespace {
+
+// Linux transfers at most this many bytes a call; staying below keeps results representable.
+constexpr std::size_t kMaxTransferNbytes = std::size_t{1} << 30;
+
+template <typename Call>
+auto retry_interrupted(Call call) -> decltype(call()) {
+  for (;;) {
+    const auto result = call();
+    if (result >= 0 || errno != EINTR) return result;
+  }
+}
+
+[[noreturn]] void fail(const char* operation, const std::string& path) {
+  throw IoError(errno, operation, path);
+}
+
+int open_or_fail(int dir_fd, const char* path, int flags, const std::string& display,
+                 mode_t mode = 0) {
+  const int fd =
+      retry_interrupted([&] { return sys::openat(dir_fd, path, flags | O_CLOEXEC, mode); });
+  if (fd < 0) fail("open", display);
+  return fd;
+}
+
+// The call means "this file system does not do that", as opposed to "it went wrong".
+bool unsupported(int errnum) {
+  return errnum == EOPNOTSUPP || errnum == ENOSYS || errnum == ENOTTY;
+}
+
+struct stat status_or_fail(int fd, const std::string& display) {
+  struct stat status{};
+  if (retry_interrupted([&] { return sys::fstat(fd, &status); }) != 0) fail("fstat", display);
+  return status;
+}
+
+// A second description of the file behind `fd`.  Empty without /proc, or where permission was there
+// only for the one who opened it.
+Descriptor reopen_descriptor(int fd, int flags = 0) {
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  return Descriptor(retry_interrupted(
+      [&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_CLOEXEC | flags); }));
+}
+
+// Turns the kernel's own readahead off: it fetches only bytes that are read or that read_ahead()
+// asks for, because its guesses would fill the page cache with bytes about to be read past it.
+File without_guesses(Descriptor fd, std::string path) {
+  ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_RANDOM);
+  return {std::move(fd), std::move(path)};
+}
+
+}  // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = other.release();
+  }
+  return *this;
+}
+
+int Descriptor::release() { return std::exchange(fd_, -1); }
+
+void Descriptor::reset() {
+  // An interrupted close has closed the descriptor on Linux: never retry it.
+  if (fd_ >= 0) sys::close(std::exchange(fd_, -1));
+}
+
+File File::open_for_reading(const std::string& path) {
+  return without_guesses(Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_RDONLY, path)), path);
+}
+
+File File::reopen_for_reading(int fd, std::string path) {
+  Descriptor again = reopen_descriptor(fd);
+  // Else the description is shared: read_at() does not move its position.
+  return again ? without_guesses(std::move(again), std::move(path))
+               : duplicate(fd, std::move(path));
+}
+
+File File::open_for_writing(const std::string& path, bool* created) {
+  constexpr mode_t kMode = 0666;  // less the umask
+  const auto open = [&](int flags) {
+    return retry_interrupted(
+        [&] { return sys::openat(AT_FDCWD, path.c_str(), flags | O_CLOEXEC, kMode); });
+  };
+  constexpr int kMaxAttempts = 100;  // it may come and go meanwhile
+  for (int i = 0; i < kMaxAttempts; ++i) {
+    int fd = open(O_RDWR);
+    if (fd < 0 && errno == EACCES) fd = open(O_WRONLY);
+    const bool is_missing = fd < 0 && errno == ENOENT;
+    if (is_missing) fd = open(O_RDWR | O_CREAT | O_EXCL);
+    if (is_missing && fd < 0 && errno == EEXIST) continue;
+    if (fd < 0) break;
+    if (created != nullptr) *created = is_missing;
+    return {Descriptor(fd), path};
+  }
+  fail("open", path);
+}
+
+File File::duplicate(int fd, std::string path) {
+  const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) fail("fcntl", path);
+  return {Descriptor(copy), std::move(path)};
+}
+
+std::uint64_t File::nbytes() const {
+  return static_cast<std::uint64_t>(status_or_fail(fd(), path_).st_size);
+}
+
+bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
+  const PageRange pages = pages_covering(offset, offset + nbytes, page_nbytes());
+  const std::uint64_t n_pages = pages.nbytes() / page_nbytes();
+  return sys::cached_pages(fd(), offset, nbytes) == static_cast<std::int64_t>(n_pages);
+}
+
+Descriptor File::open_direct_reader() const {
+  return direct_io_alignment().supported() ? reopen_descriptor(fd(), O_DIRECT) : Descriptor();
+}
+
+Descriptor File::reopen() const { return reopen_descriptor(fd()); }
+
+DirectIoAlignment File::direct_io_alignment() const {
+  struct statx status{};
+  if (::statx(fd(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return {};
+  if ((status.stx_mask & STATX_DIOALIGN) == 0) return {};
+  // glibc 2.36 does not name the two fields yet: they follow stx_mnt_id.
+  std::array<std::uint32_t, 2> alignment{};
+  constexpr std::size_t kFieldOffset = 0x98;
+  std::memcpy(alignment.data(), reinterpret_cast<const char*>(&status) + kFieldOffset,
+              sizeof alignment);
+  return {alignment[0], alignment[1]};
+}
+
+bool File::set_direct(bool on) {
+  const int flags = ::fcntl(fd(), F_GETFL);
+  if (flags < 0) return false;
+  return retry_interrupted(
+             [&] { return sys::set_flags(fd(), on ? flags | O_DIRECT : flags & ~O_DIRECT); }) == 0;
+}
+
+void File::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  auto* bytes = static_cast<std::byte*>(data);
+  while (nbytes > 0) {
+    const ssize_t n = retry_interrupted([&] {
+      return sys::pread(fd(), bytes, std::min(nbytes, kMaxTransferNbytes),
+                        static_cast<off_t>(offset));
+    });
+    if (n < 0) fail("pread", path_);
+    if (n == 0) throw IoError(0, "pread (unexpected end of file)", path_);
+    bytes += n;
+    offset += static_cast<std::uint64_t>(n);
+    nbytes -= static_cast<std::size_t>(n);
+  }
+}
+
+void File::write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const {
+  const auto* bytes = static_cast<const std::byte*>(data);
+  while (nbytes > 0) {
+    const ssize_t n = retry_interrupted([&] {
+      return sys::pwrite(fd(), bytes, std::min(nbytes, kMaxTransferNbytes),
+                         static_cast<off_t>(offset));
+    });
+    if (n < 0) fail("pwrite", path_);
+    if (n == 0) throw IoError(EIO, "pwrite", path_);
+    bytes += n;
+    offset += static_cast<std::uint64_t>(n);
+    nbytes -= static_cast<std::size_t>(n);
+  }
+}
+
+void File::preallocate(std::uint64_t nbytes) const {
+  const int result =
+      retry_interrupted([&] { return sys::fallocate(fd(), static_cast<off_t>(nbytes)); });
+  if (result != 0 && !unsupported(errno)) fail("fallocate", path_);
+}
+
+void File::truncate(std::uint64_t nbytes) const {
+  if (retry_interrupted([&] { return sys::ftruncate(fd(), static_cast<off_t>(nbytes)); }) != 0) {
+    fail("ftruncate", path_);
+  }
+}
+
+void File::flush() const {
+  if (retry_interrupted([&] { return sys::close_duplicate(fd()); }) != 0) fail("close", path_);
+}
+
+void File::sync() const {
+  if (retry_interrupted([&] { return sys::fsync(fd()); }) != 0) fail("fsync", path_);
+}
+
+namespace {
+
+constexpr std::string_view kTemporarySuffix = ".ptsave";
+constexpr std::size_t kTokenNdigits = 16;
+constexpr std::size_t kMaxNameNbytes = 255;
+constexpr std::size_t kLongNamePrefixNbytes = 200;
+
+std::string hex(std::uint64_t value) {
+  std::array<char, kTokenNdigits> digits{};
+  digits.fill('0');
+  std::array<char, kTokenNdigits> significant{};
+  const auto end =
+      std::to_chars(significant.data(), significant.data() + significant.size(), value, 16);
+  std::copy_backward(significant.data(), end.ptr, digits.data() + digits.size());
+  return {digits.data(), digits.size()};
+}
+
+std::uint64_t random_token() {
+  std::uint64_t token = 0;
+  if (::getrandom(&token, sizeof token, GRND_NONBLOCK) == sizeof token) return token;
+  return std::random_device{}() ^ (std::uint64_t{std::random_device{}()} << 32);
+}
+
+// The beginning of every temporary file of target `name`.  A name too long to be extended is cut
+// and told apart by its hash.
+std::string temporary_prefix(const std::string& name) {
+  std::string prefix(".");
+  if (name.size() + kTokenNdigits + kTemporarySuffix.size() + 2 <= kMaxNameNbytes) {
+    return prefix.append(name).append(".");
+  }
+  prefix.append(name, 0, kLongNamePrefixNbytes).append("~");
+  return prefix.append(hex(std::hash<std::string>{}(name))).append(".");
+}
+
+bool is_temporary(std::string_view entry, std::string_view prefix) {
+  if (entry.size() != prefix.size() + kTokenNdigits + kTemporarySuffix.size()) return false;
+  if (!entry.starts_with(prefix) || !entry.ends_with(kTemporarySuffix)) return false;
+  const std::string_view token = entry.substr(prefix.size(), kTokenNdigits);
+  return token.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+Descriptor open_directory(const std::string& path, const std::string& display) {
+  const int fd = retry_interrupted(
+      [&] { return sys::openat(AT_FDCWD, path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+  if (fd >= 0) return Descriptor(fd);
+  // A directory that may be searched but not read (mode 0300) can still be written to.
+  if (errno != EACCES) fail("open", display);
+  return Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_PATH | O_DIRECTORY, display));
+}
+
+// Locks without waiting.  File systems without locks count as locked: leftovers then stay, which is
+// safer than removing a file that is being written.
+enum class Lock { kTaken, kHeldElsewhere, kUnsupported };
+
+Lock try_lock(int fd) {
+  if (retry_interrupted([&] { return sys::flock(fd, LOCK_EX | LOCK_NB); }) == 0)
+    return Lock::kTaken;
+  return errno == EWOULDBLOCK ? Lock::kHeldElsewhere : Lock::kUnsupported;
+}
+
+void remove_leftovers(int directory, const std::string& name) {
+  const int copy = ::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (copy < 0) return;  // a directory that cannot be listed keeps its leftovers
+  const std::unique_ptr<DIR, int (*)(DIR*)> listing(::fdopendir(copy), &::closedir);
+  if (!listing) {
+    sys::close(copy);
+    return;
+  }
+  const std::string prefix = temporary_prefix(name);
+  while (const dirent* entry = ::readdir(listing.get())) {  // NOLINT(concurrency-mt-unsafe)
+    if (!is_temporary(entry->d_name, prefix)) continue;
+    constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    const Descriptor leftover(
+        retry_interrupted([&] { return sys::openat(directory, entry->d_name, kFlags); }));
+    if (leftover && try_lock(leftover.get()) == Lock::kTaken) {
+      retry_interrupted([&] { return sys::unlinkat(directory, entry->d_name); });
+    }
+  }
+}
+
+struct SplitPath {
+  std::string directory;
+  std::string name;
+};
+
+SplitPath split_path(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return {".", path};
+  return {path.substr(0, std::max<std::size_t>(slash, 1)), path.substr(slash + 1)};
+}
+
+}  // namespace
+
+void remove_leftovers(const std::string& path) {
+  const SplitPath split = split_path(path);
+  remove_leftovers(open_directory(split.directory, path).get(), split.name);
+}
+
+std::string_view target_of_temporary(std::string_view entry) {
+  constexpr std::size_t kEndNbytes = 1 + kTokenNdigits + kTemporarySuffix.size();
+  if (entry.size() <= 1 + kEndNbytes) return {};
+  const std::string_view name = entry.substr(1, entry.size() - 1 - kEndNbytes);
+  return is_temporary(entry, temporary_prefix(std::string(name))) ? name : std::string_view();
+}
+
+AtomicFile::AtomicFile(const std::string& path, std::string display)
+    : display_(std::move(display)), file_(Descriptor(), display_) {
+  SplitPath split = split_path(path);
+  name_ = std::move(split.name);
+  directory_ = open_directory(split.directory, display_);
+  remove_leftovers(directory_.get(), name_);
+  // Looked at once: another save may replace or remove it at any moment.
+  struct stat old{};
+  const bool replaces =
+      retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) == 0;
+  if (!replaces && errno != ENOENT) fail("stat", display_);
+  try {
+    create_temporary(replaces);
+    if (replaces) adopt_ownership(old);
+  } catch (...) {
+    discard();
+    throw;
+  }
+}
+
+AtomicFile::~AtomicFile() { discard(); }
+
+void AtomicFile::discard() {
+  if (temporary_name_.empty()) return;
+  // Nothing can be reported from here; a file that cannot be removed is removed by the next save.
+  retry_interrupted([&] { return sys::unlinkat(directory_.get(), temporary_name_.c_str()); });
+  temporary_name_.clear();
+}
+
+void AtomicFile::create_temporary(bool replaces) {
+  constexpr mode_t kPrivate = 0600;  // until adopt_ownership() has set the final mode
+  constexpr mode_t kShared = 0666;   // less the umask
+  for (;;) {
+    const std::string name =
+        temporary_prefix(name_) + hex(random_token()) + std::string(kTemporarySuffix);
+    const int fd = retry_interrupted([&] {
+      return sys::openat(directory_.get(), name.c_str(),
+                         O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
+                         replaces ? kPrivate : kShared);
+    });
+    if (fd < 0 && errno == EEXIST) continue;
+    if (fd < 0) fail("open", display_);
+    file_ = File(Descriptor(fd), display_);
+    // Another save may have taken the file for a leftover between open and lock, and removed it.
+    temporary_name_ = name;
+    if (try_lock(fd) != Lock::kHeldElsewhere && status_or_fail(fd, display_).st_nlink > 0) return;
+    discard();
+  }
+}
+
+void AtomicFile::adopt_ownership(const struct stat& old) {
+  const struct stat fresh = status_or_fail(file_.fd(), display_);
+  if (old.st_uid != fresh.st_uid || old.st_gid != fresh.st_gid) adopt_owner(old.st_uid, old.st_gid);
+  constexpr mode_t kModeBits = 07777;
+  if (retry_interrupted([&] { return sys::fchmod(file_.fd(), old.st_mode & kModeBits); }) != 0 &&
+      !unsupported(errno) && errno != EPERM) {
+    fail("fchmod", display_);
+  }
+}
+
+void AtomicFile::adopt_owner(unsigned uid, unsigned gid) {
+  // Only root may give files away, but everyone to a group of theirs; without it a shared folder's
+  // other users would lose the file.  Keeping the data matters more than keeping either.
+  constexpr auto kUnchanged = static_cast<uid_t>(-1);
+  if (retry_interrupted([&] { return sys::fchown(file_.fd(), uid, gid); }) == 0) return;
+  retry_interrupted([&] { return sys::fchown(file_.fd(), kUnchanged, gid); });
+}
+
+void AtomicFile::commit(bool durable) {
+  if (durable) {
+    file_.sync();
+  } else {
+    file_.flush();
+  }
+  const int renamed = retry_interrupted(
+      [&] { return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str()); });
+  if (renamed != 0) fail("rename", display_);
+  temporary_name_.clear();
+  if (durable) sync_directory();
+}
+
+void AtomicFile::sync_directory() {
+  if (retry_interrupted([&] { return sys::fsync(directory_.get()); }) == 0) return;
+  if (errno == EINVAL) return;  // a file system on which directories need no sync
+  // A directory that may not be read (so is open as O_PATH) cannot be synced by itself.
+  if (errno == EBADF && retry_interrupted([&] { return sys::syncfs(file_.fd()); }) == 0) return;
+  fail("fsync", display_);
+}
+
+// ------------------------------------------------------------------------------------- InPlaceFile
+
+namespace {
+
+bool try_lock_byte(int fd) {
+  if (retry_interrupted([&] { return sys::lock_byte(fd, F_WRLCK, kInPlaceSaveByte); }) == 0)
+    return true;
+  return errno != EAGAIN && errno != EACCES;  // a file system without locks
+}
+
+}  // namespace
+
+InPlaceFile::InPlaceFile(std::string path, std::string display, const std::function<void()>& poll)
+    : path_(std::move(path)), file_(Descriptor(), std::move(display)) {
+  try {
+    // A save that has failed may have removed the file that it had created, and another one may
+    // have replaced it.  (Where numbers of files do not last, no two are ever the same.)
+    constexpr int kMaxAttempts = 16;
+    for (int i = 0; i < kMaxAttempts; ++i) {
+      open_locked(poll);
+      if (has_its_name()) break;
+    }
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+InPlaceFile::~InPlaceFile() { release(); }
+
+void InPlaceFile::open_locked(const std::function<void()>& poll) {
+  locked_ = false;
+  file_ = File(File::open_for_writing(path_, &created_));
+  while (!try_lock_byte(file_.fd())) {
+    created_ = false;  // its contents are another save's by now
+    poll();
+    constexpr std::chrono::milliseconds kPause(5);
+    std::this_thread::sleep_for(kPause);
+  }
+  locked_ = true;
+}
+
+bool InPlaceFile::has_its_name() const {
+  struct stat named{};
+  struct stat own{};
+  if (retry_interrupted([&] { return sys::fstatat(AT_FDCWD, path_.c_str(), &named); }) != 0 ||
+      retry_interrupted([&] { return sys::fstat(file_.fd(), &own); }) != 0) {
+    return false;
+  }
+  return own.st_dev == named.st_dev && own.st_ino == named.st_ino;
+}
+
+void InPlaceFile::release() {
+  if (!locked_) return;
+  if (created_ && has_its_name()) {
+    retry_interrupted([&] { return sys::unlinkat(AT_FDCWD, path_.c_str()); });
+  }
+  // By hand: a process forked meanwhile has the descriptor, too.
+  sys::lock_byte(file_.fd(), F_UNLCK, kInPlaceSaveByte);
+}
+
+void InPlaceFile::clear(std::uint64_t nbytes) {
+  constexpr std::uint64_t kBlockNbytes = 512;  // of st_blocks, on every file system
+  struct statvfs disk{};
+  if (!created_ && ::fstatvfs(file_.fd(), &disk) == 0 && disk.f_blocks > 0) {
+    const struct stat status = status_or_fail(file_.fd(), file_.path());
+    const std::uint64_t own = static_cast<std::uint64_t>(status.st_blocks) * kBlockNbytes;
+    const std::uint64_t free = std::uint64_t{disk.f_bavail} * disk.f_frsize;
+    if (nbytes > free + own) throw IoError(ENOSPC, "fallocate", file_.path());
+  }
+  file_.truncate(0);
+}
+
+void InPlaceFile::commit(bool durable) {
+  if (durable) {
+    file_.sync();
+  } else {
+    file_.flush();
+  }
+  created_ = false;
+}
+
+std::optional<std::string> resolve_links(const std::string& path) {
+  constexpr int kMaxLinks = 40;  // as the kernel follows
+  std::string target = path;
+  for (int i = 0; i <= kMaxLinks; ++i) {
+    std::array<char, PATH_MAX> text{};
+    const ssize_t nbytes = ::readlink(target.c_str(), text.data(), text.size());
+    if (nbytes < 0 && (errno == EINVAL || errno == ENOENT)) return target;
+    if (nbytes < 0) fail("open", path);
+    std::string directory = split_path(target).directory;
+    struct statfs status{};
+    if (::statfs(directory.c_str(), &status) != 0) fail("open", path);
+    if (status.f_type == PROC_SUPER_MAGIC) return std::nullopt;
+    const std::string next(text.data(), static_cast<std::size_t>(nbytes));
+    target = next.starts_with('/') ? next : directory.append("/").append(next);
+  }
+  errno = ELOOP;
+  fail("open", path);
+}
+
+}  // namespace ptsave

@@ -1,0 +1,114 @@
+#include "core/io/range_list.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/memory/stream_copy.h"
+
+namespace ptsave {
+namespace {
+
+// Reading a gap of this size is cheaper than one more call.
+constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
+
+}  // namespace
+
+RangeList::RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges)
+    : files_(files), ranges_(std::move(ranges)) {
+  std::erase_if(ranges_, [](const FileRange& range) { return range.nbytes == 0; });
+  std::ranges::sort(ranges_, {},
+                    [](const FileRange& range) { return std::pair(range.file, range.offset); });
+  check();
+  cut();
+}
+
+void RangeList::check() const {
+  for (const FileRange& range : ranges_) {
+    if (range.file >= files_.size()) throw std::invalid_argument("a range of no file");
+    const std::uint64_t file_nbytes = files_[range.file].nbytes();
+    if (range.offset > file_nbytes || range.nbytes > file_nbytes - range.offset) {
+      throw IoError(0, "read (beyond the end)", files_[range.file].name());
+    }
+  }
+}
+
+void RangeList::cut() {
+  for (std::size_t i = 0; i < ranges_.size(); ++i) {
+    const FileRange& range = ranges_[i];
+    const std::uint64_t range_end = range.offset + range.nbytes;
+    for (std::uint64_t begin = range.offset; begin < range_end;) {
+      const std::uint64_t window_end = align_down(begin, kWindowNbytes) + kWindowNbytes;
+      const std::uint64_t end = std::min(range_end, window_end);
+      const bool joins = !stretches_.empty() && stretches_.back().file == range.file &&
+                         stretches_.back().end > window_end - kWindowNbytes &&
+                         stretches_.back().end <= begin &&
+                         begin - stretches_.back().end <= kMaxGapNbytes;
+      if (!joins) stretches_.push_back({range.file, begin, begin, i, i});
+      stretches_.back().end = end;
+      stretches_.back().end_range = i + 1;
+      begin = end;
+    }
+  }
+}
+
+// Cached bytes come from the page cache, straight into place; at the first gap the rest comes from
+// the disk.
+void RangeList::read(std::size_t i, BufferPool& buffers) const {
+  const Stretch& stretch = stretches_[i];
+  const ByteSource& file = files_[stretch.file];
+  std::uint64_t at = stretch.begin;
+  if (file.may_be_cached(at, stretch.end - at)) at = read_cached(stretch);
+  if (at < stretch.end && !read_direct(stretch, at, buffers)) {
+    file.read_ahead(at, stretch.end - at);
+    for_each_piece(stretch, at, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+      file.read_at(offset, place, nbytes);
+      return true;
+    });
+  }
+}
+
+// Returns the offset of the first byte that is not in place yet.
+std::uint64_t RangeList::read_cached(const Stretch& stretch) const {
+  std::uint64_t at = stretch.begin;
+  for_each_piece(stretch, at, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+    const std::size_t n = files_[stretch.file].read_cached(offset, place, nbytes);
+    at = offset + n;
+    return n == nbytes;
+  });
+  return at;
+}
+
+// Through a buffer: direct reads take whole blocks, and disks write faster into memory that is in
+// use already.
+bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin,
+                            BufferPool& buffers) const {
+  const std::size_t block = files_[stretch.file].block_nbytes();
+  const std::uint64_t buffer_begin = align_down(begin, block);
+  const BufferPool::Lease buffer(buffers);
+  const std::uint64_t nbytes_wanted = align_up(stretch.end, block) - buffer_begin;
+  if (!files_[stretch.file].read_direct(buffer_begin, buffer.data(), nbytes_wanted)) return false;
+  for_each_piece(stretch, begin, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+    stream_copy(place, buffer.data() + (offset - buffer_begin), nbytes);
+    return true;
+  });
+  return true;
+}
+
+// Calls take(offset, place, nbytes) for the ranges in the stretch from `begin` on, until it returns
+// false.
+template <class Take>
+void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin,
+                               const Take& take) const {
+  for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
+    const FileRange& range = ranges_[i];
+    const std::uint64_t from = std::max(range.offset, begin);
+    const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
+    if (from >= to) continue;
+    const auto nbytes = static_cast<std::size_t>(to - from);
+    if (!take(from, range.place + (from - range.offset), nbytes)) return;
+  }
+}
+
+}  // namespace ptsave

@@ -1,0 +1,42 @@
+#include "core/io/range_read.h"
+
+#include <algorithm>
+#include <span>
+#include <stdexcept>
+#include <utility>
+
+namespace ptsave {
+namespace {
+
+// Below this all is read before a thread has started.
+constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
+
+void refuse_overlaps(std::span<const FileRange> ranges) {
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    const FileRange& before = ranges[i - 1];
+    if (before.file == ranges[i].file && before.offset + before.nbytes > ranges[i].offset) {
+      throw std::invalid_argument("ranges of a file overlap");
+    }
+  }
+}
+
+}  // namespace
+
+RangeRead::RangeRead(std::vector<ByteSource> files, std::vector<FileRange> ranges)
+    : files_(std::move(files)), ranges_(files_, std::move(ranges)) {
+  refuse_overlaps(ranges_.ranges());
+}
+
+void RangeRead::run(std::size_t n_threads, const Poll& poll) {
+  std::uint64_t nbytes = 0;
+  for (std::size_t i = 0; i < ranges_.n_stretches(); ++i) nbytes += ranges_.stretch_nbytes(i);
+  n_threads = nbytes < kThreadedNbytes ? 0 : std::min(n_threads, ranges_.n_stretches());
+  BufferPool buffers(std::max<std::size_t>(n_threads, 1), RangeList::kWindowNbytes);
+  ChunkPipeline pipeline(ranges_.n_stretches(), n_threads, [&](ChunkPipeline&, std::size_t i) {
+    ranges_.read(i, buffers);
+    nbytes_read_.fetch_add(ranges_.stretch_nbytes(i), std::memory_order_relaxed);
+  });
+  pipeline.finish(poll);
+}
+
+}  // namespace ptsave

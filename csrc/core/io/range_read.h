@@ -1,0 +1,34 @@
+// Reads parts of files into memory that exists already: the tensors of a format that is a header
+// and bytes, such as safetensors, of all of a model's files at once.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/io/range_list.h"
+#include "core/io/source.h"
+#include "core/pipeline/pipeline.h"
+
+namespace ptsave {
+
+// One reading of many ranges.  Their memory must outlive it.  One thread at a time, but for
+// nbytes_read().
+class RangeRead {
+ public:
+  // std::invalid_argument for a range of no file and for ranges that overlap in a file; IoError for
+  // one beyond the end of its file.  (Places must not overlap either; nobody checks that.)
+  RangeRead(std::vector<ByteSource> files, std::vector<FileRange> ranges);
+
+  // Returns when all bytes are in their places.  IoError.
+  void run(std::size_t n_threads, const Poll& poll);
+  std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
+
+ private:
+  const std::vector<ByteSource> files_;
+  const RangeList ranges_;
+  std::atomic<std::uint64_t> nbytes_read_{0};
+};
+
+}  // namespace ptsave

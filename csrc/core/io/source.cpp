@@ -1,0 +1,98 @@
+#include "core/io/source.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/io/system.h"
+#include "core/memory/pages.h"
+
+namespace ptsave {
+
+namespace {
+
+// Devices take no more than this from one request to read ahead (their max_sectors_kb and
+// read_ahead_kb decide), and drop the rest without a word.
+constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
+
+// Whether direct reads may begin at any page of the archive, into buffers at any page of memory.
+bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
+  return page % alignment.block_nbytes() == 0 &&
+         (alignment.memory == 0 || page % alignment.memory == 0);
+}
+
+}  // namespace
+
+ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct)
+    : file_(std::move(file)), base_offset_(base_offset), name_(file_->path()) {
+  const std::uint64_t file_nbytes = file_->nbytes();
+  nbytes_ = file_nbytes > base_offset ? file_nbytes - base_offset : 0;
+  if (direct == DirectReads::kNever) return;
+  const DirectIoAlignment alignment = file_->direct_io_alignment();
+  if (!fits_pages(alignment, page_nbytes()) || base_offset % alignment.block_nbytes() != 0) return;
+  block_nbytes_ = alignment.block_nbytes();
+  direct_ = file_->open_direct_reader();
+  if (direct == DirectReads::kAlone) co_readers_ = std::make_unique<CoReaders>();
+}
+
+ByteSource::ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name)
+    : memory_(data), nbytes_(nbytes), name_(std::move(name)) {}
+
+void ByteSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  if (offset > nbytes_ || nbytes > nbytes_ - offset) {
+    throw IoError(0, "read (beyond the end)", name_);
+  }
+  if (nbytes == 0) return;
+  if (memory_ != nullptr) {
+    std::memcpy(data, memory_ + offset, nbytes);
+  } else {
+    file_->read_at(base_offset_ + offset, data, nbytes);
+  }
+}
+
+bool ByteSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
+  return sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
+}
+
+std::size_t ByteSource::read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  if (memory_ != nullptr) {
+    read_at(offset, data, nbytes);
+    return nbytes;
+  }
+  const ssize_t n =
+      sys::pread_nowait(file_->fd(), data, nbytes, static_cast<off_t>(base_offset_ + offset));
+  return n < 0 ? 0 : static_cast<std::size_t>(n);
+}
+
+void ByteSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
+  if (memory_ != nullptr) return;
+  while (nbytes > 0) {
+    const std::size_t piece = std::min(nbytes, kReadAheadNbytes);
+    // A hint: whatever it cannot do, the reads that follow do.
+    if (sys::read_ahead(file_->fd(), static_cast<off_t>(base_offset_ + offset), piece) != 0) return;
+    offset += piece;
+    nbytes -= piece;
+  }
+}
+
+bool ByteSource::read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const {
+  if (!direct_ || (co_readers_ && !co_readers_->absent(*file_, nbytes))) return false;
+  const std::uint64_t end = std::min(offset + nbytes, align_up(nbytes_, block_nbytes_));
+  auto* bytes = static_cast<std::byte*>(data);
+  while (offset < end && offset < nbytes_) {
+    const ssize_t n =
+        sys::pread(direct_.get(), bytes, end - offset, static_cast<off_t>(base_offset_ + offset));
+    if (n < 0 && errno == EINTR) continue;
+    // Whatever the reason, the buffered read that follows works or reports it.
+    if (n <= 0) return false;
+    const auto advance = static_cast<std::size_t>(n);
+    if (offset + advance < nbytes_ && advance % block_nbytes_ != 0) return false;
+    bytes += advance;
+    offset += advance;
+  }
+  return true;
+}
+
+}  // namespace ptsave

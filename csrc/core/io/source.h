@@ -1,0 +1,66 @@
+// Sources of an archive's bytes: a file, through the page cache or past it, or memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/io/co_readers.h"
+#include "core/io/file.h"
+
+namespace ptsave {
+
+// Whether a file is read past the page cache, where its file system allows that.
+enum class DirectReads : std::uint8_t {
+  kNever,
+  kAlone,  // while it has no other readers: CoReaders
+  kAlways,
+};
+
+// For loads, which the caller allows them or not.
+constexpr DirectReads direct_reads(bool allowed) {
+  return allowed ? DirectReads::kAlone : DirectReads::kNever;
+}
+
+// A part of a file, or memory.  Safe for concurrent use.
+class ByteSource {
+ public:
+  // The archive is all of `file` from base_offset on.
+  ByteSource(File file, std::uint64_t base_offset, DirectReads direct = DirectReads::kAlone);
+  // The bytes must outlive the source and stay unchanged.
+  ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name);
+
+  const std::string& name() const { return name_; }
+  std::uint64_t nbytes() const { return nbytes_; }
+  // The file's descriptor; -1 if there is no file.
+  int descriptor() const { return file_ ? file_->fd() : -1; }
+  // The archive's bytes, if they are in memory; else null.
+  const std::byte* memory() const { return memory_; }
+  void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Whether the page cache may hold some of these bytes.
+  bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
+  // Reads bytes that the page cache holds, without waiting; returns their number (possibly 0).
+  std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
+  // Has the file system fetch these bytes into the page cache; does not wait for them.
+  void read_ahead(std::uint64_t offset, std::size_t nbytes) const;
+  // Direct reads begin and end at multiples of this, which is no more than a page.
+  std::size_t block_nbytes() const { return block_nbytes_; }
+  // Reads whole blocks past the page cache: offset and nbytes are multiples of block_nbytes(), data
+  // is at a page. Reads up to the end of the file if that comes first.  False where direct reads do
+  // not work or are not wanted.
+  bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
+
+ private:
+  std::optional<File> file_;
+  Descriptor direct_;
+  std::size_t block_nbytes_ = DirectIoAlignment::kMinBlockNbytes;
+  std::unique_ptr<CoReaders> co_readers_;  // DirectReads::kAlone
+  const std::byte* memory_ = nullptr;
+  std::uint64_t base_offset_ = 0;
+  std::uint64_t nbytes_ = 0;
+  std::string name_;
+};
+
+}  // namespace ptsave

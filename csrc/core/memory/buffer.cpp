@@ -1,0 +1,111 @@
+#include "core/memory/buffer.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <ctime>
+#include <limits>
+#include <new>
+#include <utility>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace ptsave {
+namespace {
+
+// Waiting for a core does not count.
+std::chrono::nanoseconds thread_cpu_time() {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
+
+}  // namespace
+
+Mapping::Mapping(std::size_t nbytes, Use use) {
+  if (nbytes == 0) return;
+  if (nbytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();
+  nbytes_ = align_up(nbytes, page_nbytes());
+  const bool huge = nbytes_ >= kHugePageNbytes;
+  const std::size_t reserved = huge ? nbytes_ + kHugePageNbytes : nbytes_;
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (use == Use::kParts ? MAP_NORESERVE : 0);
+  void* memory = ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<std::byte*>(memory);
+  if (!huge) return;
+  // Trim to a huge-page boundary.
+  const auto address = reinterpret_cast<std::uintptr_t>(data_);
+  const std::size_t lead = align_up(address, kHugePageNbytes) - address;
+  if (lead > 0) ::munmap(data_, lead);
+  data_ += lead;
+  if (lead < kHugePageNbytes) ::munmap(data_ + nbytes_, kHugePageNbytes - lead);
+  // Advice only: without huge pages the memory works as well, slower.
+  static_cast<void>(::madvise(data_, nbytes_, MADV_HUGEPAGE));
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(nbytes_, other.nbytes_);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) ::munmap(data_, nbytes_);
+}
+
+std::chrono::nanoseconds Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
+  const PageRange pages = pages_covering(begin, end, page_nbytes());
+  const auto start = thread_cpu_time();
+  static_cast<void>(::madvise(data_ + pages.begin, pages.nbytes(), MADV_POPULATE_WRITE));
+  return thread_cpu_time() - start;
+}
+
+void Mapping::use_small_pages() const noexcept {
+  static_cast<void>(::madvise(data_, nbytes_, MADV_NOHUGEPAGE));
+}
+
+void Mapping::discard(std::size_t begin, std::size_t end) const noexcept {
+  const PageRange pages = pages_inside(begin, end, page_nbytes());
+  if (pages.empty()) return;
+  static_cast<void>(::madvise(data_ + pages.begin, pages.nbytes(), MADV_DONTNEED));
+}
+
+void Mapping::exclude_from_children() const noexcept {
+  static_cast<void>(::madvise(data_, nbytes_, MADV_DONTFORK));
+}
+
+void Mapping::abandon() noexcept {
+  data_ = nullptr;
+  nbytes_ = 0;
+}
+
+BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes)
+    : memory_(count * align_up(buffer_nbytes, page_nbytes())) {
+  free_.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    free_.push_back(memory_.data() + i * align_up(buffer_nbytes, page_nbytes()));
+  }
+}
+
+std::byte* BufferPool::acquire() {
+  std::unique_lock lock(mutex_);
+  released_.wait(lock, [this] { return !free_.empty(); });
+  std::byte* buffer = free_.back();
+  free_.pop_back();
+  return buffer;
+}
+
+void BufferPool::release(std::byte* buffer) {
+  {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(buffer);
+  }
+  released_.notify_one();
+}
+
+}  // namespace ptsave

@@ -1,0 +1,12 @@
+#include "core/memory/pages.h"
+
+#include <unistd.h>
+
+namespace ptsave {
+
+std::size_t page_nbytes() noexcept {
+  static const auto nbytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
+
+}  // namespace ptsave

@@ -1,0 +1,106 @@
+#include "core/pipeline/pipeline.h"
+
+#include <cxxabi.h>
+
+#include <chrono>
+#include <new>
+#include <system_error>
+#include <utility>
+
+namespace ptsave {
+namespace {
+constexpr std::chrono::milliseconds kPollInterval{100};
+}
+
+ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work)
+    : n_chunks_(n_chunks), work_(std::move(work)) {
+  workers_.reserve(n_threads);
+  for (std::size_t i = 0; i < n_threads && i < n_chunks; ++i) {
+    try {
+      workers_.emplace_back([this] { run_worker(); });
+    } catch (const std::system_error&) {
+      break;  // out of threads: those there are (or finish() itself) do the work
+    } catch (const std::bad_alloc&) {
+      break;  // ... or out of memory; not rethrown, as destroying a running thread terminates
+    }
+  }
+}
+
+ChunkPipeline::~ChunkPipeline() {
+  stop(nullptr);
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ChunkPipeline::run_worker() {
+  while (run_next_chunk()) {
+  }
+}
+
+bool ChunkPipeline::run_next_chunk() {
+  if (stopped_.load(std::memory_order_relaxed)) return false;
+  const std::size_t chunk = cursor_.fetch_add(1, std::memory_order_relaxed);
+  if (chunk >= n_chunks_) return false;
+  try {
+    work_(*this, chunk);
+  } catch (const Stopped&) {
+    return false;
+  } catch (const abi::__forced_unwind&) {
+    throw;  // the thread is being ended (pthread_exit); swallowing this is fatal
+  } catch (...) {
+    stop(std::current_exception());
+    return false;
+  }
+  const std::lock_guard lock(mutex_);
+  ++n_done_;
+  changed_.notify_all();
+  return true;
+}
+
+void ChunkPipeline::stop(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  stopped_.store(true, std::memory_order_relaxed);
+  if (error && !error_) error_ = std::move(error);
+  changed_.notify_all();
+}
+
+void ChunkPipeline::rethrow_error() {
+  stop(nullptr);
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+  std::rethrow_exception(error_);
+}
+
+void ChunkPipeline::finish(const Poll& poll) {
+  wait_until([this] { return n_done_ == n_chunks_; }, poll);
+}
+
+void ChunkPipeline::wait_until(const std::function<bool()>& ready, const Poll& poll) {
+  // Without workers the chunks run here; more of them than needed, which the next wait will find
+  // done.
+  while (workers_.empty() && run_next_chunk()) poll();
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kPollInterval, [&] { return error_ || ready(); });
+      if (!error_ && ready()) return;
+      if (error_) {
+        lock.unlock();
+        rethrow_error();
+      }
+    }
+    poll();
+  }
+}
+
+void ChunkPipeline::wait_in_worker(const std::function<bool()>& ready) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return stopped_.load(std::memory_order_relaxed) || ready(); });
+  if (!ready()) throw Stopped{};
+}
+
+void ChunkPipeline::notify() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+}  // namespace ptsave

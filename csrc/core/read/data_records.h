@@ -1,0 +1,34 @@
+// The records of an archive that hold storages, data/<key>, told from the others.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+#include <vector>
+
+#include "core/format/archive.h"
+
+namespace ptsave {
+
+// Not for concurrent use.
+class DataRecords {
+ public:
+  // `index` must outlive it.
+  explicit DataRecords(const ArchiveIndex& index);
+
+  // Numbers of records, in the index's order.
+  const std::vector<std::size_t>& storages() const { return storages_; }
+  const std::vector<std::size_t>& others() const { return others_; }
+  // Whether storages can be verified: torch writes a zero for the CRC of every storage, or of none.
+  bool have_crcs() const;
+  // The record data/<key>; ArchiveIndex::kNotFound without one.  Fast for keys in the order of the
+  // records, as a pickle mostly has them.
+  std::size_t find(std::string_view key);
+
+ private:
+  const ArchiveIndex& index_;
+  std::vector<std::size_t> storages_;
+  std::vector<std::size_t> others_;
+  std::size_t last_found_ = ArchiveIndex::kNotFound;
+};
+
+}  // namespace ptsave

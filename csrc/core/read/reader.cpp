@@ -1,0 +1,204 @@
+#include "core/read/reader.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/crc/crc32.h"
+#include "core/memory/pages.h"
+#include "core/read/transfer_plan.h"
+
+namespace ptsave {
+namespace {
+
+// The size that the directory claims for any other record is not bounded by the file's.
+void require_stored(const IndexedRecord& record) {
+  if (record.stored() && !record.encrypted()) return;
+  throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name +
+                        ": " +
+                        (record.encrypted() ? "unsupported encryption" : "unsupported method"),
+                    "the member cannot be read", record.name, record.header_offset);
+}
+
+ArchiveIndex read_index(const ByteSource& source) {
+  std::vector<std::byte> tail(std::min(source.nbytes(), kMaxTailNbytes));
+  source.read_at(source.nbytes() - tail.size(), tail.data(), tail.size());
+  const CentralDirectory where = find_central_directory(tail, source.nbytes());
+  // Not a vector, which would fill it with zeros first.
+  const auto directory = std::make_unique_for_overwrite<std::byte[]>(where.nbytes);
+  source.read_at(where.offset, directory.get(), where.nbytes);
+  return parse_central_directory({directory.get(), static_cast<std::size_t>(where.nbytes)}, where);
+}
+
+}  // namespace
+
+ArchiveReader::ArchiveReader(ByteSource source)
+    : source_(std::move(source)), index_(read_index(source_)) {}
+
+ArchiveReader::~ArchiveReader() = default;
+
+std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
+  const IndexedRecord& record = index_.records()[i];
+  const std::uint64_t limit = record.limit;
+  const std::size_t full_name_nbytes = index_.root().size() + 1 + record.name.size();
+  std::vector<std::byte> header(
+      std::min<std::uint64_t>(kLocalHeaderNbytes + full_name_nbytes, limit - record.header_offset));
+  source_.read_at(record.header_offset, header.data(), header.size());
+  return ptsave::payload_offset(header, record, index_.root().size(), limit);
+}
+
+std::uint64_t ArchiveReader::stored_payload_offset(std::size_t i) const {
+  const std::uint64_t offset = payload_offset(i);
+  require_stored(index_.records()[i]);
+  return offset;
+}
+
+void ArchiveReader::read(std::size_t i, std::uint64_t offset, void* payload, bool verify) const {
+  const IndexedRecord& record = index_.records()[i];
+  const bool compare = verify && index_.has_crcs();
+  std::uint32_t crc = 0;
+  for (std::uint64_t done = 0; done < record.nbytes;) {
+    std::byte* const place = static_cast<std::byte*>(payload) + done;
+    const std::size_t nbytes = std::min<std::uint64_t>(kCachePieceNbytes, record.nbytes - done);
+    source_.read_at(offset + done, place, nbytes);
+    if (compare) crc = crc32(crc, place, nbytes);
+    done += nbytes;
+  }
+  if (compare && crc != record.crc) {
+    throw FormatError("CRC-32 mismatch", "the record is damaged", record.name, offset);
+  }
+}
+
+std::vector<DamagedRecord> ArchiveReader::read_records(std::vector<std::size_t> records,
+                                                       const std::vector<Destination>& destinations,
+                                                       std::size_t n_threads, bool verify,
+                                                       const Poll& poll) const {
+  std::ranges::sort(records);
+  records.erase(std::unique(records.begin(), records.end()), records.end());
+  for (const bool exact_offsets : {false, true}) {
+    const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
+    auto scatter = std::make_shared<Scatter>(wanted, destinations, verify, nullptr, nullptr);
+    try {
+      Transfer transfer(source_, index_, wanted, std::move(scatter), n_threads, verify);
+      return transfer.wait_all(poll);
+    } catch (const LayoutMismatch&) {
+      if (exact_offsets) throw;
+    }
+  }
+  return {};
+}
+
+void ArchiveReader::read_range(std::uint64_t offset, std::byte* to, std::size_t nbytes,
+                               std::size_t n_threads, const Poll& poll) const {
+  const std::size_t n_chunks = (nbytes + kMaxChunkNbytes - 1) / kMaxChunkNbytes;
+  ChunkPipeline pipeline(
+      n_chunks, n_chunks > 1 ? n_threads : 0, [&](ChunkPipeline& /*pipeline*/, std::size_t chunk) {
+        const std::size_t begin = chunk * kMaxChunkNbytes;
+        source_.read_at(offset + begin, to + begin, std::min(kMaxChunkNbytes, nbytes - begin));
+      });
+  pipeline.finish(poll);
+}
+
+std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::size_t>& records,
+                                                        bool exact_offsets) const {
+  std::vector<WantedRecord> wanted;
+  wanted.reserve(records.size());
+  for (const std::size_t i : records) {
+    const IndexedRecord& record = index_.records()[i];
+    require_stored(record);
+    if (record.nbytes == 0) continue;
+    wanted.push_back({i, exact_offsets ? payload_offset(i) : record.payload_offset});
+  }
+  return std::make_shared<TransferPlan>(plan_transfer(index_, std::move(wanted), page_nbytes()));
+}
+
+void ArchiveReader::start(const std::vector<std::size_t>& records, std::size_t n_threads,
+                          bool verify, bool exact_offsets) {
+  const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
+  region_ = std::make_shared<Region>(wanted, verify, Use::kAll);
+  transfer_ = std::make_unique<Transfer>(source_, index_, wanted, region_, n_threads, verify);
+}
+
+void ArchiveReader::reserve(const std::vector<std::size_t>& records) {
+  transfer_.reset();
+  region_ = std::make_shared<Region>(plan(records, /*exact_offsets=*/false), /*verify=*/false,
+                                     Use::kParts);
+}
+
+std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& destinations,
+                                               std::size_t n_threads, bool verify, const Poll& poll,
+                                               Unstager* unstager) {
+  std::vector<Destination> parts;
+  std::vector<bool> is_wanted(index_.records().size());
+  for (const Destination& destination : destinations) {
+    const std::uint64_t nbytes = index_.records()[destination.record].nbytes;
+    if (destination.offset > nbytes || destination.nbytes > nbytes - destination.offset) {
+      throw std::invalid_argument("a destination reaches beyond its record");
+    }
+    if (destination.nbytes == 0) continue;
+    parts.push_back(destination);
+    is_wanted[destination.record] = true;
+  }
+  std::vector<std::size_t> records;
+  for (std::size_t i = 0; i < is_wanted.size(); ++i) {
+    if (is_wanted[i]) records.push_back(i);
+  }
+  for (const bool exact_offsets : {false, true}) {
+    const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
+    auto scatter = std::make_shared<Scatter>(wanted, parts, verify, region_, unstager);
+    transfer_ =
+        std::make_unique<Transfer>(source_, index_, wanted, std::move(scatter), n_threads, verify);
+    try {
+      std::vector<DamagedRecord> damaged = transfer_->wait_all(poll);
+      transfer_->cancel();
+      return damaged;
+    } catch (const LayoutMismatch&) {
+      if (exact_offsets) throw;
+      // Wrong copies that are under way must not arrive after the right ones, and leases that
+      // workers have left behind are needed again.
+      if (unstager != nullptr) unstager->drain();
+      transfer_.reset();
+    } catch (...) {
+      transfer_->cancel();  // nothing is written to anybody's memory after this returns
+      throw;
+    }
+  }
+  return {};
+}
+
+std::vector<std::size_t> ArchiveReader::begun() const {
+  return transfer_ ? transfer_->begun() : std::vector<std::size_t>{};
+}
+
+void ArchiveReader::wait(std::size_t i, const Poll& poll) {
+  if (index_.records()[i].nbytes > 0) transfer_->wait(i, poll);
+}
+
+std::vector<DamagedRecord> ArchiveReader::wait_all(const Poll& poll) {
+  return transfer_->wait_all(poll);
+}
+
+LoadedPayload ArchiveReader::payload(std::size_t i) const {
+  return index_.records()[i].nbytes > 0 ? region_->payload(i) : LoadedPayload{};
+}
+
+void ArchiveReader::discard(std::size_t i) const {
+  if (index_.records()[i].nbytes > 0) region_->discard(i);
+}
+
+std::uint64_t ArchiveReader::nbytes_read() const {
+  return transfer_ ? transfer_->nbytes_read() : 0;
+}
+
+std::uint64_t ArchiveReader::nbytes_to_read() const {
+  return transfer_ ? transfer_->nbytes_to_read() : 0;
+}
+
+void ArchiveReader::cancel() {
+  if (transfer_) transfer_->cancel();
+}
+
+}  // namespace ptsave

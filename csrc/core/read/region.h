@@ -1,0 +1,83 @@
+// Memory that mirrors the wanted part of an archive, and how its payloads own it.
+//
+// The region is one anonymous mapping, cut into segments: a record of 1 MiB or more has its own,
+// smaller neighbours share one of up to 4 MiB.  A storage holds the segments that its payload
+// touches.  When the last storage of a segment goes, the segment's pages go back to the system at
+// once; the address range goes with the last storage of the region.  So a small tensor that
+// survives its checkpoint keeps at most a few MiB of memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/base/owner.h"
+#include "core/memory/buffer.h"
+#include "core/read/placement.h"
+
+namespace ptsave {
+
+// A record's payload in memory and the owner of that memory.  The bytes are writable.
+struct LoadedPayload {
+  std::byte* data = nullptr;
+  std::uint64_t nbytes = 0;
+  OwnerReference owner;
+};
+
+// A part of a mirrored region whose memory goes back to the system as one, when the last owner lets
+// go.  Address space goes when the whole region does.
+class Segment final : public Owner {
+ public:
+  Segment(std::shared_ptr<Mapping> memory, std::size_t begin, std::size_t end)
+      : memory_(std::move(memory)), begin_(begin), end_(end) {}
+
+ private:
+  ~Segment() override { memory_->discard(begin_, end_); }
+
+  std::shared_ptr<Mapping> memory_;
+  std::size_t begin_;
+  std::size_t end_;
+};
+
+// Beginnings of a region's segments, each of which ends where the next begins.  All at pages; a
+// page with records of two segments is a segment of its own, or each would keep the next.
+std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std::size_t page);
+
+// The memory exists from the beginning; its pages come when they are filled.
+class Region final : public Placement {
+ public:
+  // With `verify`, CRCs are computed as payloads arrive.
+  Region(std::shared_ptr<const TransferPlan> plan, bool verify, Use use);
+
+  const TransferPlan& plan() const { return *plan_; }
+  // std::out_of_range if record `index` has no place here.
+  LoadedPayload payload(std::size_t index) const;
+  // Gives the memory of a payload's whole pages back; they read as zero after.
+  void discard(std::size_t index) const;
+  // Whether memory from `place` on is the region's.
+  bool holds(const std::byte* place) const;
+  // Makes the pages of the region's memory from `place` on present, in the way that costs least.
+  void make_present(const std::byte* place, std::size_t nbytes);
+
+  void prepare(const Chunk& chunk) override;
+  std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) override;
+  std::size_t detour(const Slot& slot, std::size_t at, std::size_t nbytes) const override;
+  void put_seam(const Slot& slot, std::size_t at, std::span<const std::byte> bytes) override;
+  std::uint32_t put_payload(const Slot& slot, std::size_t at, std::span<const std::byte> bytes,
+                            std::uint32_t crc) override;
+  void finish(const Chunk& /*chunk*/) override {}
+  std::span<const std::byte> header(const Slot& slot) const override;
+
+ private:
+  std::shared_ptr<const TransferPlan> plan_;
+  const bool verify_;
+  std::shared_ptr<Mapping> memory_;
+  std::atomic<std::int64_t> huge_page_loss_ns_{0};
+  std::vector<std::size_t> segment_begins_;
+  std::vector<OwnerReference> segments_;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,275 @@
+#include "core/read/transfer.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/crc/crc32.h"
+
+namespace ptsave {
+namespace {
+
+constexpr std::size_t kBufferNbytes = kHugePageNbytes;  // holds a chunk
+// Below this a transfer is over before a thread has started.
+constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
+
+}  // namespace
+
+// Takes a chunk's bytes as they arrive, front to back, and passes them on record by record.
+class Transfer::ChunkIntake {
+ public:
+  ChunkIntake(Transfer& transfer, std::size_t number)
+      : transfer_(transfer),
+        chunk_(transfer.plan_->chunks[number]),
+        cut_crcs_(transfer.cut_crcs_[number]),
+        at_(chunk_.begin),
+        slot_(chunk_.first_slot) {}
+
+  std::size_t at() const { return at_; }
+  std::size_t nbytes_left() const { return chunk_.end - at_; }
+  bool complete() const { return at_ == chunk_.end; }
+  // The slot that the next byte belongs to, or comes before; behind the last one, that.
+  const Slot& slot() const { return slots()[std::min(slot_, slots().size() - 1)]; }
+
+  // Notes that the next bytes are read straight to a payload's place.
+  void begin_payload() {
+    if (slot_ < chunk_.end_slot && at_ >= slots()[slot_].payload) {
+      transfer_.progress_[slot_].begun.store(true, std::memory_order_relaxed);
+    }
+  }
+
+  // The next `nbytes` bytes are at `from`, which is either their place or elsewhere.
+  void add(const std::byte* from, std::size_t nbytes) {
+    const std::size_t end = at_ + nbytes;
+    for (; slot_ < chunk_.end_slot; ++slot_) {
+      const Slot& slot = slots()[slot_];
+      from = take_seam(from, std::min(end, slot.payload));
+      if (end > slot.payload) from = take_payload(from, std::min(end, slot.end));
+      if (slot.end > end) return;
+      record_piece(slot);
+    }
+    at_ = end;
+  }
+
+  // The chunk's last payload goes on in the next one.
+  void finish() {
+    if (slot_ < chunk_.end_slot) record_piece(slots()[slot_]);
+  }
+
+ private:
+  const std::vector<Slot>& slots() const { return transfer_.plan_->slots; }
+
+  const std::byte* take_seam(const std::byte* from, std::size_t end) {
+    if (at_ >= end) return from;
+    const Slot& slot = slots()[slot_];
+    const std::size_t nbytes = end - at_;
+    transfer_.placement_->put_seam(slot, at_, {from, nbytes});
+    at_ = end;
+    // A header that began in the chunk before may not have arrived; it is checked at the end.
+    if (end == slot.payload && slot.header >= chunk_.begin) transfer_.check_header(slot_);
+    return from + nbytes;
+  }
+
+  const std::byte* take_payload(const std::byte* from, std::size_t end) {
+    if (at_ >= end) return from;
+    const std::size_t nbytes = end - at_;
+    transfer_.progress_[slot_].begun.store(true, std::memory_order_relaxed);
+    crc_ = transfer_.placement_->put_payload(slots()[slot_], at_, {from, nbytes}, crc_);
+    at_ = end;
+    return from + nbytes;
+  }
+
+  void record_piece(const Slot& slot) {
+    if (slot.payload < chunk_.begin) {
+      cut_crcs_.entering = crc_;
+    } else if (slot.end > chunk_.end) {
+      cut_crcs_.leaving = crc_;
+    } else {
+      transfer_.progress_[slot_].actual_crc = crc_;
+    }
+    crc_ = 0;
+  }
+
+  Transfer& transfer_;
+  const Chunk& chunk_;
+  CutCrcs& cut_crcs_;
+  std::size_t at_;
+  std::size_t slot_;
+  std::uint32_t crc_ = 0;
+};
+
+Transfer::Transfer(const ByteSource& source, const ArchiveIndex& index,
+                   std::shared_ptr<const TransferPlan> plan, std::shared_ptr<Placement> placement,
+                   std::size_t n_threads, bool verify)
+    : source_(source),
+      index_(index),
+      plan_(std::move(plan)),
+      placement_(std::move(placement)),
+      verify_(verify),
+      n_threads_(n_threads),
+      progress_(plan_->slots.size()),
+      cut_crcs_(plan_->chunks.size()) {
+  for (const Chunk& chunk : plan_->chunks) {
+    for (std::size_t i = chunk.first_slot; i < chunk.end_slot; ++i) {
+      progress_[i].n_chunks_left.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  pipeline_ = std::make_unique<ChunkPipeline>(
+      plan_->chunks.size(), nbytes_to_read() < kThreadedNbytes ? 0 : n_threads,
+      [this](ChunkPipeline& /*pipeline*/, std::size_t number) { read_chunk(number); });
+}
+
+void Transfer::read_chunk(std::size_t number) {
+  const Chunk& chunk = plan_->chunks[number];
+  placement_->prepare(chunk);
+  ChunkIntake intake(*this, number);
+  if (const std::byte* memory = source_.memory()) {
+    intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
+  } else {
+    // Cached bytes come from the page cache; at the first gap the rest comes from the disk.  Asking
+    // first keeps the kernel from reading ahead bytes that are about to be read directly.
+    if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
+      read_cached(chunk, intake);
+    }
+    if (!intake.complete()) read_direct(chunk, intake);
+    if (!intake.complete()) read_buffered(chunk, intake);
+  }
+  intake.finish();
+  placement_->finish(chunk);
+  nbytes_read_.fetch_add(chunk.end - chunk.begin, std::memory_order_relaxed);
+  for (std::size_t i = chunk.first_slot; i < chunk.end_slot; ++i) {
+    if (progress_[i].n_chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_slot(i);
+  }
+}
+
+// Straight into place where that is worth a call, and through a buffer elsewhere.
+void Transfer::read_cached(const Chunk& chunk, ChunkIntake& intake) {
+  read_pieces(intake, [&](std::byte* to, std::size_t nbytes) {
+    return source_.read_cached(chunk.archive_position(intake.at()), to, nbytes);
+  });
+}
+
+void Transfer::read_buffered(const Chunk& chunk, ChunkIntake& intake) {
+  source_.read_ahead(chunk.archive_position(intake.at()), intake.nbytes_left());
+  read_pieces(intake, [&](std::byte* to, std::size_t nbytes) {
+    source_.read_at(chunk.archive_position(intake.at()), to, nbytes);
+    return nbytes;
+  });
+}
+
+// `read` says how many of the bytes asked for it has put there; it ends with the first gap.
+template <class Read>
+void Transfer::read_pieces(ChunkIntake& intake, const Read& read) {
+  while (!intake.complete()) {
+    const std::size_t nbytes = std::min(kCachePieceNbytes, intake.nbytes_left());
+    const std::span<std::byte> window = placement_->window(intake.slot(), intake.at(), nbytes);
+    if (!window.empty()) {
+      intake.begin_payload();
+      const std::size_t n = read(window.data(), window.size());
+      intake.add(window.data(), n);
+      if (n < window.size()) return;
+    } else {
+      const std::size_t wanted = placement_->detour(intake.slot(), intake.at(), nbytes);
+      const BufferPool::Lease buffer(buffers());
+      const std::size_t n = read(buffer.data(), wanted);
+      intake.add(buffer.data(), n);
+      if (n < wanted) return;
+    }
+  }
+}
+
+// Through a buffer: the disk writes faster into memory that is in use already than into fresh
+// pages, by more than the copy costs, which checksums on the way.
+void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
+  const std::uint64_t offset = chunk.archive_position(intake.at());
+  const std::size_t block = source_.block_nbytes();
+  if (offset % block != 0) return;
+  const BufferPool::Lease buffer(buffers());
+  const std::size_t nbytes = intake.nbytes_left();
+  if (source_.read_direct(offset, buffer.data(), align_up(nbytes, block))) {
+    intake.add(buffer.data(), nbytes);
+  }
+}
+
+BufferPool& Transfer::buffers() {
+  std::call_once(buffers_made_, [this] {
+    buffers_ = std::make_unique<BufferPool>(std::max<std::size_t>(n_threads_, 1), kBufferNbytes);
+  });
+  return *buffers_;
+}
+
+void Transfer::check_header(std::size_t number) {
+  const Slot& slot = plan_->slots[number];
+  if (!header_agrees(slot)) throw LayoutMismatch(index_.records()[slot.index].name);
+  progress_[number].header_checked = true;
+}
+
+void Transfer::finish_slot(std::size_t number) {
+  Progress& progress = progress_[number];
+  if (!progress.header_checked) check_header(number);
+  if (verify_) {
+    progress.actual_crc = combined_crc(number);
+    progress.damaged = progress.actual_crc != index_.records()[plan_->slots[number].index].crc;
+  }
+  progress.done.store(true, std::memory_order_release);
+}
+
+bool Transfer::header_agrees(const Slot& slot) const {
+  const IndexedRecord& record = index_.records()[slot.index];
+  try {
+    const std::uint64_t promised = record.header_offset + (slot.payload - slot.header);
+    return payload_offset(placement_->header(slot), record, index_.root().size(),
+                          promised + record.nbytes) == promised;
+  } catch (const FormatError&) {
+    return false;  // reading with exact offsets raises the error
+  }
+}
+
+std::uint32_t Transfer::combined_crc(std::size_t number) const {
+  const Slot& slot = plan_->slots[number];
+  const std::size_t first = plan_->chunk_at(slot.payload);
+  const std::size_t last = plan_->chunk_at(slot.end - 1);
+  if (first == last) return progress_[number].actual_crc;
+  std::uint32_t crc = cut_crcs_[first].leaving;
+  for (std::size_t c = first + 1; c <= last; ++c) {
+    const Chunk& chunk = plan_->chunks[c];
+    const std::size_t end = std::min(chunk.end, slot.end);
+    crc = crc32_combine(crc, cut_crcs_[c].entering, end - chunk.begin);
+  }
+  return crc;
+}
+
+DamagedRecord Transfer::damage(std::size_t number) const {
+  const Slot& slot = plan_->slots[number];
+  const IndexedRecord& record = index_.records()[slot.index];
+  return {record.name, record.header_offset + (slot.payload - slot.header), record.crc,
+          progress_[number].actual_crc};
+}
+
+void Transfer::wait(std::size_t index, const Poll& poll) {
+  const Progress& progress = progress_[plan_->slot_number(index)];
+  if (progress.done.load(std::memory_order_acquire)) return;
+  pipeline_->wait_until([&] { return progress.done.load(std::memory_order_acquire); }, poll);
+}
+
+std::vector<DamagedRecord> Transfer::wait_all(const Poll& poll) {
+  pipeline_->finish(poll);
+  std::vector<DamagedRecord> damaged;
+  for (std::size_t i = 0; i < progress_.size(); ++i) {
+    if (progress_[i].damaged) damaged.push_back(damage(i));
+  }
+  return damaged;
+}
+
+std::vector<std::size_t> Transfer::begun() const {
+  std::vector<std::size_t> records;
+  for (std::size_t i = 0; i < progress_.size(); ++i) {
+    if (progress_[i].begun.load(std::memory_order_relaxed)) {
+      records.push_back(plan_->slots[i].index);
+    }
+  }
+  return records;
+}
+
+}  // namespace ptsave

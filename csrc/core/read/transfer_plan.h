@@ -1,0 +1,67 @@
+// Plans one transfer, as a pure function of the archive's index: the bytes of the archive to read,
+// cut into chunks, and the record that each of them belongs to.
+//
+// Positions are those in a *mirror*: the wanted parts of the archive, each beginning at a page,
+// one behind the other.  A position in the mirror and its position in the archive are congruent
+// modulo the page size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/format/archive.h"
+#include "core/memory/buffer.h"
+
+namespace ptsave {
+
+// The largest chunk: no two threads fault in the same huge page.
+inline constexpr std::size_t kMaxChunkNbytes = kHugePageNbytes;
+
+// A record to be read: its number in the index and where its payload begins in the archive.
+struct WantedRecord {
+  std::size_t index;
+  std::uint64_t payload_offset;
+};
+
+// A wanted record's place in the mirror: its local header begins at `header` and ends at `payload`.
+struct Slot {
+  std::size_t index = 0;
+  std::size_t header = 0;
+  std::size_t payload = 0;
+  std::size_t end = 0;
+};
+
+// One unit of reading, a part of the mirror.  Its slots are those whose headers or payloads lie in
+// it, wholly or in part.
+struct Chunk {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  std::uint64_t archive_offset = 0;
+  std::size_t first_slot = 0;
+  std::size_t end_slot = 0;
+
+  std::uint64_t archive_position(std::size_t at) const { return archive_offset + (at - begin); }
+};
+
+struct TransferPlan {
+  static constexpr std::uint32_t kNoSlot = 0xFFFFFFFF;
+
+  std::vector<Slot> slots;                   // in file order
+  std::vector<Chunk> chunks;                 // in file order
+  std::vector<std::uint32_t> slot_by_index;  // kNoSlot for records that are not wanted
+  std::size_t mirror_nbytes = 0;
+  std::uint64_t nbytes_to_read = 0;  // payloads only
+
+  // std::out_of_range if record `index` is not wanted.
+  std::size_t slot_number(std::size_t index) const;
+  const Slot& slot_of(std::size_t index) const { return slots[slot_number(index)]; }
+  // The number of the chunk that holds position `at` of the mirror.
+  std::size_t chunk_at(std::size_t at) const;
+};
+
+// In any order.  Empty records must not be among them.
+TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedRecord> records,
+                           std::size_t page);
+
+}  // namespace ptsave

@@ -1,0 +1,46 @@
+#include "core/write/file_plan.h"
+
+#include "core/io/file.h"
+
+namespace ptsave {
+
+void FilePlan::write_file(const Replacement& target, const WriteOptions& options,
+                          const Poll& poll) {
+  run(options, [&](const WriteOptions& write) {
+    AtomicFile replacement(target.path, target.display);
+    File& file = replacement.file();
+    if (target.direct && file.direct_io_alignment().supported()) {
+      file.preallocate(nbytes());
+      const auto body = make_body(write, direct_chunk_nbytes(file, write));
+      write_direct(*body, file, write, progress_, poll);
+    } else {
+      write_through_cache(file, write, poll);
+    }
+    replacement.commit(target.durable);
+  });
+}
+
+void FilePlan::write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
+                              const WriteOptions& options, const Poll& poll) {
+  run(options, [&](const WriteOptions& write) {
+    const auto write_to = [&](File& file) { write_through_cache(file, write, poll); };
+    std::optional<File> first;
+    if (scratch) first = File::duplicate(*scratch, path);
+    overwrite(path, first ? &*first : nullptr, has_holes() ? 0 : nbytes(), durable, write_to, poll);
+  });
+}
+
+void FilePlan::write_stream(const StreamSink& sink, const WriteOptions& options) {
+  run(options, [&](const WriteOptions& write) {
+    const auto body = make_body(write, write.chunk_nbytes);
+    write_to_stream(*body, sink, write, progress_);
+  });
+}
+
+void FilePlan::write_through_cache(File& file, const WriteOptions& options, const Poll& poll) {
+  if (!has_holes()) file.preallocate(nbytes());
+  const auto body = make_body(options, options.chunk_nbytes);
+  write_buffered(*body, file, 0, options, progress_, poll);
+}
+
+}  // namespace ptsave

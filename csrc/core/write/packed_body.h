@@ -1,0 +1,43 @@
+// A file that is a header and then payloads, one right behind the other, as safetensors files are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/pipeline/stager.h"
+#include "core/write/file_body.h"
+
+namespace ptsave {
+
+class PackedBody final : public FileBody {
+ public:
+  // `stager` brings all payloads, of these sizes.  The first two must outlive the body.
+  PackedBody(const std::string& header, std::span<const std::uint64_t> payload_nbytes,
+             Stager& stager, bool compute_crcs, std::size_t chunk_nbytes);
+
+  void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
+  std::string tail() override;
+  std::span<const std::uint32_t> crcs() override { return crcs_; }
+
+ private:
+  // The part of a payload that lies in a chunk.
+  struct PieceCrc {
+    std::size_t payload;
+    std::uint64_t nbytes;
+    std::uint32_t crc;
+  };
+
+  std::vector<PayloadPiece> pieces_of(std::size_t chunk) const;
+
+  const std::string& header_;
+  Stager& stager_;
+  const bool compute_crcs_;
+  std::vector<std::uint64_t> ends_;            // of the payloads, in the file
+  std::vector<std::vector<PieceCrc>> pieces_;  // by chunk
+  std::vector<std::uint32_t> crcs_;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,76 @@
+#include "core/write/source_stager.h"
+
+#include <utility>
+
+#include "core/io/range_list.h"
+
+namespace ptsave {
+
+class SourceStager::Pieces final : public StagedPieces {
+ public:
+  explicit Pieces(BufferPool& pool) : buffer_(pool) {}
+  std::byte* place() { return buffer_.data(); }
+  const std::byte* data() const override { return buffer_.data(); }
+
+ private:
+  BufferPool::Lease buffer_;
+};
+
+// A piece that is in memory already, where it stays.
+class SourceStager::PieceInMemory final : public StagedPieces {
+ public:
+  explicit PieceInMemory(const std::byte* data) : data_(data) {}
+  const std::byte* data() const override { return data_; }
+
+ private:
+  const std::byte* data_;
+};
+
+SourceStager::SourceStager(std::span<const ByteSource> sources,
+                           std::span<const SourcePayload> payloads, Buffers buffers)
+    : sources_(sources),
+      payloads_(payloads),
+      staged_(buffers.max_count, buffers.max_nbytes),
+      windows_(buffers.max_count, RangeList::kWindowNbytes) {}
+
+std::unique_ptr<StagedPieces> SourceStager::stage(std::size_t /*chunk*/,
+                                                  std::span<const PayloadPiece> pieces) {
+  if (pieces.size() == 1) {
+    if (const std::byte* data = in_memory(pieces.front())) {
+      return std::make_unique<PieceInMemory>(data);
+    }
+  }
+  auto staged = std::make_unique<Pieces>(staged_);
+  std::vector<FileRange> ranges;
+  ranges.reserve(pieces.size());
+  std::byte* place = staged->place();
+  for (const PayloadPiece& piece : pieces) {
+    const SourcePayload& payload = payloads_[piece.record];
+    ranges.push_back({payload.source, payload.offset + piece.offset, piece.nbytes, place});
+    place += piece.nbytes;
+  }
+  const RangeList list(sources_, std::move(ranges));
+  for (std::size_t i = 0; i < list.n_stretches(); ++i) list.read(i, windows_);
+  return staged;
+}
+
+const std::byte* SourceStager::in_memory(const PayloadPiece& piece) const {
+  const SourcePayload& payload = payloads_[piece.record];
+  if (payload.source >= sources_.size()) return nullptr;
+  const ByteSource& source = sources_[payload.source];
+  const std::uint64_t begin = payload.offset + piece.offset;
+  const bool is_inside = begin <= source.nbytes() && piece.nbytes <= source.nbytes() - begin;
+  if (source.memory() == nullptr || !is_inside) return nullptr;  // reading it raises the error
+  return source.memory() + begin;
+}
+
+std::vector<DamagedPayload> damaged_payloads(std::span<const SourcePayload> payloads,
+                                             std::span<const std::uint32_t> crcs) {
+  std::vector<DamagedPayload> damaged;
+  for (std::size_t i = 0; i < payloads.size(); ++i) {
+    if (payloads[i].crc && *payloads[i].crc != crcs[i]) damaged.push_back({i, crcs[i]});
+  }
+  return damaged;
+}
+
+}  // namespace ptsave

@@ -1,0 +1,72 @@
+// Payloads that are parts of other files; of each, only the piece of a chunk is in memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/io/source.h"
+#include "core/memory/buffer.h"
+#include "core/pipeline/stager.h"
+
+namespace ptsave {
+
+// The beginning of a payload in a source; its size is in the layout.
+struct SourcePayload {
+  static constexpr std::size_t kNoSource = ~std::size_t{0};
+
+  std::size_t source = kNoSource;
+  std::uint64_t offset = 0;
+  std::optional<std::uint32_t> crc;  // the expected one
+};
+
+// Reads pieces from the page cache, or past it, into a bounded number of buffers; a chunk that is a
+// single piece of memory is written from there.
+class SourceStager final : public Stager {
+ public:
+  // Up to `max_count` chunks are in memory at a time, which more workers than that must not need,
+  // with up to `max_nbytes` bytes of such payloads in each.
+  struct Buffers {
+    std::size_t max_nbytes = 0;
+    std::size_t max_count = 0;
+  };
+
+  // `sources` and `payloads`, one for each record, must outlive it; those without a source come
+  // from elsewhere.
+  SourceStager(std::span<const ByteSource> sources, std::span<const SourcePayload> payloads,
+               Buffers buffers);
+
+  bool stages(std::size_t record) const override {
+    return record < payloads_.size() && payloads_[record].source != SourcePayload::kNoSource;
+  }
+  std::unique_ptr<StagedPieces> stage(std::size_t chunk,
+                                      std::span<const PayloadPiece> pieces) override;
+
+ private:
+  class Pieces;
+  class PieceInMemory;
+
+  // Address of a piece in memory; null if it has to be read.
+  const std::byte* in_memory(const PayloadPiece& piece) const;
+
+  std::span<const ByteSource> sources_;
+  std::span<const SourcePayload> payloads_;
+  BufferPool staged_;
+  BufferPool windows_;  // of direct reads
+};
+
+// A payload whose bytes are not those that they should be.
+struct DamagedPayload {
+  std::size_t record = 0;
+  std::uint32_t crc = 0;  // of the bytes that were read
+};
+
+// Compares the CRCs of written payloads with the sources'.  `crcs` may be of more records than
+// `payloads`.
+std::vector<DamagedPayload> damaged_payloads(std::span<const SourcePayload> payloads,
+                                             std::span<const std::uint32_t> crcs);
+
+}  // namespace ptsave

@@ -1,0 +1,30 @@
+#include "core/write/sourced_payloads.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/base/error.h"
+#include "core/memory/buffer.h"
+#include "core/write/staged_chunks.h"
+
+namespace ptsave {
+
+std::unique_ptr<Stager> SourcedPayloads::begin_write(WriteOptions& options) {
+  // Chunks may be made larger to suit a disk.
+  const std::size_t nbytes = max_staged_nbytes(align_up(options.chunk_nbytes, kHugePageNbytes));
+  const std::size_t count = std::max<std::size_t>(options.n_threads, 1);
+  auto stager =
+      std::make_unique<SourceStager>(*sources_, payloads_, SourceStager::Buffers{nbytes, count});
+  damaged_.clear();
+  options.stager = stager.get();
+  if (!options.compute_crcs) return stager;
+  options.check_crcs = [this](std::span<const std::uint32_t> crcs) {
+    damaged_ = damaged_payloads(payloads_, crcs);
+    if (!damaged_.empty()) throw FormatError("a checksum does not match", "what was read");
+  };
+  return stager;
+}
+
+}  // namespace ptsave

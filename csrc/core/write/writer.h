@@ -1,0 +1,72 @@
+// Writes an archive whose layout is planned to a file, to memory or to a stream, and any other
+// FileBody to a file.  Workers take chunks of the file in order; each byte of a payload is read
+// from memory once, for checksum and copy.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "core/io/file.h"
+#include "core/write/archive_body.h"
+
+namespace ptsave {
+
+struct WriteOptions {
+  bool compute_crcs = true;   // false writes 0 for every CRC, as torch does
+  std::size_t n_threads = 0;  // 0: on the calling thread
+  std::size_t chunk_nbytes = std::size_t{4} << 20;
+  Stager* stager = nullptr;  // brings payloads that are not in host memory
+  // Gets the CRCs of all payloads when they are known, and may refuse them by throwing.  Optional.
+  std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = nullptr;
+  // Page-locked host memory for what comes from accelerators.
+  std::size_t max_pinned_nbytes = 0;
+};
+
+// Bytes of the file written so far; may be read from the poll callback.
+using Progress = std::atomic<std::uint64_t>;
+
+// Into a file, beginning at `base_offset`, through the page cache.  The file must have been cut or
+// created so that holes read as zero.
+void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                    std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
+                    const Poll& poll);
+
+// Into a fresh file past the page cache, through n_threads buffers of one chunk each.  Falls back
+// to the page cache where the kernel refuses direct writes.
+void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                  const WriteOptions& options, Progress& progress, const Poll& poll);
+
+// Any body, in the same two ways; of the options, chunk size and stager are the body's.
+void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
+                    const WriteOptions& options, Progress& progress, const Poll& poll);
+void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
+                  const Poll& poll);
+// The size that chunks must have for write_direct().
+std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
+
+// Overwrites `path` in place with the `nbytes` bytes that `write` writes (0: with holes).  A save
+// that reads from that very file is written to `scratch` first, which is then copied.
+void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,
+               const std::function<void(File&)>& write, const Poll& poll);
+
+// Into memory: layout.nbytes() bytes at `out`.  Holes become zeros.
+void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
+                     const WriteOptions& options, Progress& progress, const Poll& poll);
+
+// Takes one piece after another, on the calling thread; `data` is null for a hole to skip.  May
+// throw.
+using StreamSink = std::function<void(const std::byte* data, std::uint64_t nbytes)>;
+
+// A payload piece is handed on from where it is, so it must stay until `sink` returns.
+void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
+                     const WriteOptions& options, Progress& progress);
+
+// Any body, in the same way.
+void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions& options,
+                     Progress& progress);
+
+}  // namespace ptsave

@@ -1,0 +1,46 @@
+// Modules, and attributes by name, asked for with the interned str that Python's own code uses: any
+// other str would take a place in the interpreter's cache of looked up methods.  The GIL is held.
+#pragma once
+
+#include <Python.h>
+
+#include "pickle/common/object.h"
+
+namespace ptsave {
+
+inline Object import_module(const char* name) {
+  return Object::checked(PyImport_ImportModule(name));
+}
+
+inline Object interned(const char* text) {
+  return Object::checked(PyUnicode_InternFromString(text));
+}
+
+inline Object attribute(PyObject* object, const char* name) {
+  return Object::checked(PyObject_GetAttr(object, interned(name).get()));
+}
+
+inline Object attribute(const Object& object, const char* name) {
+  return attribute(object.get(), name);
+}
+
+// Nothing if there is no such attribute.
+inline Object attribute_or_nothing(PyObject* object, const char* name) {
+  Object found = Object::steal(PyObject_GetAttr(object, interned(name).get()));
+  if (found) return found;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw PythonError{};
+  PyErr_Clear();
+  return found;
+}
+
+// Whether it is a function of the module's source, not one that was put in its place.
+inline bool is_function_of(PyObject* object, const Object& module) {
+  return PyFunction_Check(object) != 0 &&
+         PyFunction_GET_GLOBALS(object) == PyModule_GetDict(module.get());
+}
+
+inline Object call_method(PyObject* object, const char* name) {
+  return Object::checked(PyObject_CallNoArgs(attribute(object, name).get()));
+}
+
+}  // namespace ptsave

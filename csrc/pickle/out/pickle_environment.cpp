@@ -1,0 +1,210 @@
+#include "pickle/out/pickle_environment.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "pickle/common/attribute.h"
+#include "pickle/out/pickle_stream.h"
+
+namespace ptsave {
+namespace {
+
+bool is_true(const Object& object) { return checked(PyObject_IsTrue(object.get())) != 0; }
+
+// Whether a function is the one that its module defines under that name, not one that was put in
+// its place.
+bool is_defined(const Object& owner, const char* name, const Object& module, const char* qualname) {
+  const Object function = attribute(owner, name);
+  if (!is_function_of(function.get(), module)) return false;
+  PyObject* const actual = reinterpret_cast<PyFunctionObject*>(function.get())->func_qualname;
+  return PyUnicode_CompareWithASCIIString(actual, qualname) == 0;
+}
+
+template <std::size_t N>
+bool are_built_in(PyTypeObject* type, const std::array<const char*, N>& names) {
+  return std::ranges::all_of(names, [&](const char* name) {
+    const Object member = attribute(reinterpret_cast<PyObject*>(type), name);
+    return Py_IS_TYPE(member.get(), &PyMethodDescr_Type) ||
+           Py_IS_TYPE(member.get(), &PyGetSetDescr_Type);
+  });
+}
+
+// Members of a tensor that torch.Tensor.__reduce_ex__ and torch.nn.Parameter.__reduce_ex__ use.
+constexpr std::array kTensorMembers = {"size",         "stride",          "storage_offset",
+                                       "device",       "dtype",           "layout",
+                                       "is_quantized", "is_sparse",       "is_nested",
+                                       "is_conj",      "untyped_storage", "requires_grad",
+                                       "data",         "_backward_hooks"};
+
+}  // namespace
+
+const PickleEnvironment& PickleEnvironment::get() {
+  // Not a static object: its initialization would wait for another thread's while holding the GIL.
+  static const PickleEnvironment* environment = nullptr;
+  if (environment == nullptr) {
+    const auto* const made = new PickleEnvironment;
+    if (environment == nullptr) environment = made;
+  }
+  return *environment;
+}
+
+PickleEnvironment::PickleEnvironment()
+    : torch_(import_module("torch")),
+      torch_utils_(import_module("torch._utils")),
+      torch_tensor_(import_module("torch._tensor")),
+      torch_hooks_(import_module("torch.utils.hooks")),
+      torch_parameter_(import_module("torch.nn.parameter")),
+      torch_storage_(import_module("torch.storage")),
+      torch_serialization_(import_module("torch.serialization")),
+      typed_storage_(attribute(torch_storage_, "TypedStorage")),
+      size_(attribute(torch_, "Size")),
+      ordered_dict_(attribute(import_module("collections"), "OrderedDict")),
+      dispatch_table_(attribute(import_module("copyreg"), "dispatch_table")),
+      extension_registry_(attribute(import_module("copyreg"), "_extension_registry")),
+      pickle_complex_(attribute(import_module("copyreg"), "pickle_complex")),
+      module_names_(attribute(import_module("_compat_pickle"), "REVERSE_IMPORT_MAPPING")),
+      global_names_(attribute(import_module("_compat_pickle"), "REVERSE_NAME_MAPPING")),
+      codecs_encode_(attribute(import_module("_codecs"), "encode")),
+      word_storage_(interned("storage")),
+      word_latin1_(interned("latin1")),
+      getstate_(
+          attribute_or_nothing(reinterpret_cast<PyObject*>(&PyBaseObject_Type), "__getstate__")) {}
+
+bool PickleEnvironment::is_default() const {
+  return has_default_modes() && has_default_reducers() && has_default_methods();
+}
+
+bool PickleEnvironment::has_default_modes() const {
+  using c10::DispatchKey;
+  constexpr std::array kTransforms = {DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                      DispatchKey::Functionalize, DispatchKey::Tracer};
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || !has_default_function_modes() ||
+      std::ranges::any_of(kTransforms, c10::impl::tls_is_dispatch_key_included)) {
+    return false;
+  }
+  const Object tls = attribute(torch_serialization_, "_serialization_tls");
+  return !is_true(attribute(tls, "skip_data")) &&
+         !is_true(attribute(tls, "materialize_fake_tensors"));
+}
+
+// A default device is a mode, too, but only where tensors are made.
+bool PickleEnvironment::has_default_function_modes() const {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  const std::int64_t n = Modes::stack_len();
+  if (n == 0) return true;
+  const Object device_context = attribute(import_module("torch.utils._device"), "DeviceContext");
+  for (std::int64_t i = 0; i < n; ++i) {
+    PyObject* const mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (!Py_IS_TYPE(mode, type(device_context))) return false;
+  }
+  return true;
+}
+
+bool PickleEnvironment::has_default_reducers() const {
+  if (PyDict_Size(extension_registry_.get()) != 0) return false;
+  const Object storage_class = attribute(torch_, "FloatStorage");
+  const std::array types = {reinterpret_cast<PyTypeObject*>(THPVariableClass),
+                            reinterpret_cast<PyTypeObject*>(ParameterClass),
+                            &THPDtypeType,
+                            &THPDeviceType,
+                            size_type(),
+                            ordered_dict_type(),
+                            &PyCFunction_Type,
+                            Py_TYPE(storage_class.get())};
+  const auto is_registered = [this](PyTypeObject* type) {
+    return checked(PyDict_Contains(dispatch_table_.get(), reinterpret_cast<PyObject*>(type))) != 0;
+  };
+  if (std::ranges::any_of(types, is_registered)) return false;
+  auto* const complex_type = reinterpret_cast<PyObject*>(&PyComplex_Type);
+  return PyDict_GetItemWithError(dispatch_table_.get(), complex_type) == pickle_complex_.get();
+}
+
+bool PickleEnvironment::has_default_methods() const {
+  auto* const tensor = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  auto* const parameter = reinterpret_cast<PyTypeObject*>(ParameterClass);
+  const Object tensor_class = Object::borrow(THPVariableClass);
+  const Object parameter_class = Object::borrow(ParameterClass);
+  if (getstate_) {
+    const std::array<const char*, 1> state = {"__getstate__"};
+    if (!are_built_in(tensor, state) || !are_built_in(parameter, state)) return false;
+  }
+  return are_built_in(tensor, kTensorMembers) && are_built_in(parameter, kTensorMembers) &&
+         is_defined(tensor_class, "__reduce_ex__", torch_tensor_, "Tensor.__reduce_ex__") &&
+         is_defined(tensor_class, "_reduce_ex_internal", torch_tensor_,
+                    "Tensor._reduce_ex_internal") &&
+         is_defined(tensor_class, "_typed_storage", torch_tensor_, "Tensor._typed_storage") &&
+         is_defined(parameter_class, "__reduce_ex__", torch_parameter_,
+                    "Parameter.__reduce_ex__") &&
+         is_defined(torch_utils_, "_get_obj_state", torch_utils_, "_get_obj_state") &&
+         is_defined(torch_utils_, "get_tensor_metadata", torch_utils_, "get_tensor_metadata") &&
+         is_defined(torch_hooks_, "warn_if_has_hooks", torch_hooks_, "warn_if_has_hooks");
+}
+
+std::optional<Object> PickleEnvironment::typed_storage_class(PyObject* dtype) const {
+  const auto call = [&](const char* function) {
+    return call_method(torch_storage_.get(), function);
+  };
+  if (checked(PySequence_Contains(call("_new_dtypes").get(), dtype)) != 0) return std::nullopt;
+  const Object names = call("_dtype_to_storage_type_map");
+  PyObject* const name = PyDict_GetItemWithError(names.get(), dtype);
+  if (name == nullptr) {
+    if (PyErr_Occurred() != nullptr) throw PythonError{};
+    throw HandOver{};
+  }
+  return Object::checked(PyObject_GetAttr(torch_.get(), name));
+}
+
+Object PickleEnvironment::location_of(PyObject* untyped_storage) const {
+  const Object registry = attribute(torch_serialization_, "_package_registry");
+  const Object packages = Object::checked(PySequence_Tuple(registry.get()));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(packages.get()); ++i) {
+    const Object tagger =
+        Object::checked(PySequence_GetItem(PyTuple_GET_ITEM(packages.get(), i), 1));
+    if (!is_torchs_tagger(tagger.get())) throw HandOver{};
+    Object location = Object::checked(PyObject_CallOneArg(tagger.get(), untyped_storage));
+    if (!is_true(location)) continue;
+    if (PyUnicode_CheckExact(location.get()) == 0) throw HandOver{};
+    return location;
+  }
+  throw HandOver{};
+}
+
+bool PickleEnvironment::is_torchs_tagger(PyObject* tagger) const {
+  if (is_function_of(tagger, torch_serialization_)) return true;
+  const Object partial = attribute(import_module("functools"), "partial");
+  return Py_IS_TYPE(tagger, type(partial)) &&
+         is_function_of(attribute(Object::borrow(tagger), "func").get(), torch_serialization_);
+}
+
+Object PickleEnvironment::rebuild_function(const char* name) const {
+  return attribute(torch_utils_, name);
+}
+
+Object PickleEnvironment::untyped_storage() const { return attribute(torch_, "UntypedStorage"); }
+
+Object PickleEnvironment::tensor_metadata(PyObject* tensor) const {
+  const Object function = attribute(attribute(torch_, "_C"), "_get_tensor_metadata");
+  Object metadata = Object::checked(PyObject_CallOneArg(function.get(), tensor));
+  if (PyDict_CheckExact(metadata.get()) == 0) throw HandOver{};
+  return metadata;
+}
+
+bool PickleEnvironment::has_state(PyObject* object) const {
+  if (getstate_) {
+    const Object state = Object::checked(PyObject_CallOneArg(getstate_.get(), object));
+    return state.get() != Py_None;
+  }
+  PyObject** const attributes = _PyObject_GetDictPtr(object);
+  return attributes != nullptr && *attributes != nullptr && PyDict_Size(*attributes) > 0;
+}
+
+}  // namespace ptsave

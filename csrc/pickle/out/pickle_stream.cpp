@@ -1,0 +1,107 @@
+#include "pickle/out/pickle_stream.h"
+
+#include <cstddef>
+#include <limits>
+
+#include "pickle/common/attribute.h"
+
+namespace ptsave {
+namespace {
+
+// The attribute of a class, function or torch object that is a str; nothing may run to find it.
+Object text_attribute(PyObject* object, const char* name) {
+  Object text = attribute_or_nothing(object, name);
+  if (!text || PyUnicode_CheckExact(text.get()) == 0) throw HandOver{};
+  return text;
+}
+
+std::string_view ascii(PyObject* text) {
+  if (PyUnicode_CheckExact(text) == 0 || PyUnicode_IS_COMPACT_ASCII(text) == 0) throw HandOver{};
+  return {static_cast<const char*>(PyUnicode_DATA(text)),
+          static_cast<std::size_t>(PyUnicode_GET_LENGTH(text))};
+}
+
+// Whether the module's attribute of that name is the object.
+bool is_found(PyObject* object, PyObject* module_name, PyObject* name) {
+  const Object module = Object::steal(PyImport_GetModule(module_name));
+  if (!module || PyModule_CheckExact(module.get()) == 0) {
+    if (PyErr_Occurred() != nullptr) throw PythonError{};
+    return false;
+  }
+  PyObject* const found = PyDict_GetItemWithError(PyModule_GetDict(module.get()), name);
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
+  return found == object;
+}
+
+PyObject* item_or_null(PyObject* dict, PyObject* key) {
+  PyObject* const item = PyDict_GetItemWithError(dict, key);
+  if (item == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
+  return item;
+}
+
+}  // namespace
+
+bool PickleStream::get(PyObject* object) {
+  const std::optional<std::uint32_t> number = memo_.find(object);
+  if (number) out_.get(*number);
+  return number.has_value();
+}
+
+void PickleStream::text(Recurring& text) {
+  recurring(text, [this](PyObject* object) { this->text(object, Reach::kAgain); });
+}
+
+void PickleStream::characters(PyObject* text) {
+  if (PyUnicode_IS_COMPACT_ASCII(text) != 0) {
+    const auto size = static_cast<std::size_t>(PyUnicode_GET_LENGTH(text));
+    if (size > std::numeric_limits<std::uint32_t>::max()) throw HandOver{};
+    return out_.text({static_cast<const char*>(PyUnicode_DATA(text)), size});
+  }
+  const Object utf8 = Object::checked(PyUnicode_AsEncodedString(text, "utf-8", "surrogatepass"));
+  const auto size = static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.get()));
+  if (size > std::numeric_limits<std::uint32_t>::max()) throw HandOver{};
+  out_.text({PyBytes_AS_STRING(utf8.get()), size});
+}
+
+void PickleStream::global(Recurring& object) {
+  recurring(object, [this](PyObject* found) { global(found); });
+}
+
+void PickleStream::global(PyObject* object) {
+  global(object, text_attribute(object, "__qualname__"));
+}
+
+void PickleStream::reduced_to_name(Recurring& object) {
+  recurring(object, [this](PyObject* found) { reduced_to_name(found); });
+}
+
+void PickleStream::reduced_to_name(PyObject* object) {
+  const Object name = call_method(object, "__reduce__");
+  global(object, name);
+}
+
+void PickleStream::global(PyObject* object, const Object& global_name) {
+  const Object module_name = text_attribute(object, "__module__");
+  if (ascii(global_name.get()).find('.') != std::string_view::npos) throw HandOver{};
+  if (!is_found(object, module_name.get(), global_name.get())) throw HandOver{};
+  const auto [module_in_python_2, name_in_python_2] = names_in_python_2(module_name, global_name);
+  out_.opcode(opcode::kGlobal);
+  out_.append(ascii(module_in_python_2.get()));
+  out_.append("\n");
+  out_.append(ascii(name_in_python_2.get()));
+  out_.append("\n");
+  put(object);
+}
+
+std::pair<Object, Object> PickleStream::names_in_python_2(Object module, Object name) const {
+  const Object key = Object::checked(PyTuple_Pack(2, module.get(), name.get()));
+  PyObject* const both = item_or_null(environment_.global_names(), key.get());
+  if (both != nullptr) {
+    if (PyTuple_CheckExact(both) == 0 || PyTuple_GET_SIZE(both) != 2) throw HandOver{};
+    return {Object::borrow(PyTuple_GET_ITEM(both, 0)), Object::borrow(PyTuple_GET_ITEM(both, 1))};
+  }
+  PyObject* const renamed = item_or_null(environment_.module_names(), module.get());
+  return {renamed == nullptr ? std::move(module) : Object::borrow(renamed), std::move(name)};
+}
+
+}  // namespace ptsave

@@ -1,0 +1,94 @@
+// Pickles tensors, parameters and storages.
+//
+// Lives as long as one save.  Not thread-safe; needs the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <Python.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Storage.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "pickle/common/object.h"
+#include "pickle/out/pickle_environment.h"
+#include "pickle/out/pickle_memo.h"
+#include "pickle/out/pickle_stream.h"
+
+namespace ptsave {
+
+class TensorPickler {
+ public:
+  TensorPickler(const PickleEnvironment& environment, PickleStream& stream)
+      : environment_(environment), stream_(stream), out_(stream.out()) {}
+
+  static bool is_tensor(PyTypeObject* type);
+  static bool is_parameter(PyTypeObject* type);
+  bool is_storage(PyTypeObject* type) const;
+
+  // Objects of exactly these types that the stream does not know yet; storages always are written
+  // anew.  HandOver: one with something about it that is not ordinary.
+  void tensor(PyObject* object, Reach reach);
+  void parameter(PyObject* object, Reach reach);
+  void storage(PyObject* object);
+
+  // Those met, in the order of their keys.  HandOver: torch refuses them.
+  std::vector<c10::Storage> take_storages();
+
+ private:
+  struct StoredDtype {
+    Recurring dtype;
+    std::optional<Recurring> storage_class;  // if tensors of this dtype have typed storages
+  };
+  // Of a storage that may be met again.
+  struct StorageKey {
+    std::uint32_t number;   // of its text in the memo
+    c10::ScalarType dtype;  // of the first reference
+  };
+  struct Location {
+    c10::Device device;
+    Recurring text;
+    bool is_constant;  // otherwise torch makes a new str each time
+  };
+
+  void check_plain(PyObject* object, const at::Tensor& tensor) const;
+  void reduced_tensor(PyObject* object, const at::Tensor& tensor, bool requires_grad);
+  void reduced_meta_tensor(const at::Tensor& tensor, bool requires_grad);
+  void integers(c10::IntArrayRef values);
+  void hooks();
+  void metadata(PyObject* object);
+  void function(std::optional<Recurring>& function, const char* name);
+  StoredDtype& stored_dtype(c10::ScalarType dtype);
+
+  void untyped_storage(const c10::Storage& storage);
+  void reference(const c10::Storage& storage, Recurring& storage_class, c10::ScalarType dtype);
+  void key(const c10::Storage& storage, c10::ScalarType dtype);
+  std::uint32_t key_text(std::uint32_t index);
+  void note_dtype(const c10::Storage& storage, c10::ScalarType dtype);
+  void check_dtypes() const;
+  void location(const c10::Storage& storage);
+  Location& location_of(const c10::Storage& storage);
+
+  const PickleEnvironment& environment_;
+  PickleStream& stream_;
+  PickleWriter& out_;
+
+  std::vector<c10::Storage> storages_;
+  std::vector<c10::ScalarType> storage_dtypes_;  // of storages_
+  bool has_several_dtypes_ = false;
+  std::vector<StorageKey> keys_;
+  AddressTable keys_by_storage_;  // StorageImpl -> index into keys_
+  std::vector<Location> locations_;
+  std::array<std::optional<StoredDtype>, c10::NumScalarTypes> dtypes_;
+  std::optional<Recurring> rebuild_tensor_v2_;
+  std::optional<Recurring> rebuild_tensor_v3_;
+  std::optional<Recurring> rebuild_meta_tensor_;
+  std::optional<Recurring> rebuild_parameter_;
+  std::optional<Recurring> untyped_storage_class_;
+  Recurring word_storage_{Object::borrow(environment_.word_storage())};
+};
+
+}  // namespace ptsave

@@ -1,0 +1,183 @@
+// Readers of one file that learn of each other.
+#include "core/io/co_readers.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <csignal>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/scratch.h"
+#include "core/io/file.h"
+#include "core/io/source.h"
+#include "core/memory/buffer.h"
+
+namespace ptsave {
+namespace {
+
+constexpr std::uint64_t kStart = CoReaders::kSharedStartNbytes;
+
+class CoReadersOfAFile : public testing::Test {
+ protected:
+  CoReadersOfAFile() : path_(folder_ / "model.pt") { scratch::write_file(path_, "bytes"); }
+
+  File open() const { return File::open_for_reading(path_); }
+
+  scratch::Folder folder_;
+  std::string path_;
+};
+
+// One of them, past its start.
+struct Reader {
+  explicit Reader(File opened) : file(std::move(opened)) {
+    EXPECT_FALSE(others.absent(file, kStart)) << "the start goes through the page cache";
+  }
+  bool alone() { return others.absent(file, 1); }
+
+  File file;
+  CoReaders others;
+};
+
+TEST_F(CoReadersOfAFile, AreAbsentForTheOnlyOne) {
+  Reader reader(open());
+  EXPECT_TRUE(reader.alone());
+  EXPECT_TRUE(reader.alone());
+}
+
+TEST_F(CoReadersOfAFile, AreNoticedWhenTheyComeAndWhenTheyGo) {
+  Reader first(open());
+  {
+    Reader second(open());
+    EXPECT_FALSE(first.alone());
+    EXPECT_FALSE(second.alone());
+    const Reader third(open());
+    EXPECT_FALSE(first.alone());
+  }
+  EXPECT_TRUE(first.alone());
+}
+
+TEST_F(CoReadersOfAFile, AreNotThoseOfAnotherFileNorThoseThatOnlyHaveItOpen) {
+  const std::string path = folder_ / "other.pt";
+  scratch::write_file(path, "bytes");
+  Reader reader(open());
+  const Reader other(File::open_for_reading(path));
+  const File opened = open();
+  EXPECT_TRUE(reader.alone());
+}
+
+TEST_F(CoReadersOfAFile, AreNoticedThroughAHardLink) {
+  const std::string path = folder_ / "link.pt";
+  ASSERT_EQ(::link(path_.c_str(), path.c_str()), 0);
+  Reader reader(open());
+  const Reader other(File::open_for_reading(path));
+  EXPECT_FALSE(reader.alone());
+}
+
+TEST_F(CoReadersOfAFile, InAnotherProcessAreForgottenWhenItIsKilled) {
+  std::array<int, 2> ready{};
+  ASSERT_EQ(::pipe(ready.data()), 0);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const Reader reader(open());
+    if (::write(ready[1], "!", 1) != 1) ::_exit(1);
+    for (;;) ::pause();
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  Reader reader(open());
+  EXPECT_FALSE(reader.alone());
+  ASSERT_EQ(::kill(child, SIGKILL), 0);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(reader.alone());
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
+// A lock of somebody else's on the whole file, as lockf(3) takes it.
+TEST_F(CoReadersOfAFile, MayBeOthersWithLocksOfTheirOwn) {
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const int fd = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+    if (fd < 0 || ::lockf(fd, F_LOCK, 0) != 0) ::_exit(1);
+    for (;;) ::pause();
+  }
+  // The child holds its lock when the byte cannot be had.
+  std::optional<Reader> reader;
+  do {
+    reader.reset();
+    reader.emplace(open());
+  } while (reader->alone() && ::waitpid(child, nullptr, WNOHANG) == 0);
+  EXPECT_FALSE(reader->alone()) << "not told apart from a reader; nobody waits for it either";
+  ASSERT_EQ(::kill(child, SIGKILL), 0);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+}
+
+TEST_F(CoReadersOfAFile, AreNotWhatAnInPlaceSaveWaitsFor) {
+  Reader reader(open());
+  InPlaceFile target(path_, path_, [] { FAIL() << "it waits"; });
+  EXPECT_TRUE(reader.alone());
+  target.clear(0);
+  target.commit(/*durable=*/false);
+}
+
+class ColdSource : public CoReadersOfAFile {
+ protected:
+  static constexpr std::size_t kNbytes = kStart + kHugePageNbytes;
+
+  ColdSource() {
+    scratch::write_file(path_, scratch::noise(kNbytes, 0));
+    scratch::drop_from_page_cache(path_);
+  }
+
+  static bool reads_direct(const ByteSource& source) {
+    const Mapping memory(kNbytes);
+    EXPECT_FALSE(source.read_direct(0, memory.data(), kStart));
+    return source.read_direct(kStart, memory.data(), kHugePageNbytes);
+  }
+};
+
+TEST_F(ColdSource, IsReadPastThePageCacheByItsOnlyReader) {
+  const ByteSource source(open(), 0);
+  EXPECT_EQ(reads_direct(source), open().direct_io_alignment().supported());
+}
+
+TEST_F(ColdSource, IsReadThroughThePageCacheWhileOthersReadIt) {
+  const ByteSource source(open(), 0);
+  const ByteSource other(open(), 0);
+  reads_direct(other);
+  EXPECT_FALSE(reads_direct(source));
+}
+
+TEST_F(ColdSource, IsReadPastThePageCacheFromTheStartWhereThatIsAskedFor) {
+  const ByteSource source(open(), 0, DirectReads::kAlways);
+  const ByteSource other(open(), 0);
+  reads_direct(other);
+  const Mapping memory(kHugePageNbytes);
+  EXPECT_EQ(source.read_direct(0, memory.data(), kHugePageNbytes),
+            open().direct_io_alignment().supported());
+}
+
+TEST_F(ColdSource, IsReadThroughThePageCacheWhereThatIsAskedFor) {
+  const ByteSource source(open(), 0, DirectReads::kNever);
+  EXPECT_FALSE(reads_direct(source));
+}
+
+TEST_F(ColdSource, IsFetchedAhead) {
+  const ByteSource source(open(), 0);
+  const std::uint64_t nbytes = std::uint64_t{4} << 20;
+  source.read_ahead(0, nbytes);
+  std::string bytes(nbytes, '\0');
+  source.read_at(0, bytes.data(), bytes.size());
+  EXPECT_EQ(bytes, scratch::noise(kNbytes, 0).substr(0, nbytes));
+  EXPECT_TRUE(open().is_cached(0, nbytes));
+}
+
+}  // namespace
+}  // namespace ptsave

@@ -1,0 +1,130 @@
+// Ranges of several files, from the page cache, past it, and from file systems without direct I/O.
+#include "core/io/range_read.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/scratch.h"
+#include "core/base/error.h"
+
+namespace ptsave {
+namespace {
+
+constexpr std::size_t kFileNbytes = (std::size_t{5} << 20) + 4321;
+
+// In any order: neighbours, gaps small and large, pieces of all sizes, the file's end.
+const std::vector<std::pair<std::uint64_t, std::uint64_t>> kRanges{
+    {kFileNbytes - 5, 5},
+    {0, 3},
+    {3, 4096},
+    {5000, 0},
+    {5000, 1},
+    {70'000, 1},
+    {400'000, 3 << 20},
+    {(4 << 20) + 7, 900'000},
+};
+
+struct Source {
+  std::string parent;
+  bool cold;
+  DirectReads direct = DirectReads::kAlways;
+};
+
+class RangeReadFrom : public testing::TestWithParam<Source> {
+ protected:
+  RangeReadFrom() : folder_(GetParam().parent) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      contents_.push_back(scratch::noise(kFileNbytes, i));
+      paths_.push_back(folder_ / std::to_string(i));
+      scratch::write_file(paths_[i], contents_[i]);
+      if (GetParam().cold) scratch::drop_from_page_cache(paths_[i]);
+    }
+  }
+
+  std::vector<ByteSource> open() const {
+    std::vector<ByteSource> files;
+    for (const std::string& path : paths_) {
+      files.emplace_back(File::open_for_reading(path), 0, GetParam().direct);
+    }
+    return files;
+  }
+
+  scratch::Folder folder_;
+  std::vector<std::string> contents_;
+  std::vector<std::string> paths_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Places, RangeReadFrom,
+                         testing::Values(Source{"/tmp", false}, Source{"/tmp", true},
+                                         Source{"/tmp", true, DirectReads::kNever},
+                                         Source{"/dev/shm", false}));
+
+TEST_P(RangeReadFrom, PutsEveryByteInItsPlaceAndTouchesNoOther) {
+  for (const std::size_t n_threads : {std::size_t{0}, std::size_t{1}, std::size_t{5}}) {
+    std::vector<std::string> places;
+    std::vector<FileRange> ranges;
+    for (std::size_t file = 0; file < paths_.size(); ++file) {
+      for (const auto& [offset, nbytes] : kRanges) {
+        places.emplace_back(nbytes + 2, '#');
+        ranges.push_back({file, offset, nbytes, nullptr});
+      }
+    }
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
+    }
+    RangeRead read(open(), ranges);
+    read.run(n_threads, [] {});
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      const std::string& content = contents_[ranges[i].file];
+      EXPECT_EQ(places[i], "#" + content.substr(ranges[i].offset, ranges[i].nbytes) + "#") << i;
+    }
+  }
+}
+
+TEST_P(RangeReadFrom, ReadsEachByteOnceAndLittleMore) {
+  std::string place(3 << 20, '\0');
+  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  // Two near each other, and one far away.
+  RangeRead read(open(),
+                 {{0, 100, 10, data}, {0, 200, 10, data + 10}, {0, 4 << 20, 10, data + 20}});
+  read.run(2, [] {});
+  EXPECT_EQ(read.nbytes_read(), 110u + 10u);
+}
+
+TEST_P(RangeReadFrom, NothingIsNothing) {
+  RangeRead read(open(), {});
+  read.run(4, [] {});
+  EXPECT_EQ(read.nbytes_read(), 0u);
+}
+
+TEST_P(RangeReadFrom, RefusesRangesThatOverlapOrAreOfNoFile) {
+  std::string place(100, '\0');
+  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  EXPECT_THROW(RangeRead(open(), {{0, 0, 10, data}, {0, 9, 10, data + 10}}), std::invalid_argument);
+  EXPECT_THROW(RangeRead(open(), {{2, 0, 10, data}}), std::invalid_argument);
+}
+
+TEST_P(RangeReadFrom, AFileThatIsTooShortIsAnError) {
+  std::string place(100, '\0');
+  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  EXPECT_THROW(RangeRead(open(), {{0, kFileNbytes - 9, 10, data}}), IoError);
+  EXPECT_THROW(RangeRead(open(), {{0, kFileNbytes + 9, 10, data}}), IoError);
+  RangeRead read(open(), {{1, kFileNbytes - 10, 10, data}});
+  ASSERT_EQ(::truncate(paths_[1].c_str(), 1000), 0);
+  EXPECT_THROW(read.run(2, [] {}), IoError);
+}
+
+TEST_P(RangeReadFrom, WhatThePollThrowsEndsIt) {
+  std::string place(kFileNbytes, '\0');
+  RangeRead read(open(), {{0, 0, kFileNbytes, reinterpret_cast<std::byte*>(place.data())}});
+  EXPECT_THROW(read.run(0, [] { throw std::runtime_error("enough"); }), std::runtime_error);
+}
+
+}  // namespace
+}  // namespace ptsave

@@ -1,0 +1,264 @@
+// Files whose payloads are parts of other files, or of memory: archives, and a header and bytes.
+#include "core/write/source_stager.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/written_archive.h"
+#include "core/base/error.h"
+#include "core/write/packed_body.h"
+#include "core/write/staged_chunks.h"
+#include "core/write/writer.h"
+
+namespace ptsave {
+namespace {
+
+using archive_fixture::crc_of;
+using written_archive::bytes_of;
+using written_archive::entries_of;
+using written_archive::Entry;
+using written_archive::kChunk;
+using written_archive::kNoPoll;
+using written_archive::reference;
+using written_archive::Scenario;
+using written_archive::Target;
+
+// Smaller than a chunk, across many, empty, and one that looks like a descriptor.
+std::vector<Entry> all_entries() {
+  std::vector<Entry> entries =
+      entries_of({0, 1, 5, 4096, 70'000, 63, 64, 65, 3 << 20, 0, 20'000, 9});
+  entries.push_back({"lookalike", "PK\7\b" + scratch::noise(100, 5)});
+  entries.push_back({"memory", scratch::noise(10'000, 6)});
+  return entries;
+}
+
+// Payloads in two files, in another order and with gaps between them, and in memory.
+class Sources {
+ public:
+  Sources(const std::vector<Entry>& entries, const std::string& parent) : folder_(parent) {
+    payloads_.resize(entries.size());
+    for (std::size_t i = entries.size(); i-- > 0;) {
+      if (entries[i].data.empty()) continue;
+      if (entries[i].name == "memory") {
+        memory_ = "in front" + entries[i].data;
+        payloads_[i] = {2, 8, crc_of(entries[i].data)};
+        continue;
+      }
+      std::string& file = contents_[i % 2];
+      file += std::string(i * 37, '-');
+      payloads_[i] = {i % 2, file.size(), crc_of(entries[i].data)};
+      file += entries[i].data;
+    }
+    for (std::size_t i = 0; i < 2; ++i) scratch::write_file(path(i), contents_[i]);
+  }
+
+  std::string path(std::size_t i) const { return folder_ / std::to_string(i); }
+  void make_cold() const {
+    for (std::size_t i = 0; i < 2; ++i) scratch::drop_from_page_cache(path(i));
+  }
+  void flip(std::size_t record, std::uint64_t at) {
+    const SourcePayload& payload = payloads_[record];
+    contents_[payload.source][payload.offset + at] ^= 1;
+    scratch::write_file(path(payload.source), contents_[payload.source]);
+  }
+  std::vector<ByteSource> open() const {
+    std::vector<ByteSource> sources;
+    for (std::size_t i = 0; i < 2; ++i) {
+      sources.emplace_back(File::open_for_reading(path(i)), 0, DirectReads::kAlways);
+    }
+    sources.emplace_back(reinterpret_cast<const std::byte*>(memory_.data()), memory_.size(),
+                         "memory");
+    return sources;
+  }
+  const std::vector<SourcePayload>& payloads() const { return payloads_; }
+
+ private:
+  scratch::Folder folder_;
+  std::string contents_[2];
+  std::string memory_;
+  std::vector<SourcePayload> payloads_;
+};
+
+SourceStager::Buffers buffers_for(std::size_t chunk_nbytes, std::size_t n_threads) {
+  return {max_staged_nbytes(align_up(chunk_nbytes, page_nbytes())),
+          std::max<std::size_t>(n_threads, 1)};
+}
+
+struct Disk {
+  std::string parent;
+  bool cold;
+};
+
+class StagedFrom : public testing::TestWithParam<Disk> {
+ protected:
+  StagedFrom() : sources_(all_entries(), GetParam().parent) {
+    if (GetParam().cold) sources_.make_cold();
+  }
+
+  Sources sources_;
+};
+
+TEST_P(StagedFrom, AnArchiveIsWhatItIsFromMemory) {
+  const Scenario scenario(all_entries());
+  const std::string expected = reference(all_entries());
+  const std::vector<ByteSource> opened = sources_.open();
+  for (const Target target : written_archive::kTargets) {
+    for (const std::size_t n_threads : {0u, 3u}) {
+      for (const std::size_t chunk : {kChunk, std::size_t{1} << 20}) {
+        SourceStager stager(opened, sources_.payloads(), buffers_for(chunk, n_threads));
+        const WriteOptions options{
+            .n_threads = n_threads, .chunk_nbytes = chunk, .stager = &stager};
+        ASSERT_TRUE(scenario.write(target, options) == expected);
+      }
+    }
+  }
+}
+
+std::vector<std::uint64_t> sizes_of(const std::vector<Entry>& entries) {
+  std::vector<std::uint64_t> sizes;
+  for (const Entry& entry : entries) sizes.push_back(entry.data.size());
+  return sizes;
+}
+
+TEST_P(StagedFrom, PackedPayloadsAreOneBehindTheOther) {
+  const std::vector<Entry> entries = all_entries();
+  const std::vector<std::uint64_t> sizes = sizes_of(entries);
+  const scratch::Folder folder;
+  const std::vector<ByteSource> opened = sources_.open();
+  for (const std::size_t header_nbytes : {1u, 8u, 5000u}) {
+    const std::string header = scratch::noise(header_nbytes, 9);
+    std::string expected = header;
+    for (const Entry& entry : entries) expected += entry.data;
+    for (const std::size_t chunk : {kChunk, std::size_t{1} << 20}) {
+      for (const bool direct : {false, true}) {
+        SourceStager stager(opened, sources_.payloads(), buffers_for(chunk, 3));
+        std::vector<std::uint32_t> crcs;
+        const WriteOptions options{
+            .n_threads = 3, .chunk_nbytes = chunk, .stager = &stager, .check_crcs = [&](auto all) {
+              crcs.assign(all.begin(), all.end());
+            }};
+        PackedBody body(header, sizes, stager, true, chunk);
+        Progress progress{0};
+        AtomicFile file(folder / "file", "file");
+        if (direct) {
+          ASSERT_EQ(direct_chunk_nbytes(file.file(), options), chunk);
+          write_direct(body, file.file(), options, progress, kNoPoll);
+        } else {
+          write_buffered(body, file.file(), 0, options, progress, kNoPoll);
+        }
+        file.commit(false);
+        ASSERT_TRUE(scratch::read_file(folder / "file") == expected);
+        EXPECT_EQ(progress, expected.size());
+        for (std::size_t i = 0; i < entries.size(); ++i)
+          EXPECT_EQ(crcs[i], crc_of(entries[i].data));
+        EXPECT_TRUE(damaged_payloads(sources_.payloads(), crcs).empty());
+      }
+    }
+  }
+}
+
+TEST_P(StagedFrom, DamageIsSeenBeforeTheFileIsThere) {
+  sources_.flip(8, 1'000'000);
+  sources_.flip(2, 4);
+  const Scenario scenario(all_entries());
+  const std::vector<ByteSource> opened = sources_.open();
+  SourceStager stager(opened, sources_.payloads(), buffers_for(kChunk, 3));
+  std::vector<std::size_t> damaged;
+  const WriteOptions options{
+      .n_threads = 3, .chunk_nbytes = kChunk, .stager = &stager, .check_crcs = [&](auto crcs) {
+        for (const auto& each : damaged_payloads(sources_.payloads(), crcs)) {
+          damaged.push_back(each.record);
+        }
+        throw FormatError("damaged", "it is");
+      }};
+  for (const Target target : written_archive::kTargets) {
+    damaged.clear();
+    EXPECT_THROW(static_cast<void>(scenario.write(target, options)), FormatError);
+    EXPECT_EQ(damaged, (std::vector<std::size_t>{2, 8}));
+  }
+}
+
+TEST_P(StagedFrom, SourcesMayOverlap) {
+  const std::vector<ByteSource> opened = sources_.open();
+  const std::string file = scratch::read_file(sources_.path(0));
+  const std::vector<SourcePayload> payloads{
+      {0, 0, {}}, {0, 10, {}}, {0, 10, {}}, {0, 100, {}}, {0, 1000, {}}};
+  const std::vector<std::uint64_t> sizes{3'000'000, 500, 500, 50'000, 10};
+  std::string expected;
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    expected += file.substr(payloads[i].offset, sizes[i]);
+  SourceStager stager(opened, payloads, buffers_for(std::size_t{1} << 20, 0));
+  const std::string no_header;
+  PackedBody body(no_header, sizes, stager, true, std::size_t{1} << 20);
+  const scratch::Folder folder;
+  Progress progress{0};
+  File written = File::open_for_writing(folder / "file");
+  write_buffered(body, written, 0, {}, progress, kNoPoll);
+  EXPECT_TRUE(scratch::read_file(folder / "file") == expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Disks, StagedFrom,
+                         testing::Values(Disk{"/var/tmp", false}, Disk{"/var/tmp", true},
+                                         Disk{"/dev/shm", false}),
+                         [](const auto& each) {
+                           return each.param.parent == "/dev/shm" ? "Memory"
+                                  : each.param.cold               ? "Cold"
+                                                                  : "Cached";
+                         });
+
+TEST(SourceStager, RefusesWhatIsNotThere) {
+  const scratch::Folder folder;
+  scratch::write_file(folder / "source", "0123456789");
+  std::vector<ByteSource> sources;
+  sources.emplace_back(File::open_for_reading(folder / "source"), 0);
+  const std::vector<SourcePayload> payloads{{0, 5, {}}, {1, 0, {}}, {}};
+  SourceStager stager(sources, payloads, {100, 1});
+  EXPECT_TRUE(stager.stages(1));
+  EXPECT_FALSE(stager.stages(2));
+  EXPECT_FALSE(stager.stages(3));
+  const std::vector<PayloadPiece> too_long{{0, 0, 6}};
+  EXPECT_THROW(static_cast<void>(stager.stage(0, too_long)), IoError);
+  const std::vector<PayloadPiece> nowhere{{1, 0, 1}};
+  EXPECT_THROW(static_cast<void>(stager.stage(0, nowhere)), std::invalid_argument);
+  const std::vector<PayloadPiece> fits{{0, 2, 3}};  // and the buffer is free again
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, fits)->data()), 3), "789");
+}
+
+TEST(SourceStager, ASinglePieceOfMemoryStaysWhereItIs) {
+  const std::string memory = "0123456789";
+  const auto* const begin = reinterpret_cast<const std::byte*>(memory.data());
+  std::vector<ByteSource> sources;
+  sources.emplace_back(begin, memory.size(), "memory");
+  const std::vector<SourcePayload> payloads{{0, 5, {}}, {0, 0, {}}};
+  SourceStager stager(sources, payloads, {100, 1});
+  const std::vector<PayloadPiece> one{{0, 2, 3}};
+  EXPECT_EQ(stager.stage(0, one)->data(), begin + 7);
+  const std::vector<PayloadPiece> two{{0, 2, 3}, {1, 0, 2}};
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, two)->data()), 5), "78901");
+  const std::vector<PayloadPiece> too_long{{0, 2, 4}};
+  EXPECT_THROW(static_cast<void>(stager.stage(0, too_long)), IoError);
+}
+
+TEST(SourceStager, ASourceThatBecameShorterIsAnError) {
+  const scratch::Folder folder;
+  scratch::write_file(folder / "source", scratch::noise(100'000, 1));
+  std::vector<ByteSource> sources;
+  sources.emplace_back(File::open_for_reading(folder / "source"), 0);
+  File::open_for_writing(folder / "source").truncate(50'000);
+  const std::vector<SourcePayload> payloads{{0, 0, {}}};
+  SourceStager stager(sources, payloads, {std::size_t{1} << 20, 1});
+  const std::vector<PayloadPiece> pieces{{0, 0, 100'000}};
+  EXPECT_THROW(static_cast<void>(stager.stage(0, pieces)), IoError);
+}
+
+}  // namespace
+}  // namespace ptsave
