@@ -87,6 +87,7 @@ class Reader final : public StorageSource {
   }
   std::vector<py::str> other_names() const {
     std::vector<py::str> names;
+    names.reserve(storages_.records().others().size());
     for (const std::size_t i : storages_.records().others())
       names.push_back(decode(record(i).name));
     return names;
@@ -123,6 +124,7 @@ class Reader final : public StorageSource {
                                           std::size_t n_threads, bool verify) const {
     for (const std::size_t i : records) checked(i);
     std::vector<std::span<std::byte>> memory;
+    memory.reserve(targets.size());
     for (const py::object& target : targets) memory.push_back(writable_bytes(target));
     const std::vector<Destination> destinations = whole_payloads(index(), records, memory);
     const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());

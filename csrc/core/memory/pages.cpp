@@ -5,8 +5,8 @@
 namespace ptsave {
 
 std::size_t page_nbytes() noexcept {
-  static const auto nbytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  return nbytes;
+  static const auto kNbytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return kNbytes;
 }
 
 }  // namespace ptsave
