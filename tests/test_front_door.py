@@ -7,7 +7,10 @@ for the same tensors in a ``.pt`` file.
 from __future__ import annotations
 
 import io
+import json
 import os
+import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +125,12 @@ def in_memory(path: Path) -> str:
     return f"memory://front/door/{path.name}"
 
 
+def in_zip(path: Path) -> str:
+    """Pack a file, with its neighbours, or a directory into a zip archive; return its URL in it."""
+    archive = shutil.make_archive(str(path.parent), "zip", path.parent)
+    return f"zip://{path.name}::file://{archive}"
+
+
 def at_end_of(stream: Any, path: Path) -> Any:
     """Append a file to the padding in a stream, at whose end the stream is left."""
     stream.write(PADDING)
@@ -140,6 +149,7 @@ NAMES: dict[str, Callable[[Path], Any]] = {
     "Path": Path,
     "file URL": lambda path: f"file://{path}",
     "memory URL": in_memory,
+    "URL in a zip": in_zip,
 }
 STREAMS: dict[str, Callable[[Path], Any]] = {
     "BytesIO": lambda path: at_end_of(io.BytesIO(), path),
@@ -465,3 +475,57 @@ def test_commands(tmp_path: Path, kind: str, way: str) -> None:
         assert result.exit_code == 0, (arguments, result.output)
     assert torch.equal(torch.load(tmp_path / "norm.pt"), STATE["norm"])
     assert_same(load_file(tmp_path / "out.safetensors"))
+
+
+def test_more_files_than_descriptors(tmp_path: Path) -> None:
+    names = [str(write_pt(tmp_path, f"{i}.pt")) for i in range(60)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        result = CliRunner().invoke(commands, ["verify", *names])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert result.exit_code == 0, result.output
+
+
+def test_verify_shards_in_subdirectories(tmp_path: Path) -> None:
+    write_pt(new_folder(tmp_path, "parts"), "a.pt")
+    index = tmp_path / "model.pt.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(STATE, "parts/a.pt")}))
+    for source in (tmp_path, index):
+        found = verify_directory(source)
+        assert [file.path for file in found.files] == [str(tmp_path / "parts" / "a.pt")]
+        assert not found.is_damaged
+        ptsave.compact(source, tmp_path / f"of {Path(source).name}")
+    assert os.listdir(tmp_path / f"of {index.name}" / "parts") == ["a.pt"]
+
+
+def test_shards_with_more_than_tensors(tmp_path: Path) -> None:
+    """What shares a storage within a shard does so afterwards, too."""
+    weight = torch.arange(4.0)
+    model = new_folder(tmp_path, "model")
+    parameter = torch.nn.Parameter(weight)
+    nested = {"views": [weight[1:], weight[:2]], "step": 7, "storage": torch.UntypedStorage(16)}
+    torch.save(nested, model / "model-1-of-2.pt")
+    torch.save({"sparse": weight.to_sparse(), "parameter": parameter}, model / "model-2-of-2.pt")
+    with ptsave.open(model) as archive:
+        first, second = archive["views"]
+        assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        assert (first.tolist(), second.tolist(), archive["step"]) == ([1, 2, 3], [0, 1], 7)
+        assert len(archive["storage"]._untyped_storage) == 16
+        assert archive["sparse"].to_dense().tolist() == [0, 1, 2, 3]
+        assert type(archive["parameter"]) is torch.nn.Parameter
+        assert archive["parameter"].tolist() == [0, 1, 2, 3]
+    lists = new_folder(tmp_path, "list")
+    for name in ("model-1-of-2.pt", "model-2-of-2.pt"):
+        torch.save([weight], lists / name)
+    with pytest.raises(TypeError, match="holds list, not a dict"):
+        ptsave.open(lists)
+
+
+def test_one_name_in_two_shards(tmp_path: Path) -> None:
+    write_pt(tmp_path, "model-1-of-2.pt")
+    write_pt(tmp_path, "model-2-of-2.pt")
+    for operation in ("open", "extract", "convert", "compare"):
+        with pytest.raises(ValueError, match="no index says which"):
+            READERS[operation](tmp_path, tmp_path)

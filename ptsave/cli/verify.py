@@ -54,15 +54,17 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     for file in files:
         try:
             found.append(checkpoint_files(file))
+            for each in found[-1].sets:
+                each.close()  # of many files each descriptor counts
         except Exception as error:
             codes.append(FAILED)
             report_error(ctx, error)
-    nbytes = sum(_nbytes_of(path) for each in found for path in _paths_of(each))
+    nbytes = sum(_nbytes_of(path) for checkpoints in found for path in _paths_of(checkpoints))
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
-        for each in found:
-            codes.append(_verify_all(ctx, each, list_all, progress_from(bar, done)))
-            done += sum(map(_nbytes_of, _paths_of(each)))
+        for checkpoints in found:
+            codes.append(_verify_all(ctx, checkpoints, list_all, progress_from(bar, done)))
+            done += sum(map(_nbytes_of, _paths_of(checkpoints)))
     ctx.exit(max(codes))
 
 

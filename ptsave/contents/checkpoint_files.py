@@ -100,7 +100,7 @@ def _only_checkpoint_in(folder: Folder) -> ShardFiles:
     if len(found.sets) == 1 and not found.problems:
         return found.sets[0]
     if found.sets:
-        names = [os.path.basename(path) for files in found.sets for path in files.paths]
+        names = [files.name_of(path) for files in found.sets for path in files.paths]
         raise ValueError(
             f"{folder.path} holds several checkpoints: {some_of(names, 3)}; pass the path of one"
         )
@@ -278,10 +278,10 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
     except CorruptCheckpointError as error:
         found.problems.append(str(error))
         return
-    shards = {os.path.basename(path) for path in files.paths}
-    # A file that is no checkpoint has been named already.
-    paths = [path for path in files.paths if os.path.basename(path) in names]
+    shards = {path: files.name_of(path) for path in files.paths}
+    # A file that is no checkpoint has been named already, but for those in subdirectories.
+    paths = [path for path, name in shards.items() if name in names or "/" in name]
     weight_map = {name: path for name, path in (files.weight_map or {}).items() if path in paths}
     files = replace(files, paths=paths, weight_map=weight_map)
     found.sets.append(replace(files, path=files.index_path, storage_options=folder.storage_options))
-    names.difference_update(shards)
+    names.difference_update(shards.values())

@@ -104,6 +104,11 @@ class ShardFiles:
         links = zip(folder.split("::"), path.split("::"), strict=True)
         return next(link[len(own) :].lstrip("/") for own, link in links if own != link)
 
+    def close(self) -> None:
+        """Let go of the file that is open, if one is: its name is enough to open it again."""
+        if self.source is not None:
+            self.source.close()
+
     def open(self) -> Iterator[RangeSource]:
         """Open the files, one after another."""
         if self.source is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -62,21 +62,13 @@ class FsspecFolder:
         return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
     def join(self, name: str) -> str:
-        return _joined(self.path, name)
+        return _with_path(self.path, lambda path: os.path.join(path, name))
 
     def exists(self, path: str) -> bool:
         return True  # opening it tells, without one request more
 
 
 Folder: TypeAlias = LocalFolder | FsspecFolder
-
-
-def _joined(url: str, name: str) -> str:
-    """Return the URL of a file in a directory: ``zip://a/b::memory://c.zip`` with b replaced."""
-    links = url.split("::")
-    i = next((i for i, link in enumerate(links) if "://" in link), 0)
-    links[i] = f"{links[i].rstrip('/')}/{name}" if not links[i].endswith("://") else links[i] + name
-    return "::".join(links)
 
 
 def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
@@ -87,13 +79,18 @@ def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """
     if not is_url(path):
         return LocalFolder(os.path.dirname(path))
-    links = path.split("::")
+    return FsspecFolder(_with_path(path, os.path.dirname), storage_options)
+
+
+def _with_path(url: str, change: Callable[[str], str]) -> str:
+    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``, without a query for HTTP."""
+    links = url.split("::")
     i = next((i for i, link in enumerate(links) if "://" in link), 0)
-    scheme, _, rest = links[i].partition("://")
+    scheme, _, path = links[i].partition("://")
     if scheme in ("http", "https"):
-        rest = rest.partition("?")[0]
-    links[i] = f"{scheme}://{rest.rpartition('/')[0]}"
-    return FsspecFolder("::".join(links), storage_options)
+        path = path.partition("?")[0]
+    links[i] = f"{scheme}://{change(path)}"
+    return "::".join(links)
 
 
 def open_folder_or_file(
