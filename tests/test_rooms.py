@@ -25,7 +25,6 @@ ROOMS = (
     "state",
     "contents",
     "serialization",
-    "restoring",
     "streaming",
     "background",
     "training",

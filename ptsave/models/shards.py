@@ -25,7 +25,6 @@ from ptsave.contents.shard_files import (
     those_in_index,
 )
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
-from ptsave.restoring import FileCopier, restoring
 from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip
 from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
@@ -34,6 +33,7 @@ from ptsave.state.copying import Copier
 from ptsave.state.nested_state import parts_with_tensors
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
+from ptsave.training.restoring import FileCopier, restoring
 from ptsave.tree.containers import items_of
 from ptsave.tree.expansion import stored_nbytes_of
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ptsave.restoring import check_locations, restoring
 from ptsave.serialization import load, save
 from ptsave.state.copying import Copier, tensors_in
 from ptsave.state.mappings import check_mapping, load_mapping
@@ -17,6 +16,7 @@ from ptsave.state.modules import check_module, load_module
 from ptsave.state.nested_state import advice
 from ptsave.state.optimizers import check_optimizer, load_optimizer
 from ptsave.training.named_options import check_restoring, check_saving
+from ptsave.training.restoring import check_locations, restoring
 from ptsave.tree.containers import items_of
 
 __all__ = ["entries_of", "load_checkpoint", "load_into", "restore_entries", "save_checkpoint"]

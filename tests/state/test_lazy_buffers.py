@@ -465,7 +465,7 @@ def test_an_interrupted_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         target = pair(present, present)
         before = state_of(target)
         with monkeypatch.context() as patched:
-            patched.setattr("ptsave.restoring.fill", interrupt)
+            patched.setattr("ptsave.training.restoring.fill", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 ptsave.load_into(path, target)
         assert changed_entries(target, before) == set()

@@ -24,8 +24,8 @@ from stock_comparison import (
 from torch import Tensor, nn
 
 import ptsave
-from ptsave import restoring
-from ptsave.restoring import FileCopier
+from ptsave.training import restoring
+from ptsave.training.restoring import FileCopier
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 

@@ -15,8 +15,8 @@ from stock_comparison import assert_same_object, failure_of, stock_load, stock_s
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.restoring import FileCopier
 from ptsave.training import checkpoint
+from ptsave.training.restoring import FileCopier
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
