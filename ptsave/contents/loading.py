@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ptsave.archive.loading import LoadOptions, load_file, reader_for, wants_mmap
@@ -18,7 +18,6 @@ from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.sources.urls import is_url
 from ptsave.support.torch_serialization import is_path
-from ptsave.tree.containers import items_of
 
 __all__ = ["load_source"]
 
@@ -113,16 +112,8 @@ def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
     if files.is_one:
         (source,) = files.open()
         return _load_file(source, options)
-    return merged(_entries(files, options), files)
-
-
-def _entries(files: ShardFiles, options: LoadOptions) -> Iterator[tuple[Any, str, Any]]:
-    for source in files.open():
-        obj = _load_file(source, options)
-        if not isinstance(obj, Mapping):
-            raise TypeError(f"{source.name} holds {type(obj).__name__}, not a dict of tensors")
-        for name, value in items_of(obj):
-            yield name, source.name, value
+    objects = ((source.name, _load_file(source, options)) for source in files.open())
+    return merged(objects, files)
 
 
 def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> Any:

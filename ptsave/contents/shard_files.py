@@ -14,6 +14,7 @@ from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_came_instead
 from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
+from ptsave.tree.containers import items_of
 
 __all__ = [
     "FORMATS",
@@ -185,18 +186,28 @@ def naming_lost_entries(path: str, files: ShardFiles) -> Iterator[None]:
         raise
 
 
-def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any, _T]:
-    """Return the items of a model's files by name; arguments as of `those_in_index`.
+def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, Any]:
+    """Return the dicts of a model's files as one.
+
+    Parameters
+    ----------
+    objects : iterable of (str, object)
+        The paths of the files, and the object of each.
+    files : ShardFiles
+        The files; a name counts in the one that the index says.
 
     Raises
     ------
+    TypeError
+        If one of the objects is no dict.
     CorruptCheckpointError
         If the index promises a name that is in no file.
     ValueError
         If a name is in two files and no index says which one counts.
     """
-    result: dict[Any, _T] = {}
+    result: dict[Any, Any] = {}
     homes: dict[Any, str] = {}
+    found = (item for path, obj in objects for item in _items_of(obj, path))
     named = ((name, path, (name, path, each)) for name, path, each in found)
     for name, path, each in those_in_index(named, files):
         if name in result:
@@ -204,6 +215,13 @@ def merged(found: Iterable[tuple[Any, str, _T]], files: ShardFiles) -> dict[Any,
         result[name] = each
         homes[name] = path
     return result
+
+
+def _items_of(obj: Any, path: str) -> Iterator[tuple[Any, str, Any]]:
+    if not isinstance(obj, Mapping):
+        raise TypeError(f"{path} holds {type(obj).__name__}, not a dict of tensors")
+    for name, value in items_of(obj):
+        yield name, path, value
 
 
 def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from ptsave.archive.damage import storage_id
 from ptsave.contents.contents import Contents, Place
 from ptsave.contents.shard_files import ShardFiles, merged
-from ptsave.tree.containers import items_of
 from ptsave.tree.entry_reading import leaves_of, tensor_over
 
 __all__ = ["ShardedContents"]
@@ -45,7 +44,7 @@ class ShardedContents:
         for key, value in parts[0].metadata.items():
             if all(part.metadata.get(key) == value for part in parts):
                 self.metadata[key] = value
-        self.obj = merged(_entries_of(parts), files)
+        self.obj = merged(((part.path, part.obj) for part in parts), files)
         self._part_of: dict[int, Contents] = {}
         for part in parts:
             for leaf in leaves_of(part.obj):
@@ -86,11 +85,3 @@ class ShardedContents:
 def _key_of(tensor: Tensor) -> int:
     """Return a key that is unique among tensors of several files, also if they are wrapped anew."""
     return storage_id(tensor) or id(tensor)
-
-
-def _entries_of(parts: Sequence[Contents]) -> Iterator[tuple[Any, str, Any]]:
-    for part in parts:
-        if not isinstance(part.obj, Mapping):
-            raise TypeError(f"{part.path} holds {type(part.obj).__name__}, not a dict of tensors")
-        for name, value in items_of(part.obj):
-            yield name, part.path, value
