@@ -98,7 +98,8 @@ def save(
     {'weight': tensor([1., 1., 1.])}
     """
     check_dill_version(pickle_module)
-    check_save_filelike(f)
+    if not isinstance(f, UrlTarget):  # of a directory, which has its options
+        check_save_filelike(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         with _opened_for_torch(f, storage_options) as target:
             return stock.save(
@@ -129,7 +130,7 @@ def _opened_for_torch(
     f: Any, storage_options: Mapping[str, Any] | None
 ) -> AbstractContextManager[Any]:
     """Return a context with the file that torch's own writer is given: `f`, unless it is a URL."""
-    if is_path(f) or storage_options:
+    if is_path(f) or (storage_options and not isinstance(f, UrlTarget)):
         f = resolve_file(f, storage_options)
     return f.opened() if isinstance(f, UrlTarget) else nullcontext(f)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +30,6 @@ from ptsave.models.save_model import (
     split,
 )
 from ptsave.sources.local import describe, position_kept
-from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import (
     PicklePlan,
@@ -43,6 +43,9 @@ from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of
 from ptsave.tree.expansion import check_expansion
 from ptsave.tree.flat import Flattened, flatten, some_of
+from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folder
+from ptsave.writing.targets import FileTarget
+from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["Conversion", "Format", "convert"]
 
@@ -81,10 +84,23 @@ class _Target:
     path: str
     format: Format
     is_directory: bool
+    url: UrlTarget | None = None
+
+    @property
+    def file(self) -> FileTarget:
+        """The only file."""
+        return self.path if self.url is None else self.url
+
+    @property
+    def files(self) -> Folder:
+        """The directory of several."""
+        return LocalFolder(self.path) if self.url is None else UrlFolder(self.url)
 
     @property
     def folder(self) -> str:
         """The nearest existing folder, for temporary files."""
+        if self.url is not None:
+            return tempfile.gettempdir()
         folder = self.path if self.is_directory else os.path.dirname(self.path)
         while folder and not os.path.isdir(folder):
             folder = os.path.dirname(folder.rstrip("/"))
@@ -103,6 +119,7 @@ def convert(
     fsync: bool = False,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format, bit by bit the same.
 
@@ -115,7 +132,7 @@ def convert(
         As for :func:`ptsave.open`: a file of either format, a directory of shards, their index.
     target : str or os.PathLike
         ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
-        one, ends with a slash or has no suffix.
+        one, ends with a slash or has no suffix.  Also a URL for fsspec.
     format : {"pt", "safetensors"}, optional
         Format of a directory (default: ``"safetensors"``) or of a file with another suffix.
     max_shard_size : int or str, optional
@@ -132,8 +149,8 @@ def convert(
         Whether the files are on the disk, past all caches, when the call returns.
     progress : bool, default False
         Whether to show a progress bar.
-    storage_options : mapping, optional
-        For the file system of a URL.
+    storage_options, target_storage_options : mapping, optional
+        For the file systems of URLs, of the source and of the target.
 
     Returns
     -------
@@ -150,8 +167,8 @@ def convert(
     CorruptCheckpointError
         If the source is damaged; the message names records and entries.
     SaveError
-        If the target cannot be written, or is a URL.  There is no target after an error, or the
-        old one.
+        If the target cannot be written, or is a URL that fsspec cannot write to.  There is no
+        target after an error, or the old one.
 
     Notes
     -----
@@ -170,7 +187,7 @@ def convert(
     ...     convert(path + ".pt", path + ".safetensors").remarks
     ['1 tensor is from within containers: their names are the paths, with dots']
     """
-    place = _target_of(os.fspath(target), format)
+    place = _target_of(target, format, target_storage_options)
     if max_shard_size is not None and not place.is_directory:
         raise ValueError(f"{place.path}: max_shard_size is for directories")
     limit = parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
@@ -179,7 +196,7 @@ def convert(
         sources = PayloadSources(stack, place.folder)
         contents = open_contents(source, storage_options, localize=sources.localize)
         checkpoint = SourceCheckpoint(contents, sources)
-        _refuse_source(place, filter(os.path.exists, checkpoint.paths))
+        _refuse_source(place, checkpoint.paths)
         conversion = Conversion(place.path, remarks=checkpoint.remarks)
         writing = _Writing(
             place,
@@ -226,12 +243,12 @@ class _Writing:
         if self._checkpoint.metadata:
             obj = self._without_metadata(obj)
         self._conversion.n_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves_of(obj))
-        plan = PicklePlan(obj, self._target.path, self._sources)
+        plan = PicklePlan(obj, self._target.file, self._sources)
         self._write([plan], plan.nbytes)
 
     def write_safetensors(self, *, drop: bool) -> None:
         tensors = self._flat(drop=drop).tensors
-        plan = self._safetensors_plan(tensors, self._target.path)
+        plan = self._safetensors_plan(tensors, self._target.file)
         self._write([plan], plan.nbytes)
 
     def write_directory(self, limit: int, *, drop: bool) -> None:
@@ -240,30 +257,30 @@ class _Writing:
             tensors = self._without_metadata(tensors)
             tensors = self._sources.contiguous(tensors)
         shards = split(tensors, limit, tied=self._target.format == "pt")
-        folder = self._target.path
-        with _new_directory(folder), save_errors(folder):
+        folder = self._target.files
+        with _new_directory(folder), save_errors(folder.name):
             _StreamedShards(
                 folder, self._target.format, shards, self._fsync, self._plan, self._write
             ).write()
         for other in FORMAT_FILES.keys() - {self._target.format}:
             files = FORMAT_FILES[other]
             for name in (files.single, files.index):
-                if os.path.lexists(os.path.join(folder, name)):
+                if folder.exists(name):
                     self._conversion.remarks.append(
                         f"{name} is in the directory, too: of both, readers take the safetensors"
                     )
 
-    def _plan(self, shard: Shard, path: str) -> StreamedPlan:
+    def _plan(self, shard: Shard, target: FileTarget) -> StreamedPlan:
         if self._target.format == "safetensors":
-            return self._safetensors_plan(shard.tensors, path)
+            return self._safetensors_plan(shard.tensors, target)
         obj = {}
         for name, tensor in shard.tensors.items():
             obj.update(dict.fromkeys((name, *shard.aliases.get(name, ())), tensor))
-        return PicklePlan(obj, path, self._sources)
+        return PicklePlan(obj, target, self._sources)
 
-    def _safetensors_plan(self, tensors: Mapping[str, Tensor], path: str) -> StreamedPlan:
+    def _safetensors_plan(self, tensors: Mapping[str, Tensor], target: FileTarget) -> StreamedPlan:
         metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
-        return SafetensorsPlan(tensors, path, self._sources, metadata)
+        return SafetensorsPlan(tensors, target, self._sources, metadata)
 
     def _flat(self, *, drop: bool) -> Flattened:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
@@ -322,13 +339,13 @@ def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
 class _StreamedShards(ShardSet):
     """Shards whose tensors have no values in memory."""
 
-    plan: Callable[[Shard, str], StreamedPlan]
+    plan: Callable[[Shard, FileTarget], StreamedPlan]
     write_plans: Callable[[Iterable[StreamedPlan], int], None]
 
-    def write_files(self, paths: Sequence[str]) -> None:
-        """Write each shard to its path."""
-        planned = zip(self.shards, paths, strict=True)
-        plans = (self.plan(shard, path) for shard, path in planned)
+    def write_files(self, targets: Sequence[FileTarget]) -> None:
+        """Write each shard to its target."""
+        planned = zip(self.shards, targets, strict=True)
+        plans = (self.plan(shard, target) for shard, target in planned)
         self.write_plans(plans, sum(shard.nbytes for shard in self.shards))
 
 
@@ -339,29 +356,37 @@ def _moved(callback: ProgressCallback | None, done: int) -> ProgressCallback | N
 
 
 @contextmanager
-def _new_directory(folder: str) -> Iterator[None]:
+def _new_directory(folder: Folder) -> Iterator[None]:
     """Make a directory; after an error it is gone, if it was not there."""
-    existed = os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
+    existed = isinstance(folder, UrlFolder) or os.path.isdir(folder.name)
+    with save_errors(folder.name) if isinstance(folder, UrlFolder) else nullcontext():
+        folder.make()
     try:
         yield
     except BaseException:
         if not existed:
             with suppress(OSError):
-                os.rmdir(folder)
+                os.rmdir(folder.name)
         raise
 
 
 # ------------------------------------------------------------------------------------- the target
 
 
-def _target_of(path: str, wanted: Format | None) -> _Target:
+def _target_of(
+    target: str | os.PathLike[str],
+    wanted: Format | None,
+    storage_options: Mapping[str, Any] | None,
+) -> _Target:
     if wanted not in (None, "pt", "safetensors"):
         raise ValueError(f"format must be 'pt' or 'safetensors', not {wanted!r}")
-    refuse_url_target(path)
+    ends = os.fsdecode(target).endswith("/")
+    folder = resolve_folder(target, storage_options)
+    path = folder.name
+    url = folder.target if isinstance(folder, UrlFolder) else None
     suffix = os.path.splitext(path)[1].lower()
-    if os.path.isdir(path) or path.endswith("/") or not suffix:
-        return _Target(path, wanted or "safetensors", is_directory=True)
+    if ends or not suffix or (url is None and os.path.isdir(path)):
+        return _Target(path, wanted or "safetensors", is_directory=True, url=url)
     implied: Format | None = None
     if suffix == ".safetensors":
         implied = "safetensors"
@@ -371,10 +396,15 @@ def _target_of(path: str, wanted: Format | None) -> _Target:
         raise ValueError(f"{path}: {suffix} says nothing about the format: pass --format (format=)")
     if implied is not None and wanted not in (None, implied):
         raise ValueError(f"{path}: {suffix} is not for the format {wanted!r}")
-    return _Target(path, implied or wanted or "pt", is_directory=False)
+    if url is not None:
+        url.require_file_name()
+    return _Target(path, implied or wanted or "pt", is_directory=False, url=url)
 
 
 def _check_target(target: _Target, source: str, *, force: bool) -> None:
+    if target.url is not None:
+        _check_url(target, target.url, source, force=force)
+        return
     both = os.path.exists(source) and os.path.exists(target.path)
     if both and not target.is_directory and os.path.samefile(source, target.path):
         raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
@@ -384,7 +414,7 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
         if not os.path.isdir(target.path):
             raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
         files = FORMAT_FILES[target.format]
-        names = {files.single, files.index} | files_of_sets(target.path, files)
+        names = {files.single, files.index} | files_of_sets(target.files, files)
         found = sorted(name for name in names if os.path.lexists(os.path.join(taken, name)))
         taken = os.path.join(target.path, found[0]) if found else ""
     if taken and not force:
@@ -396,9 +426,29 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
 
 
+def _check_url(target: _Target, url: UrlTarget, source: str, *, force: bool) -> None:
+    if source.rstrip("/") == url.url.rstrip("/"):
+        raise FileExistsError(errno.EEXIST, "it is the source itself", url.url)
+    taken = ""
+    if target.is_directory:
+        files = FORMAT_FILES[target.format]
+        names = {files.single, files.index} | files_of_sets(target.files, files)
+        found = sorted(names & set(url.files()))
+        taken = url.child(found[0]).url if found else ""
+    elif url.exists():
+        taken = url.url
+    if taken and not force:
+        raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
+
+
 def _refuse_source(target: _Target, files: Iterable[str]) -> None:
     """Refuse to replace a file that is read."""
-    for path in files:
+    if target.url is not None:
+        own_files = {target.url.child(name).url for name in target.url.files()}
+        for path in own_files.intersection(files) if target.is_directory else ():
+            raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
+        return
+    for path in filter(os.path.exists, files):
         own = os.path.dirname(path) or "."
         if not target.is_directory:
             same = os.path.exists(target.path) and os.path.samefile(path, target.path)

@@ -16,12 +16,12 @@ from ptsave.contents.archive import open as open_archive
 from ptsave.errors import EntryNotFoundError
 from ptsave.serialization import save
 from ptsave.sources.local import position_kept
-from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.streamed_files import write_bytes, write_safetensors
 from ptsave.tree.entry_reading import require_picklable
 from ptsave.tree.expansion import check_expansion
 from ptsave.tree.paths import path_in
 from ptsave.tree.tree import EntryTree
+from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 
 __all__ = ["default_output", "read_entries", "write_entries"]
 
@@ -86,6 +86,7 @@ def write_entries(
     *,
     overwrite: bool = False,
     max_size: int | str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write entries to a file; nothing is left behind if that fails.
 
@@ -94,13 +95,15 @@ def write_entries(
     entries : mapping of str to object
         One is written as it is, several as a dict.
     output : str or binary file
-        A path: the suffix ``.safetensors`` or ``.npy`` says in which format; any other path, and a
-        file, is written by :func:`ptsave.save`.
+        A path or a URL: the suffix ``.safetensors`` or ``.npy`` says in which format; any other
+        path, and a file, is written by :func:`ptsave.save`.
     overwrite : bool, default False
         Whether a file that is there may be replaced.
     max_size : int or str, optional
         Bytes that the tensors may take in a safetensors or ``.npy`` file, where each is written
         in full: default 8 times those of their storages, and at least 1 GiB.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Raises
     ------
@@ -117,22 +120,23 @@ def write_entries(
     if not isinstance(output, str):
         save(obj, output)
         return
-    refuse_url_target(output)
-    if os.path.isdir(output):
+    target = resolve_file(output, storage_options)
+    output = name_of(target)
+    if isinstance(target, str) and os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "is a directory: name a file in it", output)
-    if os.path.lexists(output) and not overwrite:
+    if exists(target) and not overwrite:
         raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
     if output.endswith(".safetensors"):
         tensors = _tensors_of(entries)
         check_expansion(tensors.values(), output, max_size=max_size)
-        write_safetensors(tensors, output, {"format": "pt"})
+        write_safetensors(tensors, target, {"format": "pt"})
     elif output.endswith(".npy"):
         if isinstance(obj, Tensor):
             check_expansion([obj], output, max_size=max_size)
-        _write_npy(output, obj)
+        _write_npy(target, obj)
     else:
         require_picklable(obj, output)
-        save(obj, output)
+        save(obj, target)
 
 
 def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -153,7 +157,7 @@ def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _write_npy(output: str, obj: Any) -> None:
+def _write_npy(target: FileTarget, obj: Any) -> None:
     """Write the bytes that ``numpy.save`` would write: NumPy's header, then the tensor's memory."""
     if not isinstance(obj, Tensor):
         raise TypeError(
@@ -171,4 +175,4 @@ def _write_npy(output: str, obj: Any) -> None:
     write_array_header_1_0(header, facts)
     if facts["fortran_order"]:  # the last index changes slowest
         values = values.permute(*reversed(range(values.dim())))
-    write_bytes(output, header.getvalue(), values.contiguous())
+    write_bytes(target, header.getvalue(), values.contiguous())

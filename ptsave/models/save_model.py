@@ -14,21 +14,21 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ptsave import _C
 from ptsave.contents.shard_files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
 from ptsave.serialization import save
-from ptsave.sources.urls import refuse_url_target
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
 from ptsave.support.sizes import parse_size
 from ptsave.tree.expansion import nbytes_of
+from ptsave.writing.folders import Folder, resolve_folder
+from ptsave.writing.targets import FileTarget
 
 __all__ = [
     "FORMAT_FILES",
@@ -51,6 +51,7 @@ def save_model(
     max_shard_size: int | str = "5GB",
     format: Literal["safetensors", "pt"] = "safetensors",  # noqa: A002 (the usual name of this option)
     fsync: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
 
@@ -61,7 +62,7 @@ def save_model(
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
         The weights to save.
     directory : str or os.PathLike
-        Directory of the files, created if there is nothing.
+        Directory of the files, created if there is nothing; or a URL (``"s3://bucket/model"``).
     max_shard_size : int or str, default "5GB"
         The bytes of tensors that a shard holds at most; a larger tensor has a shard of its own.  A
         number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
@@ -71,6 +72,8 @@ def save_model(
         one file is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
     fsync : bool, default False
         Whether the files are on the disk, past all caches, when the call returns.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Raises
     ------
@@ -79,7 +82,8 @@ def save_model(
     ValueError
         For a size or format that is none.
     SaveError
-        If a file cannot be written, or `directory` is a URL; the set that was there is unchanged.
+        If a file cannot be written, or `directory` is a URL that fsspec cannot write to; the set
+        that was there is unchanged.
 
     Notes
     -----
@@ -107,7 +111,7 @@ def save_model(
     if format not in FORMAT_FILES:
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
     limit = parse_size(max_shard_size, "max_shard_size")
-    refuse_url_target(directory)
+    folder = resolve_folder(directory, storage_options)
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
@@ -115,9 +119,8 @@ def save_model(
     if format == "safetensors":
         check_safetensors(tensors)
     shards = split(tensors, limit)
-    folder = os.fspath(directory)
-    with save_errors(folder):
-        os.makedirs(folder, exist_ok=True)
+    with save_errors(folder.name):
+        folder.make()
         ShardSet(folder, format, shards, fsync).write()
 
 
@@ -185,7 +188,7 @@ class ShardSet:
 
     Attributes
     ----------
-    folder : str
+    folder : Folder
         Directory of the files.
     kind : str
         "safetensors" or "pt".
@@ -195,7 +198,7 @@ class ShardSet:
         As for `save_model`.
     """
 
-    folder: str
+    folder: Folder
     kind: str
     shards: list[Shard]
     fsync: bool
@@ -205,8 +208,8 @@ class ShardSet:
         files = FORMAT_FILES[self.kind]
         old = files_of_sets(self.folder, files)
         names = self._names(files)
-        _remove_leftovers(self.folder, files)
-        self._check_room()
+        self.folder.remove_leftovers(lambda name: _is_of_model(name, files))
+        self.folder.check_room(sum(shard.nbytes for shard in self.shards))
         with ExitStack() as undo:
             self._write_shards(names, undo)
             if len(names) > 1:
@@ -214,14 +217,7 @@ class ShardSet:
             undo.pop_all()
         self._remove(old - set(names), files)
         if self.fsync:
-            _sync(self.folder)
-
-    def _check_room(self) -> None:
-        """Refuse a model that does not fit on the disk, as far as that tells, before any copy."""
-        disk = os.statvfs(self.folder)
-        nbytes = sum(shard.nbytes for shard in self.shards)
-        if disk.f_blocks and nbytes > disk.f_bavail * disk.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.folder)
+            self.folder.sync()
 
     def _names(self, files: ShardFormat) -> list[str]:
         count = len(self.shards)
@@ -233,24 +229,23 @@ class ShardSet:
                 f"{files.stem}{tag}-{number:05}-of-{count:05}{files.suffix}"
                 for number in range(1, count + 1)
             ]
-            if not any(os.path.lexists(os.path.join(self.folder, name)) for name in names):
+            if not any(self.folder.exists(name) for name in names):
                 return names
-        raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder)
+        raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder.name)
 
     def _write_shards(self, names: list[str], undo: ExitStack) -> None:
-        paths = [os.path.join(self.folder, name) for name in names]
-        if len(paths) > 1:
-            for path in paths:
-                undo.callback(_unlink_if_there, path)
-        self.write_files(paths)
+        if len(names) > 1:
+            for name in names:
+                undo.callback(self.folder.remove, name)
+        self.write_files([self.folder.file(name) for name in names])
 
-    def write_files(self, paths: Sequence[str]) -> None:
-        """Write each shard to its path, one after another: each takes all threads."""
-        for path, shard in zip(paths, self.shards, strict=True):
+    def write_files(self, targets: Sequence[FileTarget]) -> None:
+        """Write each shard to its target, one after another: each takes all threads."""
+        for target, shard in zip(targets, self.shards, strict=True):
             if self.kind == "pt":
-                save(_with_aliases(shard), path, fsync=self.fsync)
+                save(_with_aliases(shard), target, fsync=self.fsync)
             else:
-                _write_safetensors(path, shard, fsync=self.fsync)
+                _write_safetensors(target, shard, fsync=self.fsync)
 
     def _write_index(self, files: ShardFormat, names: list[str]) -> None:
         weight_map = {}
@@ -262,7 +257,7 @@ class ShardSet:
         total = sum(shard.nbytes for shard in self.shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_bytes(os.path.join(self.folder, files.index), text.encode(), fsync=self.fsync)
+        write_bytes(self.folder.file(files.index), text.encode(), fsync=self.fsync)
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
         """Remove the older set, in an order in which every reader finds the new one meanwhile."""
@@ -275,13 +270,13 @@ class ShardSet:
             old |= {files.index}
             order = sorted(old, key=lambda name: name == files.index)
         for name in order:
-            _unlink_if_there(os.path.join(self.folder, name))
+            self.folder.remove(name)
 
 
-def files_of_sets(folder: str, files: ShardFormat) -> set[str]:
+def files_of_sets(folder: Folder, files: ShardFormat) -> set[str]:
     """Return the shards there that `save_model` or transformers has written."""
     pattern = _pattern_of_shards(files)
-    return {name for name in os.listdir(folder) if pattern.fullmatch(name)}
+    return {name for name in folder.files() if pattern.fullmatch(name)}
 
 
 def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
@@ -289,13 +284,10 @@ def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
     return re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{suffix}")
 
 
-def _remove_leftovers(folder: str, files: ShardFormat) -> None:
-    """Remove temporary files of killed processes, whose shards may have had names of their own."""
-    pattern = _pattern_of_shards(files)
-    for name in {_C.target_of_temporary(entry) for entry in os.listdir(os.fsencode(folder))}:
-        target = os.fsdecode(name)
-        if target in (files.single, files.index) or pattern.fullmatch(target):
-            _C.remove_leftovers(os.fsencode(os.path.join(folder, target)))
+def _is_of_model(name: str, files: ShardFormat) -> bool:
+    """Return whether a file is the only one of a model, an index, or a shard of any set."""
+    is_shard = _pattern_of_shards(files).fullmatch(name) is not None
+    return is_shard or name in (files.single, files.index)
 
 
 def _with_aliases(shard: Shard) -> dict[str, Tensor]:
@@ -314,24 +306,11 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _write_safetensors(path: str, shard: Shard, *, fsync: bool) -> None:
+def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool) -> None:
     metadata = {"format": "pt"}
     for name, others in shard.aliases.items():
         metadata.update(dict.fromkeys(others, name))
-    write_safetensors(shard.tensors, path, metadata, fsync=fsync)
-
-
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _unlink_if_there(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
+    write_safetensors(shard.tensors, target, metadata, fsync=fsync)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,7 @@ from ptsave.support.progress import ProgressCallback
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import plan_archive
-from ptsave.writing.targets import FileWriter
+from ptsave.writing.targets import FileTarget, FileWriter, name_of, scratch_folder
 
 __all__ = [
     "PicklePlan",
@@ -45,7 +44,7 @@ class StreamedPlan:
 
     Parameters
     ----------
-    path : str
+    target : str or UrlTarget
         The file.
     sources : PayloadSources
         Sources of its payloads.
@@ -61,8 +60,9 @@ class StreamedPlan:
     _places: Mapping[Any, StoragePlace]  # of payloads that are whole records, by their keys
     _has_crcs = True  # whether the file has checksums, or its payloads have something to match
 
-    def __init__(self, path: str, sources: PayloadSources) -> None:
-        self.path = path
+    def __init__(self, target: FileTarget, sources: PayloadSources) -> None:
+        self.path = name_of(target)
+        self._target = target
         self._sources = sources
 
     def write(self, *, fsync: bool, progress: ProgressCallback | None) -> None:
@@ -84,7 +84,7 @@ class StreamedPlan:
             scratch_for=self._sources.scratch_for,
         )
         try:
-            writer.write_path(self.path)
+            writer.write_file(self._target)
         except _C.FormatError as error:
             self._raise_damage(error)
 
@@ -108,16 +108,16 @@ class PicklePlan(StreamedPlan):
     ----------
     obj : object
         The object to save.
-    path : str
+    target : str or UrlTarget
         The file.
     sources : PayloadSources
         Maps its storages to bytes; storages that it does not know are in memory.
     """
 
-    def __init__(self, obj: Any, path: str, sources: PayloadSources) -> None:
-        super().__init__(path, sources)
+    def __init__(self, obj: Any, target: FileTarget, sources: PayloadSources) -> None:
+        super().__init__(target, sources)
         data, storages = pickle_object(obj, pickle, 2, sources.locations)
-        plan = plan_archive(path, data, storages, False)
+        plan = plan_archive(target, data, storages, False)
         self._storages = storages
         places = sources.places_of(_C.untyped_storages(storages))
         self._places = {f"data/{i}": place for i, place in enumerate(places) if place is not None}
@@ -137,7 +137,7 @@ class SafetensorsPlan(StreamedPlan):
     ----------
     tensors : mapping of str to torch.Tensor
         Strided ones, of dtypes that the format has.
-    path : str
+    target : str or UrlTarget
         The file.
     sources : PayloadSources
         Maps their storages to bytes.
@@ -148,11 +148,11 @@ class SafetensorsPlan(StreamedPlan):
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        path: str,
+        target: FileTarget,
         sources: PayloadSources,
         metadata: Mapping[str, str],
     ) -> None:
-        super().__init__(path, sources)
+        super().__init__(target, sources)
         if sys.byteorder != "little":
             raise NotImplementedError("safetensors files are little-endian, this machine is not")
         _check_names(tensors)
@@ -165,14 +165,18 @@ class SafetensorsPlan(StreamedPlan):
         self._plan = _packed_plan(header, sources, payloads)
         self._has_crcs = any(payload.crc is not None for payload in payloads)
         self.nbytes = self._plan.nbytes
-        _check_header(header, self.nbytes, path)
+        _check_header(header, self.nbytes, self.path)
 
 
 # ------------------------------------------------------------------------------ tensors with values
 
 
 def write_safetensors(
-    tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str], *, fsync: bool = False
+    tensors: Mapping[str, Tensor],
+    target: FileTarget,
+    metadata: Mapping[str, str],
+    *,
+    fsync: bool = False,
 ) -> None:
     """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
 
@@ -183,7 +187,7 @@ def write_safetensors(
     ----------
     tensors : mapping of str to torch.Tensor
         Strided ones on any device.
-    path : str
+    target : str or UrlTarget
         Replaced atomically, as by :func:`ptsave.save`: the file gets the mode of the one it
         replaces, or 0666 less the umask, and a symbolic link is followed.
     metadata : mapping of str to str
@@ -202,19 +206,19 @@ def write_safetensors(
     """
     check_safetensors(tensors)
     with ExitStack() as stack:
-        sources = PayloadSources(stack, os.path.dirname(path) or ".")
+        sources = PayloadSources(stack, scratch_folder(target))
         plain = {name: _in_host_memory(tensor) for name, tensor in tensors.items()}
-        SafetensorsPlan(plain, path, sources, metadata).write(fsync=fsync, progress=None)
+        SafetensorsPlan(plain, target, sources, metadata).write(fsync=fsync, progress=None)
 
 
 def write_bytes(
-    path: str, head: bytes, values: Tensor | None = None, *, fsync: bool = False
+    target: FileTarget, head: bytes, values: Tensor | None = None, *, fsync: bool = False
 ) -> None:
     """Replace a file atomically, as :func:`ptsave.save` does.
 
     Parameters
     ----------
-    path : str
+    target : str or UrlTarget
         The file.
     head : bytes
         The beginning of the file.
@@ -229,12 +233,11 @@ def write_bytes(
         If it cannot be written; the file that was there is unchanged.
     """
     with ExitStack() as stack:
-        sources = PayloadSources(stack, os.path.dirname(path) or ".")
+        sources = PayloadSources(stack, scratch_folder(target))
         payloads = sources.payloads_of([] if values is None else [values])
         plan = _packed_plan(head, sources, payloads)
-        FileWriter(plan, compute_crcs=False, fsync=fsync, atomic=True, progress=None).write_path(
-            path
-        )
+        writer = FileWriter(plan, compute_crcs=False, fsync=fsync, atomic=True, progress=None)
+        writer.write_file(target)
 
 
 def check_safetensors(tensors: Mapping[str, Tensor]) -> None:

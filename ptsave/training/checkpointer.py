@@ -323,10 +323,12 @@ class AsyncCheckpointer:
             )
         check_restoring("AsyncCheckpointer.restore", targets)
         step = None if step is None else _checked(step, "step", 0)
-        with self._directory.opened(step) as stream:
+        with self._directory.opened(step) as source:
+            if isinstance(source, str):
+                options = self._staging["storage_options"]
+                return restore_entries(source, targets, storage_options=options)
             # torch maps paths only, if it is told to map by default.
-            is_mapped = wants_mmap(None) and isinstance(self._directory.path, Path)
-            return restore_entries(stream.name if is_mapped else stream, targets)
+            return restore_entries(source.name if wants_mmap(None) else source, targets)
 
     # ---------------------------------------------------------------------------------- the end
 

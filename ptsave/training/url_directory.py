@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url_target
 from ptsave.training.directory import CheckpointDirectory, create_directory
 from ptsave.writing.url_targets import UrlTarget, resolve_url
@@ -58,7 +57,6 @@ class UrlCheckpointDirectory(CheckpointDirectory):
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         super().__init__(url)
-        self._options = dict(storage_options or {})
         target = resolve_url(url, storage_options)
         assert isinstance(target, UrlTarget)
         self._target = target
@@ -73,7 +71,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
         return self._target.files()
 
     def _open(self, path: Any) -> AbstractContextManager[Any]:
-        return FsspecFile(path, self._options).stream()
+        return nullcontext(path)  # a client opens one connection or many, as it reads
 
     def _remove(self, name: str) -> None:
         self._target.child(name).remove()

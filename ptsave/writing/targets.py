@@ -34,6 +34,7 @@ __all__ = [
     "ArchiveWriter",
     "FileTarget",
     "FileWriter",
+    "exists",
     "name_of",
     "resolve_file",
     "resolve_target",
@@ -56,6 +57,11 @@ _STAGING_SLACK = 64 << 10
 def name_of(target: FileTarget) -> str:
     """Return the path or the URL of a target."""
     return target.url if isinstance(target, UrlTarget) else target
+
+
+def exists(target: FileTarget) -> bool:
+    """Return whether there is anything of that name, also a link that leads nowhere."""
+    return target.exists() if isinstance(target, UrlTarget) else os.path.lexists(target)
 
 
 def scratch_folder(target: FileTarget) -> str:
@@ -98,6 +104,8 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
 
     Raises now everything that is known of errors that writing to it would raise later.
     """
+    if isinstance(f, UrlTarget):
+        return f
     if isinstance(f, (str, os.PathLike)):
         target = resolve_file(f, storage_options)
         if isinstance(target, str):

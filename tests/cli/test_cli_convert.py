@@ -456,7 +456,10 @@ def test_urls(tmp_path: Path) -> None:
     check_same(load_file(tmp_path / "b.safetensors"), tensors)
     succeed("memory://convert/a.safetensors", tmp_path / "b.pt")
     check_same(torch.load(tmp_path / "b.pt"), {"a": tensors["a"]})
-    assert "local files" in fail(tmp_path / "a.pt", "memory://convert/c.pt")
+    succeed(tmp_path / "a.pt", "memory://convert/new/a.pt")
+    assert memory.cat("/convert/new/a.pt") == (tmp_path / "a.pt").read_bytes()
+    assert "exists already" in fail(tmp_path / "a.pt", "memory://convert/new/a.pt")
+    assert "web servers are only read from" in fail(tmp_path / "a.pt", "http://localhost:1/c.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
     data[data.index(bytes(bits_of(tensors["a"]).tolist())) + 5] ^= 1
     memory.pipe("/convert/damaged.pt", bytes(data))

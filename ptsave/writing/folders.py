@@ -1,0 +1,132 @@
+"""Directories into which several files are written: local ones, and those at URLs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from ptsave import _C
+from ptsave.sources.urls import is_url_target, refuse_url_target
+from ptsave.writing.url_targets import UrlTarget, resolve_url
+
+__all__ = ["Folder", "LocalFolder", "UrlFolder", "resolve_folder"]
+
+
+class LocalFolder:
+    """A directory of this machine.
+
+    Parameters
+    ----------
+    path : str
+        The directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+
+    def make(self) -> None:
+        """Make the directory, with its parents."""
+        os.makedirs(self.name, exist_ok=True)
+
+    def files(self) -> list[str]:
+        """Return the names of everything in it."""
+        return os.listdir(self.name)
+
+    def file(self, name: str) -> str:
+        """Return the target for a file in it."""
+        return os.path.join(self.name, name)
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is anything of that name, also a link that leads nowhere."""
+        return os.path.lexists(self.file(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.file(name))
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuse files that do not fit on the disk, as far as that tells."""
+        disk = os.statvfs(self.name)
+        if disk.f_blocks and nbytes > disk.f_bavail * disk.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+
+    def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
+        """Remove temporary files of killed processes that were writing one of our files."""
+        entries = os.listdir(os.fsencode(self.name))
+        for target in {os.fsdecode(_C.target_of_temporary(entry)) for entry in entries}:
+            if is_own(target):
+                _C.remove_leftovers(os.fsencode(self.file(target)))
+
+    def sync(self) -> None:
+        """Let the names of its files survive power loss."""
+        descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class UrlFolder:
+    """A directory of a file system that fsspec knows; methods as of `LocalFolder`.
+
+    Parameters
+    ----------
+    target : UrlTarget
+        The directory.
+    """
+
+    def __init__(self, target: UrlTarget) -> None:
+        self.name = target.url
+        self.target = target
+
+    def make(self) -> None:
+        self.target.make_directory()
+
+    def files(self) -> list[str]:
+        return self.target.files()
+
+    def file(self, name: str) -> UrlTarget:
+        return self.target.child(name)
+
+    def exists(self, name: str) -> bool:
+        return self.file(name).exists()
+
+    def remove(self, name: str) -> None:
+        self.file(name).remove()
+
+    def check_room(self, nbytes: int) -> None:
+        """Do nothing: no file system far away says how much room there is."""
+
+    def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
+        """Do nothing: nobody can see whether a temporary file is being written."""
+
+    def sync(self) -> None:
+        """Do nothing: a server that has confirmed a file has it."""
+
+
+Folder: TypeAlias = LocalFolder | UrlFolder
+
+
+def resolve_folder(
+    directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Folder:
+    """Return the directory that a path or a URL names.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If it is a URL that cannot be written to.
+    TypeError
+        If there are options for the file system of a URL, and it is none.
+    """
+    if is_url_target(directory):
+        target = resolve_url(str(directory), storage_options)
+        return UrlFolder(target) if isinstance(target, UrlTarget) else LocalFolder(target)
+    refuse_url_target(directory)
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
+    return LocalFolder(os.fsdecode(directory))
