@@ -625,9 +625,10 @@ def test_what_is_no_checkpoint(name: str, weights_only: bool, tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("place", ["", "missing.pt", "no/such/folder.pt", "file.pt/below"])
+@pytest.mark.parametrize("place", ["folder", "missing.pt", "no/such/folder.pt", "file.pt/below"])
 def test_paths_without_a_file(place: str, tmp_path: Path) -> None:
     (tmp_path / "file.pt").write_bytes(b"x")
+    (tmp_path / "folder").mkdir()
     path = tmp_path / place
     error = assert_same_failure(lambda: ptsave.load(path), lambda: stock_load(path))
     assert isinstance(error, OSError)

@@ -255,3 +255,49 @@ def test_an_index_of_shards(server: Server, query: str) -> None:
 def test_a_shard_that_is_not_there(server: Server) -> None:
     with pytest.raises(FileNotFoundError, match=r"/broken/none\.safetensors"):
         ptsave.open(server.url("/broken/model.safetensors.index.json"))
+
+
+class Target(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1024, 1024))
+        self.bias = torch.nn.Parameter(torch.zeros(1024))
+
+
+def restored(load: Callable[[torch.nn.Module], object]) -> dict[str, Any]:
+    target = Target()
+    load(target)
+    return target.state_dict()
+
+
+LOADS: dict[str, Callable[[str], Any]] = {
+    "load": ptsave.load,
+    "load_checkpoint": ptsave.load_checkpoint,
+    "load_into": lambda url: restored(lambda target: ptsave.load_into(url, target)),
+    "load_model": lambda url: restored(lambda target: ptsave.load_model(target, url)),
+}
+
+
+@pytest.mark.parametrize("path", [*FILES, "/model/model.safetensors.index.json"])
+@pytest.mark.parametrize("load", LOADS)
+def test_loads_fetch_everything_once(load: str, path: str, server: Server) -> None:
+    found = LOADS[load](server.url(path))
+    assert {name: torch.equal(found[name], tensor) for name, tensor in OBJ.items()} == {
+        "weight": True,
+        "bias": True,
+    }
+    assert server.nbytes_sent < WEIGHT.nbytes + 4096 + 2 * OVERHEAD
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("load", LOADS)
+def test_loads_from_servers_without_ranges(load: str, path: str, server: Server) -> None:
+    server.behaviour = "ignores ranges"
+    with pytest.raises(OSError, match="does not serve ranges"):
+        LOADS[load](server.url(path))
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_loads_of_what_is_not_there(load: str, server: Server) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        LOADS[load](server.url("/none.pt"))
