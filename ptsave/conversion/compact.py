@@ -25,7 +25,7 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.sources.urls import refuse_url_target
+from ptsave.sources.urls import is_url, is_url_target, refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
 from ptsave.streaming.streamed_files import (
     PicklePlan,
@@ -39,6 +39,8 @@ from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
+from ptsave.writing.targets import FileTarget, exists, resolve_file, scratch_folder
+from ptsave.writing.url_targets import resolve_url
 
 __all__ = ["Compaction", "compact"]
 
@@ -83,6 +85,7 @@ def compact(
     fsync: bool = False,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
 ) -> Compaction:
     """Rewrite a checkpoint without the bytes of storages that none of its tensors uses.
 
@@ -98,8 +101,8 @@ def compact(
         As for :func:`ptsave.open`; it is loaded with ``weights_only=True``.  Several files are
         compacted one by one, and keep their names.
     target : str or os.PathLike, optional
-        Path to write to: a file, or of several files a directory, which gets a copy of their index,
-        too.  By default files are replaced, if that makes them smaller.
+        Path or URL to write to: a file, or of several files a directory, which gets a copy of their
+        index, too.  By default files are replaced, if that makes them smaller.
     dry_run : bool, default False
         Whether only to compute the size of the result.
     force : bool, default False
@@ -108,8 +111,8 @@ def compact(
         Whether the files are on the disk, past all caches, when the call returns.
     progress : bool, default False
         Whether to show a progress bar.
-    storage_options : mapping, optional
-        For the file system of a URL.
+    storage_options, target_storage_options : mapping, optional
+        For the file systems of URLs, of the source and of the target.
 
     Raises
     ------
@@ -143,11 +146,16 @@ def compact(
     ...     print(done.nbytes_before > 4_000_000, done.nbytes < 10_000)
     True True
     """
-    if target is not None or (not dry_run and is_path(source)):
-        refuse_url_target(source if target is None else target)
+    if target is not None and not is_url_target(target):
+        refuse_url_target(target)
+    elif target is None and not dry_run and is_path(source) and not is_url(source):
+        refuse_url_target(source)  # a local file of such a name: by that name it cannot be written
     if target is None and not dry_run and not is_path(source):
         raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
-    options = _Options(dry_run, force, fsync, progress)
+    own = storage_options if target is None else target_storage_options
+    if not dry_run and is_url_target(source if target is None else target):
+        resolve_url(str(source if target is None else target), own)  # before anything is read
+    options = _Options(dry_run, force, fsync, progress, own)
     path = None if target is None else os.fsdecode(target)
     with position_kept(source):
         files = find_files(source, storage_options)
@@ -155,7 +163,7 @@ def compact(
             return _compact_files(files, path, options)
         with files.source.closed_on_error():
             if path is not None:
-                _check_target(files.path, path, force=force)
+                _check_target(files.path, path, options)
             return _compact_file(files.source, path or files.path, path is not None, options)
 
 
@@ -164,6 +172,11 @@ class _Options(NamedTuple):
     force: bool
     fsync: bool
     progress: bool
+    target_options: Mapping[str, Any] | None
+
+    def resolve(self, path: str) -> FileTarget:
+        """Return the target of that name."""
+        return resolve_file(path, self.target_options) if is_url_target(path) else path
 
 
 def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> Compaction:
@@ -172,8 +185,8 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
         names = {path: files.name_of(path) for path in (*files.paths, files.index_path) if path}
         targets = {path: os.path.join(folder, name) for path, name in names.items()}
         for path, target in targets.items():
-            _check_target(path, target, force=options.force)
-            if not options.dry_run:
+            _check_target(path, target, options)
+            if not options.dry_run and not is_url_target(target):
                 os.makedirs(os.path.dirname(target), exist_ok=True)
     done = [
         _compact_file(source, targets[path], folder is not None, options)
@@ -182,7 +195,7 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
     if files.index_path in targets and not options.dry_run:
         source = open_source(files.index_path, files.storage_options)
         (text,) = source.read([(0, source.nbytes)])
-        write_bytes(targets[files.index_path], text, fsync=options.fsync)
+        write_bytes(options.resolve(targets[files.index_path]), text, fsync=options.fsync)
     return Compaction(
         files.path if folder is None else folder,
         sum(each.n_tensors for each in done),
@@ -195,16 +208,18 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
 
 def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Options) -> Compaction:
     with ExitStack() as stack:
-        sources = PayloadSources(stack, os.path.dirname(os.path.realpath(path)))
+        target: FileTarget = path if options.dry_run else options.resolve(path)
+        nearby = os.path.realpath(target) if isinstance(target, str) else target
+        sources = PayloadSources(stack, scratch_folder(nearby))
         checkpoint = SourceCheckpoint(open_file(sources.localize(source), verify=True), sources)
         require_picklable(checkpoint.obj, source.name)
         compactor = _Compactor(sources, dry_run=options.dry_run)
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]
         plan: StreamedPlan
         if checkpoint.is_safetensors:
-            plan = SafetensorsPlan(checkpoint.obj, path, sources, checkpoint.metadata)
+            plan = SafetensorsPlan(checkpoint.obj, target, sources, checkpoint.metadata)
         else:
-            plan = PicklePlan(read_entry(checkpoint.obj, compactor.compact), path, sources)
+            plan = PicklePlan(read_entry(checkpoint.obj, compactor.compact), target, sources)
         before = checkpoint.nbytes
         is_smaller = compactor.n_storages > 0 and plan.nbytes < before
         writes = not options.dry_run and (is_other or is_smaller)
@@ -216,11 +231,16 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
     return Compaction(path, len(tensors), compactor.n_storages, before, nbytes, writes)
 
 
-def _check_target(source: str, path: str, *, force: bool) -> None:
-    if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+def _check_target(source: str, path: str, options: _Options) -> None:
+    if path == source or _is_same_file(path, source):
         raise FileExistsError(errno.EEXIST, "it is the source itself: use --in-place", path)
-    if os.path.lexists(path) and not force:
+    if exists(options.resolve(path)) and not options.force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", path)
+
+
+def _is_same_file(path: str, source: str) -> bool:
+    both = os.path.exists(path) and os.path.exists(source)
+    return both and os.path.samefile(path, source)
 
 
 class _Part(NamedTuple):

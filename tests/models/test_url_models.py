@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from url_file_systems import MEMORY, PLAIN, contents, failing
 
 import ptsave
+from ptsave.conversion.compact import compact
 from ptsave.conversion.convert import convert
 from ptsave.inspection.extraction import write_entries
 
@@ -137,6 +138,26 @@ def test_entries(tmp_path: Path, protocol: str, suffix: str) -> None:
     write_entries(entries, url, overwrite=True)
     with pytest.raises(TypeError, match="are for URLs"):
         write_entries(entries, str(tmp_path / "b.pt"), storage_options={"a": 1})
+
+
+@pytest.mark.parametrize("protocol", REMOTE)
+def test_compacted_files(tmp_path: Path, protocol: str) -> None:
+    ptsave.save({"row": torch.rand(1000, 100)[3]}, tmp_path / "model.pt")
+    (tmp_path / "small").mkdir()
+    compact(tmp_path / "model.pt", tmp_path / "small" / "model.pt")
+    expected = (tmp_path / "small" / "model.pt").read_bytes()
+    url = f"{protocol}://a/model.pt"
+    done = compact(tmp_path / "model.pt", url)
+    assert (done.path, done.nbytes) == (url, len(expected))
+    assert contents(protocol) == {"/a/model.pt": expected}
+    with pytest.raises(FileExistsError, match="exists already"):
+        compact(tmp_path / "model.pt", url)
+    ptsave.save({"row": torch.rand(1000, 100)[3]}, f"{protocol}://b/model.pt")
+    before = contents(protocol)["/b/model.pt"]
+    assert not compact(f"{protocol}://b/model.pt", dry_run=True).is_written
+    assert contents(protocol)["/b/model.pt"] == before
+    assert compact(f"{protocol}://b/model.pt").is_written
+    assert len(contents(protocol)["/b/model.pt"]) == len(expected)
 
 
 def test_local_urls(tmp_path: Path) -> None:

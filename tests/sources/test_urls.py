@@ -86,11 +86,11 @@ SERVED: dict[str, Callable[[Any], object]] = {
     "save_model": lambda f: ptsave.save_model(nn.Linear(2, 2), f),
     "save_model, pt": lambda f: ptsave.save_model(write(f), f, format="pt"),
     "convert to": lambda f: convert("../local.pt", f),
+    "compact to": lambda f: compact("../local.pt", f),
+    "compact in place": compact,
     "write_entries": lambda f: write_entries({"a": torch.ones(2)}, f),
 }
 SAVES: dict[str, Callable[[Any], object]] = {
-    "compact to": lambda f: compact("../local.pt", f),
-    "compact in place": compact,
     "bench": lambda f: plan_disk(f, 32 << 20),
 }
 LOADS: dict[str, Callable[[Any], object]] = {
@@ -232,8 +232,6 @@ def test_a_checkpoint_is_left_alone() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["compact", "../local.pt", "-o", "URL"],
-        ["compact", "URL", "--in-place"],
         ["bench", "URL"],
     ],
     ids=" ".join,
@@ -248,7 +246,11 @@ def test_commands(command: list[str], url: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["extract", "../local.pt", "weight", "-o", "URL"], ["convert", "../local.pt", "URL"]],
+    [
+        ["extract", "../local.pt", "weight", "-o", "URL"],
+        ["convert", "../local.pt", "URL"],
+        ["compact", "../local.pt", "-o", "URL"],
+    ],
     ids=" ".join,
 )
 def test_commands_that_write_urls(command: list[str]) -> None:

@@ -132,9 +132,9 @@ def test_files_that_cannot_be_removed() -> None:
         checkpointer.save(2, value=1)
         checkpointer.wait()
 
-    with failing("rm_file", PermissionError("no")):
-        with pytest.warns(ptsave.CheckpointWarning, match="cannot be removed, so it stays"):
-            save_another()
+    warns = pytest.warns(ptsave.CheckpointWarning, match="cannot be removed, so it stays")
+    with failing("rm_file", PermissionError("no")), warns:
+        save_another()
     assert checkpointer.steps() == [1, 2]
 
 
