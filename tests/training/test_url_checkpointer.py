@@ -153,6 +153,10 @@ def test_options() -> None:
     options: dict[str, Any] = {"storage_options": {"a": 1}}
     with pytest.raises(TypeError, match="is an option of"):
         checkpointer.save(1, **options)
+    named: dict[str, Any] = {"storage_options": nn.Linear(1, 1)}
+    with pytest.raises(TypeError, match="'storage_options' is an option of .*under another name"):
+        ptsave.save_checkpoint("memory://model.pt", model=nn.Linear(1, 1), **named)
+    assert contents(MEMORY) == {}
     with pytest.raises(ptsave.SaveError, match="names no bucket"):
         ptsave.AsyncCheckpointer("s3://")
 

@@ -263,3 +263,31 @@ def test_checkpointer(tmp_path: Path, server: S3Server, bucket: Any) -> None:
         with pytest.raises(PermissionError, match="cannot be listed") as caught:
             again.steps()
         assert str(caught.value.filename) == directory
+
+
+def test_models(tmp_path: Path, server: S3Server, bucket: Any) -> None:
+    weights = {f"layer.{i}": torch.rand(50, 50) for i in range(4)}
+    url = "s3://bucket/model"
+    options: dict[str, Any] = {"storage_options": server.options, "max_shard_size": "20KB"}
+    for each in ({"old": torch.ones(3)}, weights):
+        ptsave.save_model(each, url, **options)
+    ptsave.save_model(weights, tmp_path / "model", max_shard_size="20KB")
+    expected = {
+        f"bucket/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()
+    }
+    assert objects(bucket) == expected
+    with server.failing("PUT", "", 403), pytest.raises(PermissionError):
+        ptsave.save_model({"new": torch.ones(3)}, url, **options)
+    assert objects(bucket) == expected
+
+
+def test_conversions(tmp_path: Path, server: S3Server, bucket: Any) -> None:
+    """A file of more than one part, from one URL to another."""
+    save(LARGE, server.options)
+    options: dict[str, Any] = {"storage_options": server.options, "drop": True}
+    ptsave.convert(
+        URL, "s3://bucket/a/model.safetensors", target_storage_options=server.options, **options
+    )
+    ptsave.convert(URL, tmp_path / "model.safetensors", **options)
+    expected = (tmp_path / "model.safetensors").read_bytes()
+    assert objects(bucket)["bucket/a/model.safetensors"] == expected
