@@ -56,13 +56,14 @@ class RecordAdder {
     const auto& [name, payload, nbytes] = record;
     if (const auto* bytes = std::get_if<py::bytes>(&payload)) {
       bytes_->push_back(*bytes);
-      records_.add(name, nbytes,
+      records_.add(std::string(name), nbytes,
                    reinterpret_cast<const std::byte*>(PyBytes_AS_STRING(bytes->ptr())));
     } else if (const auto* make = std::get_if<py::function>(&payload)) {
-      records_.add_made(name, nbytes, [make = *make] { return call_maker(make); });
+      records_.add_made(std::string(name), nbytes, [make = *make] { return call_maker(make); });
     } else {
       const auto* address = std::get_if<std::uintptr_t>(&payload);
-      records_.add(name, nbytes, reinterpret_cast<const std::byte*>(address ? *address : 0));
+      records_.add(std::string(name), nbytes,
+                   reinterpret_cast<const std::byte*>(address ? *address : 0));
     }
   }
   void operator()(const StorageList* list) { add_storages(*list, records_, on_accelerators_); }

@@ -9,8 +9,10 @@ namespace ptsave {
 void add_storages(const StorageList& list, PlannedRecords& records,
                   AcceleratorStager::Sources& on_accelerators) {
   const std::size_t first = records.size();
-  records.reserve(first + list.storages.size());
+  constexpr std::size_t kOthers = 16;  // mostly fewer records come behind the storages
+  records.reserve(first + list.storages.size() + kOthers);
   auto in_memory = std::make_shared<std::vector<c10::Storage>>();
+  in_memory->reserve(list.storages.size());
   for (std::size_t i = 0; i < list.storages.size(); ++i) {
     const c10::Storage& storage = list.storages[i];
     std::string name = "data/" + std::to_string(i);

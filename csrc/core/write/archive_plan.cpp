@@ -9,18 +9,12 @@
 
 namespace ptsave {
 
-void PlannedRecords::add(std::string name, std::uint64_t nbytes, const std::byte* data) {
-  has_holes_ |= data == nullptr && nbytes > 0;
-  specs_.push_back({std::move(name), nbytes});
-  addresses_.push_back(data);
-}
-
-void PlannedRecords::add_made(std::string name, std::uint64_t nbytes, Maker make) {
+void PlannedRecords::add_made(std::string&& name, std::uint64_t nbytes, Maker make) {
   makers_.emplace(specs_.size(), std::move(make));
   add_staged(std::move(name), nbytes);
 }
 
-void PlannedRecords::add_staged(std::string name, std::uint64_t nbytes) {
+void PlannedRecords::add_staged(std::string&& name, std::uint64_t nbytes) {
   specs_.push_back({std::move(name), nbytes});
   addresses_.push_back(nullptr);
 }

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/format/archive.h"
@@ -26,10 +27,14 @@ class PlannedRecords {
   using Maker = std::function<const std::byte*()>;
 
   // A payload in memory, which must stay there until the plan is released; null for a hole.
-  void add(std::string name, std::uint64_t nbytes, const std::byte* data);
-  void add_made(std::string name, std::uint64_t nbytes, Maker make);
+  void add(std::string&& name, std::uint64_t nbytes, const std::byte* data) {
+    has_holes_ |= data == nullptr && nbytes > 0;
+    specs_.push_back({std::move(name), nbytes});
+    addresses_.push_back(data);
+  }
+  void add_made(std::string&& name, std::uint64_t nbytes, Maker make);
   // One that the plan's PayloadStaging brings.
-  void add_staged(std::string name, std::uint64_t nbytes);
+  void add_staged(std::string&& name, std::uint64_t nbytes);
   // Lives until the plan is released.
   void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }
 

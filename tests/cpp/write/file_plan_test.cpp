@@ -47,9 +47,10 @@ const std::byte* data_of(const std::string& text) { return std::as_bytes(std::sp
 PlannedRecords records_of(const std::vector<Entry>& entries) {
   PlannedRecords records;
   for (const Entry& entry : entries) {
-    records.add(entry.name, entry.data.size(), entry.hole ? nullptr : data_of(entry.data));
+    records.add(std::string(entry.name), entry.data.size(),
+                entry.hole ? nullptr : data_of(entry.data));
   }
-  records.add(kId, kIdNbytes, data_of(kId));
+  records.add(std::string(kId), kIdNbytes, data_of(kId));
   return records;
 }
 
@@ -129,7 +130,7 @@ TEST(ArchivePlan, MakesOnePayloadAtATimeOnThisThread) {
   std::set<std::thread::id> threads;
   PlannedRecords records;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    records.add_made(entries[i].name, entries[i].data.size(), [&, i] {
+    records.add_made(std::string(entries[i].name), entries[i].data.size(), [&, i] {
       made.assign(entries[i].data.size(), '?');  // the one before is gone
       made = entries[i].data;
       order.push_back(i);
@@ -137,7 +138,7 @@ TEST(ArchivePlan, MakesOnePayloadAtATimeOnThisThread) {
       return data_of(made);
     });
   }
-  records.add(kId, kIdNbytes, data_of(kId));
+  records.add(std::string(kId), kIdNbytes, data_of(kId));
   ArchivePlan plan("archive", std::move(records), 64);
   EXPECT_TRUE(plan.is_sequential());
   expect_written(plan, entries, {true, 3, kChunk});
@@ -152,12 +153,12 @@ TEST(ArchivePlan, WritesAgainAfterAMakerHasThrown) {
   const std::vector<Entry> entries = entries_of({10, 9'000});
   bool fails = true;
   PlannedRecords records;
-  records.add(entries[0].name, 10, data_of(entries[0].data));
-  records.add_made(entries[1].name, 9'000, [&] {
+  records.add(std::string(entries[0].name), 10, data_of(entries[0].data));
+  records.add_made(std::string(entries[1].name), 9'000, [&] {
     if (std::exchange(fails, false)) throw std::runtime_error("not yet");
     return data_of(entries[1].data);
   });
-  records.add(kId, kIdNbytes, data_of(kId));
+  records.add(std::string(kId), kIdNbytes, data_of(kId));
   ArchivePlan plan("archive", std::move(records), 64);
   const Folder folder;
   EXPECT_THROW(plan.write_file({folder / "file", "file"}, {}, kNoPoll), std::runtime_error);
@@ -231,10 +232,10 @@ class StagedPlan : public testing::Test {
   StagedPlan() {
     PlannedRecords records;
     for (const Entry& entry : entries_) {
-      records.add_staged(entry.name, entry.data.size());
+      records.add_staged(std::string(entry.name), entry.data.size());
       payloads_.push_back(entry.data);
     }
-    records.add(kId, kIdNbytes, data_of(kId));
+    records.add(std::string(kId), kIdNbytes, data_of(kId));
     plan_ = std::make_unique<ArchivePlan>("archive", std::move(records), 64,
                                           std::make_unique<Accelerator>(payloads_, abandoned_));
   }
@@ -294,9 +295,9 @@ class PlanOfSources : public testing::Test {
     for (const Entry& entry : entries_) {
       sourced_.push_back({entry.name, {0, source_.size(), crc_of(entry.data)}});
       source_ += entry.data + "gap";
-      records_.add(entry.name, entry.data.size(), nullptr);
+      records_.add(std::string(entry.name), entry.data.size(), nullptr);
     }
-    records_.add(kId, kIdNbytes, data_of(kId));
+    records_.add(std::string(kId), kIdNbytes, data_of(kId));
   }
 
   const std::vector<Entry> entries_ = entries_of({10, 20'000, 5000});
