@@ -18,6 +18,7 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import is_legacy, is_zip
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import RangeSource
+from ptsave.sources.remote_errors import named_errors
 from ptsave.support.torch_serialization import (
     ArchiveFileReader,
     allowed_globals,
@@ -79,8 +80,9 @@ def required_globals(f: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     with position_kept(f):
         for source in find_files(f).open():
-            require_checkpoint(source)
-            found |= _globals_in(source)
+            with named_errors(source.name):
+                require_checkpoint(source)
+                found |= _globals_in(source)
     return found
 
 
