@@ -207,11 +207,16 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
     """
     result: dict[Any, Any] = {}
     homes: dict[Any, str] = {}
+    found: Iterable[tuple[Any, str, Any]]
     found = (item for path, obj in objects for item in _items_of(obj, path))
-    named = ((name, path, (name, path, each)) for name, path, each in found)
-    for name, path, each in those_in_index(named, files):
+    if files.weight_map is not None:  # or each file is looked at before the next one is loaded
+        found = those_in_index(((item[0], item[1], item) for item in found), files)
+    for name, path, each in found:
         if name in result:
-            raise ValueError(f"{name!r} is in {homes[name]} and in {path}: no index says which")
+            raise ValueError(
+                f"{name!r} is in {homes[name]} and in {path}: no index says which; if these are "
+                "several checkpoints, pass the path of one"
+            )
         result[name] = each
         homes[name] = path
     return result

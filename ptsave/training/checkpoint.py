@@ -86,6 +86,10 @@ def load_into(
     state, tensor subclasses), it sees the same values as under torch: the entries of its part of
     the model are in memory then, and the parts before it have been restored.
 
+    A local archive, and one in memory, is read straight into the target.  The contents of a URL, of
+    a file object of another kind, of a safetensors file or of several files are loaded first, and
+    copied.
+
     Examples
     --------
     >>> import os, tempfile, torch, ptsave

@@ -221,7 +221,7 @@ def test_storage_options_are_for_urls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "location",
     ["cpu", "meta", torch.device("cpu"), {"cpu": "meta"}, lambda storage, _: storage],
-    ids=str,
+    ids=["cpu", "meta", "device", "dict", "callable"],
 )
 def test_map_location(
     opened: Callable[[str, bytes], Any], source: str, kind: str, location: Any
@@ -373,6 +373,15 @@ def test_a_shard_that_is_missing(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="a shard is missing") as caught:
             ptsave.load(source)
         assert caught.value.filename == str(lost)
+
+
+def test_a_directory_of_several_checkpoints(tmp_path: Path) -> None:
+    """They are no shards: that shows at the second, and the others are not loaded."""
+    for name in ("step-1.pt", "step-2.pt"):
+        written(KINDS["archive"], tmp_path / name)
+    written(b"damaged", tmp_path / "step-3.pt")
+    with pytest.raises(ValueError, match=r"no index says which; .* pass the path of one"):
+        ptsave.load(tmp_path)
 
 
 def test_an_index_that_names_itself(tmp_path: Path) -> None:
