@@ -154,7 +154,7 @@ def test_options() -> None:
     with pytest.raises(TypeError, match="is an option of"):
         checkpointer.save(1, **options)
     named: dict[str, Any] = {"storage_options": nn.Linear(1, 1)}
-    with pytest.raises(TypeError, match="'storage_options' is an option of .*under another name"):
+    with pytest.raises(TypeError, match=r"'storage_options' is an option of .*under another name"):
         ptsave.save_checkpoint("memory://model.pt", model=nn.Linear(1, 1), **named)
     assert contents(MEMORY) == {}
     with pytest.raises(ptsave.SaveError, match="names no bucket"):
