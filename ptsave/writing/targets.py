@@ -107,6 +107,9 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
     if isinstance(f, UrlTarget):
         return f
     if isinstance(f, (str, os.PathLike)):
+        path: Any = os.fspath(f)
+        if isinstance(path, bytes):  # which torch takes for a file and refuses
+            check_stream(path)
         target = resolve_file(f, storage_options)
         if isinstance(target, str):
             check_path(target)
