@@ -448,8 +448,6 @@ def test_compact_in_place_what_has_no_place(tmp_path: Path) -> None:
             ptsave.compact(stream)
         assert not ptsave.compact(stream, dry_run=True).is_written, way
         stream.close()
-    with pytest.raises(ptsave.UnsupportedUrlError):
-        ptsave.compact(f"file://{path}")
 
 
 # ---------------------------------------------------------------------------------------- commands

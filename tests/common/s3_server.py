@@ -41,13 +41,15 @@ class S3Server:
         }
 
     @contextmanager
-    def failing(self, method: str, query: str, action: int | str) -> Iterator[None]:
-        """Let requests fail in the block whose query contains a text.
+    def failing(
+        self, method: str, query: str, action: int | str, times: int = 1 << 30
+    ) -> Iterator[None]:
+        """Let the first `times` requests fail in the block whose query contains a text.
 
         `action` is the status of the answer, or "close": the connection, with half of the body
         read.
         """
-        self._set_rules([{"method": method, "query": query, "action": action}])
+        self._set_rules([{"method": method, "query": query, "action": action, "times": times}])
         try:
             yield
         finally:
@@ -86,8 +88,11 @@ class _Filter:
             start_response("200 OK", [("Content-Length", "0")])
             return []
         for rule in self._rules:
-            is_method = rule["method"] == environ["REQUEST_METHOD"]
-            if is_method and rule["query"] in environ["QUERY_STRING"]:
+            is_meant = rule["method"] == environ["REQUEST_METHOD"]
+            is_meant = is_meant and rule["query"] in environ["QUERY_STRING"]
+            n_left = rule.setdefault("times", 1 << 30)
+            if is_meant and n_left > 0:
+                rule["times"] = n_left - 1
                 return self._fail(rule["action"], environ, start_response)
         return self._application(environ, start_response)
 

@@ -23,8 +23,12 @@ import pytest
 import torch
 
 import ptsave
+from ptsave.contents import checkpoint_files, opening
 from ptsave.conversion.convert import convert
+from ptsave.inspection import verification
 from ptsave.inspection.verification import verify_file
+from ptsave.sources import opening as source_opening
+from ptsave.sources import ranges
 from ptsave.writing import targets as writing
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
@@ -49,13 +53,20 @@ def name_in(path: Path) -> str:
     return str(loaded["name"])
 
 
+# The modules that open what is read, and decide on its kind.
+_OPENERS = [
+    str(module.__file__)
+    for module in (checkpoint_files, opening, verification, source_opening, ranges)
+]
+
+
 @contextmanager
-def meanwhile(action: Callable[[], None], n: int, file: str | None = None) -> Iterator[list[str]]:
-    """Do something before the n-th call of something built in that the module `file` makes."""
+def meanwhile(action: Callable[[], None], n: int, *files: str) -> Iterator[list[str]]:
+    """Do something before the n-th call of something built in that a module of `files` makes."""
     calls: list[str] = []
 
     def watch(frame: Any, event: str, argument: Any) -> None:
-        is_there = event == "c_call" and frame.f_code.co_filename == (file or writing.__file__)
+        is_there = event == "c_call" and frame.f_code.co_filename in (files or [writing.__file__])
         if is_there and not isinstance(argument.__self__, str):
             calls.append(argument.__name__)
             if len(calls) == n:
@@ -262,14 +273,12 @@ def test_mapping_of_a_file_that_is_replaced(tmp_path: Path, shared: bool) -> Non
 
 def test_verification_of_a_file_that_is_replaced(tmp_path: Path) -> None:
     """One file is verified from beginning to end, though another has its name by then."""
-    from ptsave.inspection import verification as file_verification
-
     path = tmp_path / "model.pt"
     n = 0
     while True:
         n += 1
         ptsave.save(OLD, path)
-        with meanwhile(lambda: torch.save(3, path), n, file_verification.__file__) as calls:
+        with meanwhile(lambda: torch.save(3, path), n, *_OPENERS) as calls:
             found = verify_file(path)
         assert found.problems == [], f"call {n}"
         assert (found.tensors or []) in (["weight"], [])
@@ -280,8 +289,6 @@ def test_verification_of_a_file_that_is_replaced(tmp_path: Path) -> None:
 
 def test_source_of_a_conversion_that_is_replaced(tmp_path: Path) -> None:
     """Its kind is that of the file whose tensors are read, not of another one of the name."""
-    from ptsave.conversion import source_checkpoints
-
     path, other, target = (tmp_path / name for name in ("model.bin", "other.bin", "target.pt"))
     ptsave.save_model({"weight": torch.zeros(10)}, tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
@@ -294,7 +301,7 @@ def test_source_of_a_conversion_that_is_replaced(tmp_path: Path) -> None:
     while True:
         n += 1
         path.write_bytes(whole)
-        with meanwhile(replace, n, source_checkpoints.__file__) as calls:
+        with meanwhile(replace, n, *_OPENERS) as calls:
             convert(path, target, force=True)
         assert list(torch.load(target)) in (["weight"], ["other"]), f"call {n}"
         if len(calls) < n:
