@@ -18,8 +18,7 @@ from ptsave.support.torch_serialization import (
     options,
     restricted_unpickler,
 )
-from ptsave.support.torch_tensors import checkpoint_offset_of, parts_of_sparse_coo
-from ptsave.support.torch_tensors import storage_id as storage_key
+from ptsave.support.torch_tensors import checkpoint_offset_of, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "entries_in",
     "entries_using",
     "entries_with_records",
-    "storage_id",
 ]
 
 # A map_location that keeps the storages of `_PlainReader`; for "meta", torch before 2.11 would make
@@ -112,17 +110,9 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
     obj : object
         The object of a file, in memory.
     storages : set of int
-        As from `storage_id`.
+        As from `storage_id_of`.
     """
-    return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id))]
-
-
-def storage_id(tensor: torch.Tensor) -> int | None:
-    """Return a number that identifies a tensor's storage; None if it has none of its own."""
-    try:
-        return int(storage_key(tensor.untyped_storage()))
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors
-        return None
+    return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id_of))]
 
 
 class _PlainReader(NativeOrderReader):

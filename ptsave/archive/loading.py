@@ -49,7 +49,7 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["LoadOptions", "load_file", "reader_for", "wants_mmap"]
+__all__ = ["LoadOptions", "load_file", "local_reader_for", "reader_for", "wants_mmap"]
 
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
@@ -215,14 +215,18 @@ def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
     checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
     position; and it raises the error for arguments that do not go together.
     """
+    if not is_path(f) and wants_mmap(mmap):
+        return None
+    reader = local_reader_for(f, verify)
+    return open_stream(f, verify=verify) if reader is None else reader
+
+
+def local_reader_for(f: Any, verify: bool) -> RecordReader | None:
+    """Return the open archive if the engine reads it by itself: a path, a real file or memory."""
     if is_path(f):
         refuse_url(f)
-    elif wants_mmap(mmap):
-        return None
     engine = open_archive(f)
-    if engine is not None:
-        return RecordReader(engine, describe(f), verify=verify)
-    return open_stream(f, verify=verify)
+    return None if engine is None else RecordReader(engine, describe(f), verify=verify)
 
 
 def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Protocol, TypeAlias
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.archive.damage import damage_of, storage_id
+from ptsave.archive.damage import damage_of
 from ptsave.archive.payload_checks import find_damage
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import Span, spans_of
@@ -22,6 +21,8 @@ from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_tensors import storage_id_of
+from ptsave.support.user_warnings import warn_user
 from ptsave.tree.plain_tensors import shares_bytes
 from ptsave.tree.view_blocks import span_of
 
@@ -189,11 +190,10 @@ class UnreadContents(OneFile):
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
         if not self.reader.engine.storages_have_crcs:
-            warnings.warn(
+            warn_user(
                 f"{self.reader.path} was written without checksums of its storages "
                 "(set_crc32_options(False) or skip_data()): they cannot be verified",
                 CheckpointWarning,
-                stacklevel=3,
             )
         with progress_bar(progress, "verifying", self.nbytes) as callback:
             error = self._find_error(callback)
@@ -241,7 +241,7 @@ class LoadedContents(OneFile):
         return list(map(self._place_of, tensors))
 
     def _place_of(self, tensor: Tensor) -> Place:
-        storage = storage_id(tensor)
+        storage = storage_id_of(tensor)
         if storage is None:
             return id(tensor), None, None, str(tensor.device)
         return storage, None, None, self.locations.get(storage, str(tensor.device))

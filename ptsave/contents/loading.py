@@ -16,10 +16,12 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors, is_zip
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import FsspecFile, RangeSource
-from ptsave.sources.urls import is_url
+from ptsave.sources.urls import is_url, refuse_storage_options
 from ptsave.support.torch_serialization import is_path
 
 __all__ = ["load_source"]
+
+_HEADER_OFFSET = 8  # in a safetensors file
 
 
 def load_source(
@@ -31,8 +33,7 @@ def load_source(
     """
     if is_url(f):
         return _load_files(find_files(f, storage_options), options)
-    if storage_options:
-        raise TypeError("storage_options are for URLs")
+    refuse_storage_options(storage_options)
     try:
         reader = reader_for(f, options.mmap, options.verify)
     except IsADirectoryError:
@@ -82,7 +83,7 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
         begin = f.tell()
         find_files(f)  # refuses an index
         f.seek(begin)
-    if head[_FIRST_OF_HEADER:].startswith(b"{"):
+    if head[_HEADER_OFFSET:].startswith(b"{"):
         source = open_source(f)
         if is_safetensors(head, source.nbytes):
             _refuse_mmap(source, options)
@@ -91,9 +92,6 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
             f.seek(0, os.SEEK_END)
             return tensors
     return load_file(f, options, None)
-
-
-_FIRST_OF_HEADER = 8  # in a safetensors file
 
 
 def _head_of(f: Any) -> bytes:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ptsave.archive.damage import storage_id
 from ptsave.contents.contents import Contents, Place
 from ptsave.contents.shard_files import ShardFiles, merged
+from ptsave.support.torch_tensors import storage_id_of
 from ptsave.tree.entry_reading import leaves_of, tensor_over
 
 __all__ = ["ShardedContents"]
@@ -84,4 +84,4 @@ class ShardedContents:
 
 def _key_of(tensor: Tensor) -> int:
     """Return a key that is unique among tensors of several files, also if they are wrapped anew."""
-    return storage_id(tensor) or id(tensor)
+    return storage_id_of(tensor) or id(tensor)

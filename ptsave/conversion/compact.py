@@ -40,7 +40,7 @@ from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.targets import FileTarget, exists, resolve_file, scratch_folder
-from ptsave.writing.url_targets import resolve_url
+from ptsave.writing.url_targets import resolve
 
 __all__ = ["Compaction", "compact"]
 
@@ -154,7 +154,7 @@ def compact(
         raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
     own = storage_options if target is None else target_storage_options
     if not dry_run and is_url_target(source if target is None else target):
-        resolve_url(str(source if target is None else target), own)  # before anything is read
+        resolve(str(source if target is None else target), own)  # before anything is read
     options = _Options(dry_run, force, fsync, progress, own)
     path = None if target is None else os.fsdecode(target)
     with position_kept(source):

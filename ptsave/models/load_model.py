@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +40,7 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.support.torch_modules import buffers_of, parameters_of
 from ptsave.support.torch_tensors import make_subclass
+from ptsave.support.user_warnings import warn_user
 from ptsave.tree.plain_tensors import PLAIN_TYPES
 
 __all__ = ["load_model"]
@@ -222,11 +222,10 @@ def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
 def _warn_of_garbage(names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        warnings.warn(
+        warn_user(
             f"the model was on the meta device, and the checkpoint has no values for "
             f"{', '.join(names[:8])}{more}: set them before you use the model",
             CheckpointWarning,
-            stacklevel=4,
         )
 
 

@@ -160,15 +160,16 @@ def is_known(head: bytes) -> bool:
     head : bytes
         The first `HEAD_NBYTES` bytes, or all there are.
     """
-    if is_zip(head) or head[257:262] == b"ustar" or _is_pickle(head) or _ONNX.match(head):
-        return True
-    return head.startswith(tuple(_SIGNATURES))
+    is_torchs = is_zip(head) or _is_pickle(head)
+    return is_torchs or head[257:262] == b"ustar" or _has_signature(head)
 
 
 def is_of_another_program(head: bytes) -> bool:
     """Whether a file begins as a format does that torch has nothing to do with, such as GGUF."""
-    if head.startswith(_EMPTY_ZIP):
-        return False
+    return _has_signature(head) and not head.startswith(_EMPTY_ZIP)
+
+
+def _has_signature(head: bytes) -> bool:
     return head.startswith(tuple(_SIGNATURES)) or _ONNX.match(head) is not None
 
 

@@ -12,7 +12,7 @@ from ptsave.sources.kinds import refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
 from ptsave.sources.remote_errors import named_errors, os_errors
-from ptsave.sources.urls import is_url, refuse_url
+from ptsave.sources.urls import is_url, refuse_storage_options, refuse_url
 
 __all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
 
@@ -127,8 +127,7 @@ def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> Ran
     path = describe(f)
     if is_url(f):
         return FsspecFile(f, dict(storage_options or {}))
-    if storage_options:
-        raise TypeError("storage_options are for URLs")
+    refuse_storage_options(storage_options)
     if isinstance(f, (str, os.PathLike)):
         refuse_url(f)
         with named_errors(path), io.FileIO(os.fspath(f), opener=regular_only) as stream:

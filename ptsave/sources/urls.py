@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ptsave.errors import UnsupportedUrlError
 
-__all__ = ["is_url", "is_url_target", "refuse_url", "refuse_url_target"]
+__all__ = ["is_url", "is_url_target", "refuse_storage_options", "refuse_url", "refuse_url_target"]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
 _URL = re.compile(rf"({_SCHEME}::)*{_SCHEME}://")
@@ -72,6 +73,18 @@ def refuse_url_target(path: str | bytes | os.PathLike[Any]) -> None:
     text = os.fsdecode(path)
     if _looks_like_url(text):
         raise UnsupportedUrlError.of(text)
+
+
+def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:
+    """Refuse options for the file system of a URL where something else is read or written.
+
+    Raises
+    ------
+    TypeError
+        If there are any.
+    """
+    if storage_options:
+        raise TypeError("storage_options are for URLs")
 
 
 def _looks_like_url(text: str) -> bool:

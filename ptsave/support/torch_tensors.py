@@ -30,6 +30,7 @@ __all__ = [
     "set_checkpoint_offset",
     "set_grad_enabled",
     "storage_id",
+    "storage_id_of",
     "storage_type_name",
     "untyped_of",
 ]
@@ -62,6 +63,14 @@ _transforms: Any = private(torch._C, "_functorch")
 _dispatch_keys: Callable[[Tensor], Any] = private(torch._C, "_dispatch_keys")
 _DispatchKeySet: Any = private(torch._C, "DispatchKeySet")
 _OFFSET = "_checkpoint_offset"
+
+
+def storage_id_of(tensor: Tensor) -> int | None:
+    """Return the `storage_id` of a tensor's storage; None if it has none of its own."""
+    try:
+        return storage_id(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors
+        return None
 
 
 def modes_are_active() -> bool:

@@ -20,7 +20,6 @@ from typing import Any
 
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
-from ptsave.sources.urls import refuse_url_target
 
 __all__ = ["CheckpointDirectory", "create_directory"]
 
@@ -39,7 +38,6 @@ def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
     SaveError
         If it cannot be made, is something else, or files cannot be listed and made in it.
     """
-    refuse_url_target(directory)
     path = Path(os.path.abspath(os.fsdecode(directory)))
     try:
         created = [each for each in (path, *path.parents) if not each.exists()]

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.checks import check_small_records, check_version
-from ptsave.archive.damage import entries_in, entries_using, storage_id
+from ptsave.archive.damage import entries_in, entries_using
 from ptsave.archive.filling import fill, release_storages, verifies_storages
-from ptsave.archive.loading import LoadOptions, reader_for
+from ptsave.archive.loading import LoadOptions, local_reader_for, wants_mmap
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.stream_reader import StreamReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
 from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
 from ptsave.contents.loading import load_source
@@ -33,7 +32,8 @@ from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_serialization import is_path, restricted_unpickler
+from ptsave.support.torch_tensors import storage_id_of
 
 __all__ = ["check_locations", "restoring"]
 
@@ -132,8 +132,10 @@ def _reader_to_defer(
     """Return the open archive if its bytes can be read after its object is made."""
     if map_location is not None and type(map_location) not in (str, torch.device):
         return None
+    if not is_path(f) and wants_mmap(None):
+        return None
     try:
-        reader = reader_for(f, None, verify)
+        reader = local_reader_for(f, verify)
     except IsADirectoryError:
         return None
     if reader is None:
@@ -141,7 +143,6 @@ def _reader_to_defer(
     with ExitStack() as stack:
         stack.callback(reader.close)
         known = not reader.has_record("constants.pkl") and reader.engine.all_stored
-        known = known and not isinstance(reader, StreamReader)
         if not (known and can_defer_reading(reader, pickle_module)):
             return None
         stack.pop_all()
@@ -154,7 +155,7 @@ class MemoryCopier(CopyLater):
     Attributes
     ----------
     changed : set of int
-        The storages, by `storage_id`, whose values are in targets, or may be.
+        The storages, by `storage_id_of`, whose values are in targets, or may be.
     """
 
     def __init__(self) -> None:
@@ -166,15 +167,15 @@ class MemoryCopier(CopyLater):
         self.note_assigned(state_dict)
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        self.changed.update(map(storage_id, tensors_in(state_dict)))
+        self.changed.update(map(storage_id_of, tensors_in(state_dict)))
 
     def finish(self) -> None:
-        self.changed.update(storage_id(source) for _, source in self._copies)
+        self.changed.update(storage_id_of(source) for _, source in self._copies)
         super().finish()
 
     def _make(self, replacement: Replacement) -> None:
         if replacement.source is not None:
-            self.changed.add(storage_id(replacement.source))
+            self.changed.add(storage_id_of(replacement.source))
         super()._make(replacement)
 
 

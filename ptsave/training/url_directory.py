@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ptsave.sources.urls import is_url_target
 from ptsave.training.directory import CheckpointDirectory, create_directory
-from ptsave.writing.url_targets import UrlTarget, resolve_url
+from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = ["directory_opener"]
 
@@ -30,17 +29,13 @@ def directory_opener(
     TypeError
         If there are options for the file system of a URL, and it is none.
     """
-    if is_url_target(directory):
-        url = str(directory)
-        target = resolve_url(url, storage_options)
-        if isinstance(target, UrlTarget):
-            target.make_directory()
-            # Once for each process: connections do not survive a fork.
-            return lambda: UrlCheckpointDirectory(url, storage_options)
-        directory = target
-    elif storage_options:
-        raise TypeError("storage_options are for URLs")
-    path = create_directory(directory, fsync=fsync)
+    target = resolve(directory, storage_options)
+    if isinstance(target, UrlTarget):
+        target.make_directory()
+        url = target.url
+        # Once for each process: connections do not survive a fork.
+        return lambda: UrlCheckpointDirectory(url, storage_options)
+    path = create_directory(target, fsync=fsync)
     return lambda: CheckpointDirectory(path)
 
 
@@ -57,7 +52,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         super().__init__(url)
-        target = resolve_url(url, storage_options)
+        target = resolve(url, storage_options)
         assert isinstance(target, UrlTarget)
         self._target = target
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from ptsave import _C
-from ptsave.sources.urls import is_url_target, refuse_url_target
-from ptsave.writing.url_targets import UrlTarget, resolve_url
+from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = ["Folder", "LocalFolder", "UrlFolder", "resolve_folder"]
 
@@ -118,15 +117,8 @@ def resolve_folder(
 
     Raises
     ------
-    UnsupportedUrlError
-        If it is a URL that cannot be written to.
-    TypeError
-        If there are options for the file system of a URL, and it is none.
+    UnsupportedUrlError, TypeError
+        As from `resolve`.
     """
-    if is_url_target(directory):
-        target = resolve_url(str(directory), storage_options)
-        return UrlFolder(target) if isinstance(target, UrlTarget) else LocalFolder(target)
-    refuse_url_target(directory)
-    if storage_options:
-        raise TypeError("storage_options are for URLs")
-    return LocalFolder(os.fsdecode(directory))
+    target = resolve(directory, storage_options)
+    return UrlFolder(target) if isinstance(target, UrlTarget) else LocalFolder(target)

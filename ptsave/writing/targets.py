@@ -25,10 +25,10 @@ from typing import Any, TypeAlias
 from ptsave import _C
 from ptsave.errors import SaveError, operation_of
 from ptsave.sources.local import real_file
-from ptsave.sources.urls import is_url_target, refuse_url_target
+from ptsave.sources.urls import refuse_storage_options
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback
-from ptsave.writing.url_targets import UrlTarget, resolve_url
+from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = [
     "ArchiveWriter",
@@ -114,8 +114,7 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
         if isinstance(target, str):
             check_path(target)
         return target
-    if storage_options:
-        raise TypeError("storage_options are for URLs")
+    refuse_storage_options(storage_options)
     check_stream(f)
     return f
 
@@ -127,23 +126,16 @@ def resolve_file(
 
     Raises
     ------
-    UnsupportedUrlError
-        If it is a URL that cannot be written to.
     SaveError
         If it is the URL of a directory.
-    TypeError
-        If there are options for the file system of a URL, and it is none.
+    UnsupportedUrlError, TypeError
+        As from `resolve`.
     """
-    if is_url_target(f):
-        target = resolve_url(str(f), storage_options)
-        if isinstance(target, UrlTarget):
-            target.require_file_name()
-            _require_root(target.url)
-        return target
-    refuse_url_target(f)
-    if storage_options:
-        raise TypeError("storage_options are for URLs")
-    return os.fspath(f)
+    target = resolve(f, storage_options)
+    if isinstance(target, UrlTarget):
+        target.require_file_name()
+        _require_root(target.url)
+    return target
 
 
 def check_stream(stream: object) -> None:

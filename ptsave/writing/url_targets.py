@@ -22,8 +22,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
+from ptsave.sources.urls import is_url_target, refuse_storage_options, refuse_url_target
 
-__all__ = ["ByteSink", "UrlTarget", "resolve_url", "save_errors"]
+__all__ = ["ByteSink", "UrlTarget", "resolve", "save_errors"]
 
 _PART_NBYTES = 16 << 20
 _MAX_N_PARTS = 10_000  # of S3; others allow more
@@ -263,7 +264,26 @@ class _NamingSink:
         return n
 
 
-def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
+def resolve(
+    f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> str | UrlTarget:
+    """Return the file or directory that a path or a URL names; for ``file://`` its local path.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If it is a URL that cannot be written to.
+    TypeError
+        If there are options for the file system of a URL, and it is none.
+    """
+    if is_url_target(f):
+        return _resolve_url(str(f), storage_options)
+    refuse_url_target(f)
+    refuse_storage_options(storage_options)
+    return os.fsdecode(f)
+
+
+def _resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
     """Return the file or directory that a URL names; for ``file://`` its local path.
 
     Raises
