@@ -36,7 +36,8 @@ class RemoteReader(RecordReader):
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
         self.source = source
-        self._fetched: set[int] = set()  # records whose bytes, or headers, are in the file
+        self._with_headers: set[int] = set()  # records whose local headers are in the file
+        self._fetched: set[int] = set()  # those whose payloads are there as well
         self._tail_begin = max(source.nbytes - _C.MAX_TAIL_NBYTES, 0)
         self._file = SparseFile(source.nbytes)
         try:
@@ -69,7 +70,7 @@ class RemoteReader(RecordReader):
 
     def get_record_offset(self, name: str) -> int:
         record = self.find(name)
-        if record is not None and record not in self._fetched:
+        if record is not None and not self.has_header(record):
             found = self.engine.record(record)
             (header,) = self.source.read([(found.header_offset, found.payload_offset)])
             self.add_header(record, header)
@@ -88,12 +89,12 @@ class RemoteReader(RecordReader):
 
     def has_header(self, record: int) -> bool:
         """Whether a record's local header has been fetched."""
-        return record in self._fetched
+        return record in self._with_headers
 
     def add_header(self, record: int, header: bytes) -> None:
         """Take over the bytes from a record's local header to its payload."""
         self._file.write(self.engine.record(record).header_offset, header)
-        self._fetched.add(record)
+        self._with_headers.add(record)
 
     def _fetch_records(self, records: list[int]) -> None:
         for record in records:
@@ -104,3 +105,4 @@ class RemoteReader(RecordReader):
         for (begin, _), piece in zip(ranges, self.source.read(ranges), strict=True):
             self._file.write(begin, piece)
         self._fetched.update(records)
+        self._with_headers.update(records)

@@ -212,6 +212,19 @@ def test_url_and_its_damage(path: Path) -> None:
     ]
 
 
+def test_url_of_a_file_beyond_its_tail() -> None:
+    """What is fetched with the directory is the end of a file, not its pickle."""
+    url = "memory://verify/large.pt"
+    ptsave.save({"weight": torch.ones(100_000), "path": Path("x")}, url)
+    assert verify(url).exit_code == 0
+    ptsave.save({"weight": torch.ones(100_000), "step": 3}, url)
+    result = verify(url)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "1 tensor" in result.stdout
+    found = verify_file(url)
+    assert (found.problems, found.whole) == ([], ["weight"])
+
+
 def test_several_files(path: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.pt"
     bad.write_bytes(path.read_bytes())
