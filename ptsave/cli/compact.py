@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ptsave.cli.command import Command, result, shows_progress
 from ptsave.cli.completing import FILE
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import size_text
 
 _EXAMPLES = """
@@ -25,6 +28,8 @@ ptsave compact path/to/model -o small   # a directory of shards
 @click.option("--dry-run", is_flag=True, help="Only say what would be saved.")
 @click.option("-f", "--force", is_flag=True, help="Replace OUT if it is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@with_storage_options("FILE")
+@with_storage_options("OUT", "target")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -35,6 +40,8 @@ def command(
     dry_run: bool,
     force: bool,
     fsync: bool,
+    storage_options: dict[str, Any] | None,
+    target_storage_options: dict[str, Any] | None,
 ) -> None:
     """Rewrite FILE so that its storages hold only bytes that its tensors use.
 
@@ -49,7 +56,14 @@ def command(
     if in_place == (output is not None) and not (dry_run and output is None and not in_place):
         raise click.UsageError("pass one of --output OUT, --in-place and --dry-run")
     done = compact(
-        file, output, dry_run=dry_run, force=force, fsync=fsync, progress=shows_progress(ctx)
+        file,
+        output,
+        dry_run=dry_run,
+        force=force,
+        fsync=fsync,
+        progress=shows_progress(ctx),
+        storage_options=storage_options,
+        target_storage_options=target_storage_options,
     )
     saved = done.nbytes_before - done.nbytes
     where = f"wrote {done.path}" if done.is_written else file

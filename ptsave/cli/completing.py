@@ -33,7 +33,8 @@ def complete_names(
     """Return the names of entries of the command's file that begin so."""
     found: dict[str, None] = {}
     try:
-        for listing in list_files(find_files(ctx.params["file"])):
+        files = find_files(ctx.params["file"], ctx.params.get("storage_options"))
+        for listing in list_files(files):
             for node in listing.tree.nodes:
                 if node.name.startswith(incomplete) and node.name.isprintable():
                     found[node.name] = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import click
 
 from ptsave.cli.command import Command, note, result, shows_progress
 from ptsave.cli.completing import FILE
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import size_text
 
 _EXAMPLES = """
@@ -39,6 +41,8 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("-f", "--force", is_flag=True, help="Replace what is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@with_storage_options("SOURCE")
+@with_storage_options("TARGET", "target")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -51,6 +55,8 @@ def command(
     drop: bool,
     force: bool,
     fsync: bool,
+    storage_options: dict[str, Any] | None,
+    target_storage_options: dict[str, Any] | None,
 ) -> None:
     """Write the tensors of SOURCE in the format of TARGET.
 
@@ -71,6 +77,8 @@ def command(
         force=force,
         fsync=fsync,
         progress=shows_progress(ctx),
+        storage_options=storage_options,
+        target_storage_options=target_storage_options,
     )
     seconds = time.perf_counter() - begin
     for remark in conversion.remarks:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ptsave.cli.command import NEGATIVE, Command, note, shows_progress
 from ptsave.cli.completing import FILE
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.comparison.entries import Detail, EntryDifference, quantizer_of
@@ -48,6 +49,8 @@ ptsave diff a.pt b.pt --only 'model.*' --ignore-dtype --json
     "--top", metavar="N", type=click.IntRange(min=0), help="Show the N largest differences only."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@with_storage_options("A", "a")
+@with_storage_options("B", "b")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -62,6 +65,8 @@ def command(
     only: tuple[str, ...],
     top: int | None,
     as_json: bool,
+    a_storage_options: dict[str, Any] | None,
+    b_storage_options: dict[str, Any] | None,
 ) -> None:
     """Compare two checkpoints: names, types, dtypes, shapes, values.
 
@@ -81,6 +86,8 @@ def command(
         ignore_dtype=ignore_dtype,
         patterns=only,
         progress=shows_progress(ctx),
+        a_storage_options=a_storage_options,
+        b_storage_options=b_storage_options,
     )
     if as_json:
         click.echo(json.dumps(_as_json(a, b, found, top), indent=2))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
 from ptsave.cli.command import Command, note
 from ptsave.cli.completing import FILE, complete_names
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import printable
 from ptsave.errors import CorruptCheckpointError
 from ptsave.inspection.extraction import default_output, read_entries, write_entries
@@ -47,6 +49,8 @@ ptsave extract damaged.pt model.embed.weight --no-verify
     help="Of a .safetensors or .npy file, in which expanded tensors are written in full. "
     "Default: 8 times their storages, at least 1GiB.",
 )
+@with_storage_options("FILE")
+@with_storage_options("OUTPUT", "target")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -57,6 +61,8 @@ def command(
     force: bool,
     verify: bool,
     max_size: str | None,
+    storage_options: dict[str, Any] | None,
+    target_storage_options: dict[str, Any] | None,
 ) -> None:
     """Write entries of FILE to a file of their own.
 
@@ -70,7 +76,7 @@ def command(
     if target == "-" and sys.stdout.isatty():
         raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
     try:
-        entries = read_entries(file, names, verify=verify)
+        entries = read_entries(file, names, verify=verify, storage_options=storage_options)
     except CorruptCheckpointError as error:
         words = str(error).replace("pass verify=False to", "use --no-verify to")
         error.args = (words, *error.args[1:])
@@ -80,6 +86,7 @@ def command(
         sys.stdout.buffer if target == "-" else target,
         overwrite=force,
         max_size=max_size,
+        storage_options=target_storage_options,
     )
     if output is None:
         note(ctx, f"wrote {printable(target)}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ptsave.cli.command import NEGATIVE, Command
 from ptsave.cli.completing import FILE
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import count_text, printable
 from ptsave.inspection.required_globals import (
     code_to_allow,
@@ -29,14 +32,17 @@ Only if you know what each of them does, and trust whoever made the file:
 @click.command("globals", cls=Command, examples=_EXAMPLES, short_help="What code a file needs.")
 @click.argument("file", type=FILE)
 @click.option("--all", "show_all", is_flag=True, help="Show those that are allowed, too.")
+@with_storage_options("FILE")
 @click.pass_context
-def command(ctx: click.Context, file: str, show_all: bool) -> None:
+def command(
+    ctx: click.Context, file: str, show_all: bool, storage_options: dict[str, Any] | None
+) -> None:
     """Say which functions and classes FILE needs beyond torch's default allow-list.
 
     Nothing of the file is run. Exits with 1 if there are any: torch.load with weights_only=True
     refuses such a file until they are allowed.
     """
-    modules = required_globals(file)
+    modules = required_globals(file, storage_options=storage_options)
     unsafe = unsafe_globals(modules)
     if show_all:
         for name in sorted(modules.keys() - set(unsafe)):

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -13,6 +14,7 @@ from ptsave.cli.command import Command
 from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import printable
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.inspection.listing import FileListing, Totals, list_files, select
@@ -41,7 +43,16 @@ ptsave ls checkpoint.pt --json | jq '.tensors[].name'
     help="The order: as in the file (a tree), or tensors by size, the largest first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
-def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_json: bool) -> None:
+@with_storage_options("FILE")
+def command(
+    file: str,
+    names: tuple[str, ...],
+    *,
+    depth: int | None,
+    sort: str,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+) -> None:
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, or a directory of shards (or their index). NAMEs are
@@ -49,7 +60,7 @@ def command(file: str, names: tuple[str, ...], depth: int | None, sort: str, as_
     path of keys. No tensor is read.
     """
     gc.disable()  # all objects live until the end, so the collector would search in vain
-    files = find_files(file)
+    files = find_files(file, storage_options)
     listings = list(list_files(files))
     _keep_until_exit(listings)
     is_set = files.source is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -17,8 +18,10 @@ from ptsave.cli.command import (
     shows_progress,
 )
 from ptsave.cli.completing import FILE
+from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.text import count_text, printable, size_text
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
+from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.verification import Problem, Verification, compare_with_index, verify_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
@@ -38,8 +41,14 @@ _N_SHOWN = 5
 @click.command("verify", cls=Command, examples=_EXAMPLES, short_help="Whether files are whole.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
+@with_storage_options("a FILE")
 @click.pass_context
-def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
+def command(
+    ctx: click.Context,
+    files: tuple[str, ...],
+    list_all: bool,
+    storage_options: dict[str, Any] | None,
+) -> None:
     """Check that files are whole: every checksum, every size, every place.
 
     Of a directory every checkpoint is checked that lies in it, whatever it is called: shards with
@@ -53,23 +62,23 @@ def command(ctx: click.Context, files: tuple[str, ...], list_all: bool) -> None:
     found = []
     for file in files:
         try:
-            found.append(checkpoint_files(file))
+            found.append(checkpoint_files(file, storage_options))
             for each in found[-1].sets:
                 each.close()  # of many files each descriptor counts
         except Exception as error:
             codes.append(FAILED)
             report_error(ctx, error)
-    nbytes = sum(_nbytes_of(path) for checkpoints in found for path in _paths_of(checkpoints))
+    nbytes = sum(map(_nbytes_of, found))
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
         for checkpoints in found:
             codes.append(_verify_all(ctx, checkpoints, list_all, progress_from(bar, done)))
-            done += sum(map(_nbytes_of, _paths_of(checkpoints)))
+            done += _nbytes_of(checkpoints)
     ctx.exit(max(codes))
 
 
-def _paths_of(found: CheckpointFiles) -> list[str]:
-    return [path for files in found.sets for path in files.paths]
+def _nbytes_of(found: CheckpointFiles) -> int:
+    return sum(_file_nbytes(files, path) for files in found.sets for path in files.paths)
 
 
 def _verify_all(
@@ -86,7 +95,9 @@ def _verify_all(
         shards = []
         for path in files.paths:
             try:
-                found = verify_file(path, progress_from(progress, done))
+                found = verify_file(
+                    path, progress_from(progress, done), storage_options=files.storage_options
+                )
             except Exception as error:
                 codes.append(FAILED)
                 report_error(ctx, error)
@@ -94,7 +105,7 @@ def _verify_all(
                 shards.append(found)
                 codes.append(NEGATIVE if found.problems else 0)
                 _print(ctx, found, list_all)
-            done += _nbytes_of(path)
+            done += _file_nbytes(files, path)
         problems += compare_with_index(files, shards)
     for problem in problems:
         click.echo(f"{printable(checkpoints.path)}: DAMAGED: {printable(problem.reason)}")
@@ -116,9 +127,11 @@ def _some(names: list[str], list_all: bool) -> str:
     return ", ".join(map(printable, shown)) + more
 
 
-def _nbytes_of(path: str) -> int:
+def _file_nbytes(files: ShardFiles, path: str) -> int:
     try:
-        return FsspecFile(path, {}).nbytes if is_url(path) else os.stat(path).st_size
+        if is_url(path):
+            return FsspecFile(path, dict(files.storage_options)).nbytes
+        return os.stat(path).st_size
     except OSError:
         return 0  # which is said when it is read
 

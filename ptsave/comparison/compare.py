@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +66,8 @@ def compare(
     ignore_dtype: bool = False,
     patterns: Sequence[str] = (),
     progress: bool = False,
+    a_storage_options: Mapping[str, Any] | None = None,
+    b_storage_options: Mapping[str, Any] | None = None,
 ) -> Comparison:
     """Compare two checkpoints: their entries, types, dtypes, shapes and values.
 
@@ -91,6 +93,8 @@ def compare(
         Only entries are looked at whose dotted names match one of these (:mod:`fnmatch`).
     progress : bool, default False
         Whether to show a progress bar.
+    a_storage_options, b_storage_options : mapping, optional
+        For the file systems of URLs, of a and of b.
 
     Returns
     -------
@@ -122,8 +126,11 @@ def compare(
     """
     tolerance = _tolerance(rtol, atol)
     with position_kept(a), position_kept(b):
-        first = open_contents(a)
-        second = first if b is a else open_contents(b)  # a file object has one position
+        first = open_contents(a, a_storage_options)
+        is_same = b is a and b_storage_options == a_storage_options
+        second = (
+            first if is_same else open_contents(b, b_storage_options)
+        )  # a file has one position
         sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
         result = Comparison()
         objects = _objects(sources, result)

@@ -81,17 +81,22 @@ def _files_of(
     path = describe(f)
     if isinstance(place, Folder):
         files = find_shards(place) or _only_checkpoint_in(place)
-        return replace(files, path=path, storage_options=storage_options)
-    with place.closed_on_error():
-        if not is_index(place):
-            return ShardFiles([path], path=path, source=place)
-        if not isinstance(f, (str, os.PathLike)):
-            raise UnsupportedSourceError(
-                f"{path} is an index, whose shards lie beside it: pass the path or the URL of the "
-                "index, or of their directory"
-            )
-        files = read_index(place, folder_of(path, storage_options))
-        return replace(files, path=path, storage_options=storage_options)
+    else:
+        with place.closed_on_error():
+            files = _files_at(place, f, storage_options)
+    return replace(files, path=path, storage_options=storage_options)
+
+
+def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> ShardFiles:
+    path = describe(f)
+    if not is_index(place):
+        return ShardFiles([path], source=place)
+    if not isinstance(f, (str, os.PathLike)):
+        raise UnsupportedSourceError(
+            f"{path} is an index, whose shards lie beside it: pass the path or the URL of the "
+            "index, or of their directory"
+        )
+    return read_index(place, folder_of(path, storage_options))
 
 
 def _only_checkpoint_in(folder: Folder) -> ShardFiles:
@@ -153,7 +158,9 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
     if not isinstance(place, Folder):
         found = CheckpointFiles(describe(f))
         try:
-            found.sets.append(_files_of(place, f, storage_options or {}))
+            files = _files_of(place, f, storage_options or {})
+            _require_all(files)
+            found.sets.append(files)
         except CorruptCheckpointError as error:  # the index
             found.problems.append(str(error))
         except FileNotFoundError as error:  # a shard
@@ -165,6 +172,17 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
             errno.ENOENT, f"no checkpoint in this directory{_rest(found)}", place.path
         )
     return found
+
+
+def _require_all(files: ShardFiles) -> None:
+    """Raise if a shard is missing at a URL, where only opening it tells: loads leave it at that."""
+    for path in files.paths if files.weight_map else ():
+        try:
+            files.open_one(path).close()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            pass  # which is said when it is verified
 
 
 def _look_into(folder: Folder) -> CheckpointFiles:
@@ -272,6 +290,8 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
     del found.ignored[index]
     try:
         files = read_index(open_source(folder.join(index), folder.storage_options), folder)
+        files = replace(files, path=files.index_path, storage_options=folder.storage_options)
+        _require_all(files)
     except FileNotFoundError as error:
         found.problems.append(f"{error.filename}: {error.strerror}")
         return
@@ -282,6 +302,5 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
     # A file that is no checkpoint has been named already, but for those in subdirectories.
     paths = [path for path, name in shards.items() if name in names or "/" in name]
     weight_map = {name: path for name, path in (files.weight_map or {}).items() if path in paths}
-    files = replace(files, paths=paths, weight_map=weight_map)
-    found.sets.append(replace(files, path=files.index_path, storage_options=folder.storage_options))
+    found.sets.append(replace(files, paths=paths, weight_map=weight_map))
     names.difference_update(shards.values())

@@ -15,6 +15,7 @@ from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_came_in
 from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
 from ptsave.tree.containers import items_of
+from ptsave.tree.flat import some_of
 
 __all__ = [
     "FORMATS",
@@ -116,7 +117,25 @@ class ShardFiles:
             yield self.source
             return
         for path in self.paths:
-            yield open_source(path, self.storage_options)
+            yield self.open_one(path)
+
+    def open_one(self, path: str) -> RangeSource:
+        """Open one of the files; the error says so if it is a shard that is missing."""
+        try:
+            return open_source(path, self.storage_options)
+        except FileNotFoundError as error:
+            if self.weight_map is None:
+                raise
+            raise self.missing(path) from error
+
+    def missing(self, path: str) -> FileNotFoundError:
+        """Return the error for a shard that the index names and that is not there."""
+        tensors = [name for name, shard in (self.weight_map or {}).items() if shard == path]
+        return FileNotFoundError(
+            errno.ENOENT,
+            f"a shard is missing that {self.index_path} names, with {some_of(tensors, 3)}",
+            path,
+        )
 
 
 def find_shards(folder: Folder) -> ShardFiles | None:
@@ -339,18 +358,11 @@ def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
     with source.closed_on_error():
         weight_map = {name: folder.join(shard) for name, shard in _weight_map_in(source).items()}
     source.close()
-    tensors_of: dict[str, list[str]] = {}
-    for tensor, shard in weight_map.items():
-        tensors_of.setdefault(shard, []).append(tensor)
-    for shard, tensors in sorted(tensors_of.items()):
+    files = ShardFiles(sorted({*weight_map.values()}), weight_map, source.name)
+    for shard in files.paths:
         if not folder.exists(shard):
-            more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"a shard is missing that {source.name} names, with {', '.join(tensors[:3])}{more}",
-                shard,
-            )
-    return ShardFiles(sorted(tensors_of), weight_map, source.name)
+            raise files.missing(shard)
+    return files
 
 
 def _weight_map_in(source: RangeSource) -> dict[str, str]:

@@ -25,7 +25,12 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.sources.urls import is_url, is_url_target, refuse_url_target
+from ptsave.sources.urls import (
+    is_url,
+    is_url_target,
+    refuse_storage_options,
+    refuse_url_target,
+)
 from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
 from ptsave.streaming.streamed_files import (
     PicklePlan,
@@ -146,6 +151,8 @@ def compact(
     ...     print(done.nbytes_before > 4_000_000, done.nbytes < 10_000)
     True True
     """
+    if target is None or not is_url_target(target):
+        refuse_storage_options(target_storage_options)
     if target is not None and not is_url_target(target):
         refuse_url_target(target)
     elif target is None and not dry_run and is_path(source) and not is_url(source):

@@ -26,7 +26,13 @@ from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 __all__ = ["default_output", "read_entries", "write_entries"]
 
 
-def read_entries(file: Any, names: Sequence[str], *, verify: bool = True) -> dict[str, Any]:
+def read_entries(
+    file: Any,
+    names: Sequence[str],
+    *,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Read some entries of a file, and nothing else.
 
     Parameters
@@ -37,6 +43,8 @@ def read_entries(file: Any, names: Sequence[str], *, verify: bool = True) -> dic
         Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
     verify : bool, default True
         Whether storages that are read as a whole are compared with their checksums.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Returns
     -------
@@ -57,7 +65,8 @@ def read_entries(file: Any, names: Sequence[str], *, verify: bool = True) -> dic
     ...     read_entries(path, ["model.weight", "epoch"])
     {'model.weight': tensor([1., 1.]), 'epoch': 3}
     """
-    with position_kept(file), open_archive(file, verify=verify) as archive:
+    options: dict[str, Any] = {"verify": verify, "storage_options": storage_options}
+    with position_kept(file), open_archive(file, **options) as archive:
         return {name: _entry(archive, name) for name in names}
 
 
@@ -118,7 +127,7 @@ def write_entries(
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):
-        save(obj, output)
+        save(obj, output, storage_options=storage_options)
         return
     target = resolve_file(output, storage_options)
     output = name_of(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,13 +84,15 @@ class FileListing:
     totals: Totals
 
 
-def list_file(f: Any) -> FileListing:
+def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> FileListing:
     """Return the listing of a checkpoint; of several files one of all their entries.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
         As for :func:`ptsave.open`, whose errors it raises.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Examples
     --------
@@ -102,7 +104,7 @@ def list_file(f: Any) -> FileListing:
     384
     """
     with pausing_garbage_collection(), position_kept(f):
-        return _listing_of(open_contents(f))
+        return _listing_of(open_contents(f, storage_options))
 
 
 def list_files(files: ShardFiles) -> Iterator[FileListing]:

@@ -42,7 +42,7 @@ _PUTS = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 
 
-def required_globals(f: Any) -> dict[str, str]:
+def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the functions and classes that a checkpoint, or any of its files, names.
 
     The steps of the pickle are read, and none is taken.  With NumPy's arrays there are the classes
@@ -52,6 +52,8 @@ def required_globals(f: Any) -> dict[str, str]:
     ----------
     f : str, os.PathLike or file-like
         As for :func:`ptsave.open`.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Returns
     -------
@@ -79,7 +81,7 @@ def required_globals(f: Any) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     with position_kept(f):
-        for source in find_files(f).open():
+        for source in find_files(f, storage_options).open():
             with named_errors(source.name):
                 require_checkpoint(source)
                 found |= _globals_in(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -120,7 +121,12 @@ class DirectoryVerification:
         return bool(self.problems) or any(file.problems for file in self.files)
 
 
-def verify_directory(f: Any, progress: ProgressCallback | None = None) -> DirectoryVerification:
+def verify_directory(
+    f: Any,
+    progress: ProgressCallback | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> DirectoryVerification:
     """Check every checkpoint in a directory: each file, and shards with their index.
 
     A file is a checkpoint if its content is one, whatever it is called.  Subdirectories are not
@@ -133,6 +139,8 @@ def verify_directory(f: Any, progress: ProgressCallback | None = None) -> Direct
         checked.
     progress : callable, optional
         Gets the number of bytes that have been looked at, in all files so far.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Raises
     ------
@@ -153,7 +161,7 @@ def verify_directory(f: Any, progress: ProgressCallback | None = None) -> Direct
     ['config.json']
     """
     with position_kept(f):
-        return _verify_all(checkpoint_files(f), progress)
+        return _verify_all(checkpoint_files(f, storage_options), progress)
 
 
 def _verify_all(
@@ -172,7 +180,12 @@ def _verify_all(
     return DirectoryVerification(contents, verified, problems)
 
 
-def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verification:
+def verify_file(
+    f: Any,
+    progress: ProgressCallback | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Verification:
     """Check a file: every checksum, and that every record and tensor lies where it can.
 
     Parameters
@@ -182,6 +195,8 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
         `verify_directory`.
     progress : callable, optional
         Gets the number of bytes that have been looked at.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Raises
     ------
@@ -204,7 +219,7 @@ def verify_file(f: Any, progress: ProgressCallback | None = None) -> Verificatio
     ['b']
     """
     with position_kept(f):
-        contents = checkpoint_files(f)
+        contents = checkpoint_files(f, storage_options)
         if len(contents.sets) == 1 and contents.sets[0].source is not None:
             return _verify_source(contents.sets[0].source, progress)
         return _as_one(_verify_all(contents, progress))

@@ -256,11 +256,24 @@ def test_directory(model: Path) -> None:
     assert "other is not in" in result.stdout
 
 
-def test_directory_without_a_shard(model: Path) -> None:
+@pytest.mark.parametrize("name", ["", "INDEX"])
+@pytest.mark.parametrize("is_url", [False, True])
+def test_directory_without_a_shard(model: Path, is_url: bool, name: str) -> None:
     next(model.glob("*00002-of*")).unlink()
-    result = verify(model)
+    index = next(model.glob("*.index.json")).name
+    fsspec.filesystem("memory").put(f"{model}/", "/verify/model/", recursive=True)
+    folder = "memory://verify/model" if is_url else str(model)
+    source = f"{folder}/{index}" if name else folder
+    result = verify(source)
     assert result.exit_code == 1
-    assert "a shard is missing" in result.stdout
+    assert f"{source}: DAMAGED: {folder}/" in result.stdout
+    assert f"a shard is missing that {folder}/{index} names, with " in result.stdout
+    found = verify_file(source).problems + verify_directory(source).problems
+    assert len(found) == 2
+    assert all("a shard is missing" in problem.reason for problem in found)
+    with pytest.raises(FileNotFoundError, match=r"a shard is missing that .* names, with "):
+        ptsave.load(source)
+    fsspec.filesystem("memory").rm("/verify", recursive=True)
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:

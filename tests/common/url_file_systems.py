@@ -11,6 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 MEMORY = "memory"
 PLAIN = "plain"
+GUARDED = "guarded"
+TOKEN = {"token": "let me in"}
 
 
 class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]
@@ -32,7 +34,7 @@ class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return str(super()._strip_protocol(path.replace(f"{PLAIN}://", "memory://")))
+        return str(super()._strip_protocol(path.replace(f"{cls.protocol}://", "memory://")))
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if "w" not in mode:
@@ -74,6 +76,19 @@ class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]
             raise self.failures[method]
 
 
+class GuardedFileSystem(PlainFileSystem):
+    """One that opens with `TOKEN` only, so that storage options which get lost are noticed."""
+
+    protocol = GUARDED
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self, token: str = "", **options: Any) -> None:
+        if token != TOKEN["token"]:
+            raise PermissionError("no token")
+        super().__init__(**options)
+
+
 @contextmanager
 def failing(method: str, error: BaseException) -> Iterator[None]:
     """Let a method of the plain file system raise in the block."""
@@ -86,14 +101,19 @@ def failing(method: str, error: BaseException) -> Iterator[None]:
 
 def register() -> None:
     fsspec.register_implementation(PLAIN, PlainFileSystem, clobber=True)
+    fsspec.register_implementation(GUARDED, GuardedFileSystem, clobber=True)
 
 
 def clear() -> None:
     """Remove all files in memory."""
-    for protocol in (MEMORY, PLAIN):
-        fs = fsspec.filesystem(protocol)
+    for fs in (fsspec.filesystem(MEMORY), fsspec.filesystem(PLAIN), guarded()):
         fs.store.clear()
         fs.pseudo_dirs[:] = [""]
+
+
+def guarded() -> Any:
+    """Return the guarded file system."""
+    return fsspec.filesystem(GUARDED, **TOKEN)
 
 
 def contents(protocol: str) -> dict[str, bytes]:

@@ -216,11 +216,6 @@ def test_damage_that_torch_does_not_expect() -> None:
                 ptsave.open(damaged, verify=False)
 
 
-def test_storage_options_are_for_urls() -> None:
-    with pytest.raises(TypeError, match="storage_options are for URLs"):
-        ptsave.open("model.pt", storage_options={"anon": True})
-
-
 @pytest.mark.usefixtures("_leaves_nothing_open")
 def test_leaves_nothing_open(saved: bytes) -> None:
     for _ in range(3):

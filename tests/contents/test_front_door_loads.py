@@ -194,25 +194,6 @@ def test_directories_of_shards(tmp_path: Path, suffix: str, how: str, load: str)
     check_state({name: found[name] for name in STATE})
 
 
-def test_storage_options_are_for_urls(tmp_path: Path) -> None:
-    path = written(KINDS["archive"], tmp_path / "model.pt")
-    options: dict[str, Any] = {"storage_options": {"auto_mkdir": False}}
-    check_state(ptsave.load(f"file://{path}", **options))
-    ptsave.load_into(
-        f"file://{path}", nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 3)), **options
-    )
-    assert sorted(ptsave.load_checkpoint(f"file://{path}", **options)) == sorted(STATE)
-    calls: list[Callable[[Any], Any]] = [
-        lambda f: ptsave.load(f, **options),
-        lambda f: ptsave.load_into(f, model(), **options),
-        lambda f: ptsave.load_checkpoint(f, **options),
-        lambda f: ptsave.load_model(model(), f, **options),
-    ]
-    for call, source in itertools.product(calls, [path, str(path), io.BytesIO(KINDS["archive"])]):
-        with pytest.raises(TypeError, match="storage_options are for URLs"):
-            call(source)
-
-
 # ------------------------------------------------------------------------------------ options
 
 

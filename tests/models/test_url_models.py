@@ -136,8 +136,6 @@ def test_entries(tmp_path: Path, protocol: str, suffix: str) -> None:
     with pytest.raises(FileExistsError):
         write_entries(entries, url)
     write_entries(entries, url, overwrite=True)
-    with pytest.raises(TypeError, match="are for URLs"):
-        write_entries(entries, str(tmp_path / "b.pt"), storage_options={"a": 1})
 
 
 @pytest.mark.parametrize("protocol", REMOTE)

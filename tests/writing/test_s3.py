@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from s3_server import S3Server, running_server
 from stock_comparison import stock_save
 from torch import nn
 
 import ptsave
+from ptsave.cli.commands import commands
 
 pytest.importorskip("moto", reason="the S3 server of these tests is moto's: pip install moto")
 s3fs = pytest.importorskip("s3fs", reason="fsspec reaches S3 by s3fs: pip install s3fs")
@@ -279,3 +281,18 @@ def test_conversions(tmp_path: Path, server: S3Server, bucket: Any) -> None:
     ptsave.convert(URL, tmp_path / "model.safetensors", **options)
     expected = (tmp_path / "model.safetensors").read_bytes()
     assert objects(bucket)["bucket/a/model.safetensors"] == expected
+
+
+def test_commands(tmp_path: Path, server: S3Server, bucket: Any) -> None:
+    save(SMALL, server.options)
+    options = json.dumps(server.options)
+    small, copy = tmp_path / "model.pt", "s3://bucket/copy/model.pt"
+    for words in (
+        ["verify", URL, "--storage-options", options],
+        ["convert", URL, str(small), "--storage-options", options],
+        ["convert", str(small), copy, "--target-storage-options", options],
+        ["diff", URL, copy, "--a-storage-options", options, "--b-storage-options", options],
+    ):
+        found = CliRunner().invoke(commands, words)
+        assert found.exit_code == 0, found.output
+    assert objects(bucket)["bucket/copy/model.pt"] == small.read_bytes()

@@ -247,28 +247,3 @@ def test_a_file_in_the_way() -> None:
     with pytest.raises(FileExistsError) as caught:
         ptsave.save([1], "memory://run/model.pt")
     assert caught.value.filename == "memory://run/model.pt"
-
-
-@pytest.mark.parametrize("f", ["model.pt", Path("model.pt")])
-def test_options_are_for_urls(f: Any) -> None:
-    for options in ({"anon": True}, {"a": 1}):
-        for action in (ptsave.save, ptsave.async_save):
-            with pytest.raises(TypeError, match="storage_options are for URLs"):
-                action([1], f, storage_options=options)
-    with open(os.devnull, "wb") as stream, pytest.raises(TypeError, match="are for URLs"):
-        ptsave.save([1], stream, storage_options={"a": 1})
-
-
-def test_options_reach_the_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    init = PlainFileSystem.__init__
-
-    def noting(self: Any, **options: Any) -> None:
-        seen.append(options)
-        init(self, **options)
-
-    monkeypatch.setattr(PlainFileSystem, "__init__", noting)
-    ptsave.save([1], "plain://model.pt", storage_options={"token": "x"})
-    ptsave.async_save([1], "plain://model.pt", storage_options={"token": "y"}).result()
-    ptsave.save_checkpoint("plain://model.pt", storage_options={"token": "z"}, value=1)
-    assert seen == [{"token": token} for token in "xyz"]
