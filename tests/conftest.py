@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +68,27 @@ def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert now == functions, "the test has left ptsave installed"
     assert not serialization._serialization_tls.skip_data
     serialization._serialization_tls.map_location = None  # torch forgets to when a load fails
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that other users can reach too."""
+    path = Path(tempfile.mkdtemp(prefix="ptsave-test-", dir="/tmp"))
+    path.chmod(0o755)
+    yield path
+    path.chmod(0o755)
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def _clean_file_systems() -> Iterator[None]:
+    """Give tests file systems in memory without files, those of their own included."""
+    import url_file_systems
+
+    url_file_systems.register()
+    url_file_systems.clear()
+    yield
+    url_file_systems.clear()
 
 
 @pytest.fixture

@@ -85,15 +85,13 @@ COMMANDS = {
 
 
 @pytest.fixture(autouse=True)
-def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _files(_clean_file_systems: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints in this directory, with copies in the guarded file system."""
     monkeypatch.chdir(tmp_path)
     ptsave.save(STATE, "model.pt")
     ptsave.save(STATE, "old.pt", _use_new_zipfile_serialization=False)
     convert("model.pt", "model.safetensors")
     ptsave.save_model(STATE, "shards", max_shard_size=24)
-    file_systems.register()
-    file_systems.clear()
     file_systems.guarded().put(f"{tmp_path}/", "/in/", recursive=True)
     ptsave.save(STATE, "local.pt")
 

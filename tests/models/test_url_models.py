@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import url_file_systems as file_systems
 from torch import Tensor, nn
 from url_file_systems import MEMORY, PLAIN, contents, failing
 
@@ -22,12 +20,7 @@ REMOTE = [MEMORY, PLAIN]
 FORMATS = ["safetensors", "pt"]
 
 
-@pytest.fixture(autouse=True)
-def _clean_file_systems() -> Iterator[None]:
-    file_systems.register()
-    file_systems.clear()
-    yield
-    file_systems.clear()
+pytestmark = pytest.mark.usefixtures("_clean_file_systems")
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import url_file_systems as file_systems
 from _system import in_child
 from stock_comparison import assert_same_object, stock_load, stock_save
 from torch import nn
@@ -20,12 +18,7 @@ import ptsave
 URLS = ["memory://run", "plain://a/run/", "memory://"]
 
 
-@pytest.fixture(autouse=True)
-def _clean_file_systems() -> Iterator[None]:
-    file_systems.register()
-    file_systems.clear()
-    yield
-    file_systems.clear()
+pytestmark = pytest.mark.usefixtures("_clean_file_systems")
 
 
 def file_of(step: int) -> str:

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -56,16 +55,6 @@ def huge() -> dict[str, torch.Tensor]:
     """Return 3 GiB that take no memory: private pages that were never written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return {"weight": torch.frombuffer(mmap.mmap(-1, 3 << 30, flags=flags), dtype=torch.uint8)}
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder that other users can reach too."""
-    path = Path(tempfile.mkdtemp(prefix="ptsave-test-", dir="/tmp"))
-    path.chmod(0o777)
-    yield path
-    path.chmod(0o777)
-    shutil.rmtree(path)
 
 
 def assert_refused(path: str | Path, number: int, obj: object = NEW, **options: Any) -> None:
@@ -162,6 +151,7 @@ def test_full_device() -> None:
 
 @needs_root
 def test_no_more_threads(folder: Path) -> None:
+    folder.chmod(0o777)
     contents = large(40 * MIB)
     expected = io.BytesIO()
     torch.save(contents, expected)

@@ -28,16 +28,6 @@ from ptsave.conversion.convert import convert
 State = dict[str, torch.Tensor]
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder that other users can reach too."""
-    path = Path(tempfile.mkdtemp(prefix="ptsave-test-", dir="/tmp"))
-    path.chmod(0o755)
-    yield path
-    path.chmod(0o755)
-    shutil.rmtree(path)
-
-
 @pytest.fixture(params=["replaceable", pytest.param("mounted", marks=needs_root)])
 def place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
     """The name of a file that is there."""

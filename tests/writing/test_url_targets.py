@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import url_file_systems as file_systems
 from stock_comparison import stock_load, stock_save
 from torch import nn
 from url_file_systems import MEMORY, PLAIN, PlainFileSystem, contents, failing
@@ -27,14 +26,13 @@ REMOTE = [MEMORY, PLAIN]
 
 
 @pytest.fixture(autouse=True)
-def _clean_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    file_systems.register()
-    file_systems.clear()
+def _nothing_is_local(
+    _clean_file_systems: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     yield
     assert os.listdir() == []
-    file_systems.clear()
 
 
 def stock_bytes(folder: Path, obj: object, name: str = "model.pt", **options: Any) -> bytes:
