@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save, zip_records
+from stock_comparison import (
+    assert_same_object,
+    saved_bytes,
+    stock_load,
+    stock_save,
+    zip_records,
+    zipped,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import LoadEndianness, set_default_load_endianness, skip_data
@@ -74,9 +81,7 @@ def _written(
     records.pop("byteorder")
     if order is not None:
         records["byteorder"] = order
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in records.items():
-            archive.writestr(f"archive/{name}", content)
+    path.write_bytes(zipped(records, method))
     return path
 
 

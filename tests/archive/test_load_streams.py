@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save
+from stock_comparison import assert_same_object, deflated, saved_bytes, stock_load, stock_save
 
 import ptsave
 
@@ -216,15 +216,8 @@ def test_other_formats_are_torchs(opened: Callable[[bytes, Path], Any], tmp_path
 def test_compressed_archives_are_verified(
     opened: Callable[[bytes, Path], Any], tmp_path: Path
 ) -> None:
-    data = saved_bytes(stock_save, [torch.ones(1000)])
-    compressed = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(data)) as source,
-        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    assert_same_object(ptsave.load(opened(compressed.getvalue(), tmp_path)), [torch.ones(1000)])
+    data = deflated(saved_bytes(stock_save, [torch.ones(1000)]))
+    assert_same_object(ptsave.load(opened(data, tmp_path)), [torch.ones(1000)])
 
 
 def test_load_into_is_verified(opened: Callable[[bytes, Path], Any], tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save, zip_records
+from stock_comparison import (
+    assert_same_object,
+    deflated,
+    saved_bytes,
+    stock_load,
+    stock_save,
+    zip_records,
+    zipped,
+)
 
 import ptsave
 from ptsave.cli.commands import commands
@@ -22,17 +30,9 @@ _NAMES += [".data/version", ".data/serialization_id"]
 _NBYTES = 20 << 20
 
 
-def _archive(records: dict[str, bytes], method: int) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", method) as archive:
-        for name, content in records.items():
-            archive.writestr(f"archive/{name}", content)
-    return stream.getvalue()
-
-
 def _with(name: str, content: bytes, method: int) -> bytes:
     records = zip_records(saved_bytes(stock_save, {"w": torch.arange(4.0)}))
-    return _archive({**records, name: content}, method)
+    return zipped({**records, name: content}, method)
 
 
 def _run(*arguments: object) -> tuple[int, str]:
@@ -83,7 +83,7 @@ def test_a_version_of_thousands_of_digits() -> None:
 def test_compressed_archives_still_load(name: str) -> None:
     """Zeros deflate by a factor of nearly 1032, which is what DEFLATE can do."""
     obj = {"zeros": torch.zeros(1 << 20), "text": "x" * (1 << 20)}
-    data = _archive(zip_records(saved_bytes(stock_save, obj)), zipfile.ZIP_DEFLATED)
+    data = deflated(saved_bytes(stock_save, obj))
     assert_same_object(ptsave.load(io.BytesIO(data)), stock_load(io.BytesIO(data)))
 
 
@@ -98,7 +98,7 @@ def test_storage_key_with_a_lone_surrogate(
     pickled = records["data.pkl"].replace(key, other)
     for kept in (records, {k: v for k, v in records.items() if k != ".format_version"}):
         path = tmp_path / "a.pt"
-        path.write_bytes(_archive({**kept, "data.pkl": pickled}, zipfile.ZIP_STORED))
+        path.write_bytes(zipped({**kept, "data.pkl": pickled}))
         if location == "meta" and ".format_version" in kept:
             continue  # torch asserts that the first key is "0"
         with pytest.raises(ptsave.CorruptCheckpointError, match=r"data/\\ud800: file not found"):

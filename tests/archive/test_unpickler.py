@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from stock_comparison import (
     saved_bytes,
     stock_load,
     stock_save,
+    zipped,
 )
 from torch import _weights_only_unpickler
 from unpickler_mutation import SAFE_GLOBALS, Subject, corpus, disagreement, mutated
@@ -151,11 +151,7 @@ _EVIL += [b"builtins\ngetattr\n", b"torch\nload\n", b"__builtin__\nfile\n", b"to
 
 
 def _with_pickle(data: bytes) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data.pkl", data)
-        archive.writestr("archive/version", b"3\n")
-    return stream.getvalue()
+    return zipped({"data.pkl": data, "version": b"3\n"})
 
 
 @pytest.mark.parametrize("lines", _EVIL)

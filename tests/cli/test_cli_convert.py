@@ -24,6 +24,7 @@ from _system import mounted
 from click.testing import CliRunner, Result
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from stock_comparison import deflated, saved_bytes
 from torch import Tensor
 from torch.utils.serialization import config as _config
 
@@ -432,13 +433,7 @@ def test_an_index_that_promises_too_much(tmp_path: Path) -> None:
 def test_old_and_compressed_files(tmp_path: Path, target: str) -> None:
     tensors = {"a": torch.randn(100), "b": torch.randn(3, 4)}
     torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    torch.save(tensors, tmp_path / "plain.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
-        zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
-        for name in plain.namelist():
-            packed.writestr(name, plain.read(name))
+    (tmp_path / "packed.pt").write_bytes(deflated(saved_bytes(torch.save, tensors)))
     for source in ("old.pt", "packed.pt"):
         succeed(tmp_path / source, tmp_path / target, "--force")
         load: Any = load_file if target.endswith("safetensors") else torch.load

@@ -6,7 +6,6 @@ import collections
 import datetime
 import fractions
 import pickle
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
-from stock_comparison import stock_load
+from stock_comparison import deflated, stock_load
 
 from ptsave.cli.commands import commands
 from ptsave.inspection.required_globals import code_to_allow, required_globals, unsafe_globals
@@ -108,9 +107,7 @@ def test_all(tmp_path: Path) -> None:
 def containers(tmp_path: Path) -> Iterator[str]:
     path, packed = tmp_path / "file.pt", tmp_path / "packed.pt"
     torch.save([Path("x"), torch.ones(2)], path)
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
+    packed.write_bytes(deflated(path.read_bytes()))
     with fsspec.open("memory://globals/file.pt", "wb") as stream:
         stream.write(path.read_bytes())
     torch.save(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
+from stock_comparison import saved_bytes, zip_records, zipped
 
 import ptsave
 from ptsave.cli.command import Command
@@ -30,18 +30,8 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(commands, [*map(str, arguments)])
 
 
-def saved(obj: object) -> dict[str, bytes]:
-    """Return the records that torch makes of an object."""
-    stream = io.BytesIO()
-    torch.save(obj, stream)
-    with zipfile.ZipFile(stream) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def archive_of(path: Path, records: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
+    path.write_bytes(zipped(records))
     return path
 
 
@@ -55,9 +45,8 @@ def test_format_that_a_safetensors_file_claims(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["version", ".data/version", ".storage_alignment", "byteorder"])
 def test_nonsense_in_a_small_record(tmp_path: Path, name: str) -> None:
-    records = saved({"a": torch.ones(3)})
-    prefix = next(iter(records)).split("/")[0]
-    path = archive_of(tmp_path / "a.pt", records | {f"{prefix}/{name}": b"\xff\xff\xff\x7f"})
+    records = zip_records(saved_bytes(torch.save, {"a": torch.ones(3)}))
+    path = archive_of(tmp_path / "a.pt", records | {name: b"\xff\xff\xff\x7f"})
     result = run("verify", path)
     assert result.exit_code in (0, 1), result.stderr
     assert result.exit_code == 0 or "DAMAGED" in result.stdout
@@ -68,7 +57,7 @@ def test_nonsense_in_a_small_record(tmp_path: Path, name: str) -> None:
     "data", [b"\x80\x02X\xff\xff\xff\x7fabc.", b"\x80\x02\x8b\xff\xff\xff\x7fa."]
 )
 def test_pickle_that_ends_too_soon(tmp_path: Path, data: bytes) -> None:
-    records = {"x/data.pkl": data, "x/version": b"3\n", "x/byteorder": b"little"}
+    records = {"data.pkl": data, "version": b"3\n", "byteorder": b"little"}
     result = run("verify", archive_of(tmp_path / "a.pt", records))
     assert result.exit_code == 1
     assert "pickle is damaged" in result.stdout
@@ -120,7 +109,8 @@ def test_pipes_are_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_archive_cut_in_its_first_name(tmp_path: Path) -> None:
-    path = archive_of(tmp_path / "a.pt", saved([torch.ones(3)]))
+    path = tmp_path / "a.pt"
+    torch.save([torch.ones(3)], path)
     data = path.read_bytes()
     for nbytes in range(4, 40, 3):
         path.write_bytes(data[:nbytes])
@@ -151,7 +141,7 @@ def test_what_is_refused_in_which_file(tmp_path: Path) -> None:
     message = run("diff", plain, other).stderr
     assert message.startswith(f"ptsave: {other} needs more than")
     assert "`ptsave globals FILE`" in message
-    archive_of(odd, {"x/data.pkl": b"\x80\x02K\x01K\x01b.", "x/version": b"3\n"})
+    archive_of(odd, {"data.pkl": b"\x80\x02K\x01K\x01b.", "version": b"3\n"})
     message = run("ls", odd).stderr
     assert "Can only build Tensor" in message
     assert "ptsave globals" not in message  # which would say that there is nothing

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import zipfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "assert_same_failure",
     "assert_same_object",
     "assert_same_outcome",
+    "deflated",
     "failure_of",
     "saved_bytes",
     "stock_load",
@@ -35,6 +37,7 @@ __all__ = [
     "storage_bytes",
     "typed_storage",
     "zip_records",
+    "zipped",
 ]
 
 
@@ -112,10 +115,22 @@ def storage_bytes(storage: Any) -> bytes:
 
 def zip_records(data: bytes) -> dict[str, bytes]:
     """Return the records of an archive, without their root folder, as other readers see them."""
-    import zipfile
-
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(records: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    """Write records, as of `zip_records`, as another zip writer would: no padding, no marks."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as archive:
+        for name, content in records.items():
+            archive.writestr(f"archive/{name}", content)
+    return stream.getvalue()
+
+
+def deflated(data: bytes) -> bytes:
+    """Return an archive with its records compressed."""
+    return zipped(zip_records(data), zipfile.ZIP_DEFLATED)
 
 
 def typed_storage(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:

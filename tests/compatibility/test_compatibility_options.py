@@ -39,6 +39,7 @@ from stock_comparison import (
     stock_save,
     typed_storage,
     zip_records,
+    zipped,
 )
 from torch import nn
 from torch.serialization import LoadEndianness, safe_globals, skip_data
@@ -332,7 +333,7 @@ MACHINE = {
 @pytest.mark.parametrize("name", MACHINE)
 def test_restricted_machine(name: str) -> None:
     """Each rule of torch's restricted unpickler holds, with its type of error."""
-    data = _archive({"data.pkl": b"\x80\x02" + MACHINE[name], "version": b"3\n"})
+    data = zipped({"data.pkl": b"\x80\x02" + MACHINE[name], "version": b"3\n"})
 
     def load(engine: Callable[..., Any]) -> Any:
         return engine(io.BytesIO(data), weights_only=True)
@@ -369,15 +370,6 @@ def test_classes_that_must_be_imported(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------- map_location
 
 
-def _archive(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Write records as another zip writer would: no padding, no marks."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", compression) as archive:
-        for name, content in records.items():
-            archive.writestr(f"archive/{name}", content)
-    return stream.getvalue()
-
-
 def _resealed(data: bytes) -> bytes:
     """Write the records of a changed archive again, so that their checksums are right."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -387,7 +379,7 @@ def _resealed(data: bytes) -> bytes:
             with archive.open(name) as record:
                 record._expected_crc = None  # type: ignore[attr-defined]
                 content[name.partition("/")[2]] = record.read()
-    return _archive(content)
+    return zipped(content)
 
 
 MAP_LOCATIONS: dict[str, Callable[[], Any]] = {
@@ -687,10 +679,10 @@ def _variants(obj: Any, itemsize: int) -> dict[str, bytes]:
     pickled = {"data.pkl": records["data.pkl"]}
     version = {"version": b"3\n"}
     return {
-        "little": _archive({**pickled, "byteorder": b"little", **little, **version}),
-        "big": _archive({**pickled, "byteorder": b"big", **big, **version}),
-        "little unmarked": _archive({**pickled, **little, **version}),
-        "big unmarked": _archive({**pickled, **big, **version}),
+        "little": zipped({**pickled, "byteorder": b"little", **little, **version}),
+        "big": zipped({**pickled, "byteorder": b"big", **big, **version}),
+        "little unmarked": zipped({**pickled, **little, **version}),
+        "big unmarked": zipped({**pickled, **big, **version}),
     }
 
 
@@ -733,7 +725,7 @@ def test_byte_orders(dtype: torch.dtype, default: LoadEndianness | None, tmp_pat
 def test_unknown_byte_order(tmp_path: Path) -> None:
     records = zip_records(saved_bytes(stock_save, [torch.ones(2)]))
     for mark in (b"middle", b"", b"LITTLE"):
-        data = _archive({**records, "byteorder": mark})
+        data = zipped({**records, "byteorder": mark})
         assert_same_failure(
             lambda d=data: ptsave.load(io.BytesIO(d)),  # type: ignore[misc]
             lambda d=data: stock_load(io.BytesIO(d)),  # type: ignore[misc]
@@ -766,7 +758,7 @@ PYTHON_2_TENSOR = (
 def test_archives_of_python_2(encoding: str | None, weights_only: bool, text: bytes) -> None:
     """Texts are bytes in such pickles, even the words that torch itself looks at."""
     pickled = b"\x80\x02](" + _text_of_python_2(text) + PYTHON_2_TENSOR + b"e."
-    data = _archive({"data.pkl": pickled, "data/0": struct.pack("<3f", 1, 2, 3), "version": b"3\n"})
+    data = zipped({"data.pkl": pickled, "data/0": struct.pack("<3f", 1, 2, 3), "version": b"3\n"})
     options: dict[str, Any] = {"weights_only": weights_only}
     if encoding is not None:
         options["encoding"] = encoding
@@ -783,7 +775,7 @@ def test_archive_of_another_zip_writer(path: Path, tmp_path: Path) -> None:
     expected = stock_load(path)
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         for order in (list(records), sorted(records), sorted(records, reverse=True)):
-            data = _archive({name: records[name] for name in order}, compression)
+            data = zipped({name: records[name] for name in order}, compression)
             other = tmp_path / "other.pt"
             other.write_bytes(data)
             assert_same_object(ptsave.load(io.BytesIO(data)), expected)
@@ -793,7 +785,7 @@ def test_archive_of_another_zip_writer(path: Path, tmp_path: Path) -> None:
 def test_archive_with_more_records_than_torch_writes(path: Path) -> None:
     records = zip_records(path.read_bytes())
     more = {**records, "extra/notes.txt": b"text", "data/nine": b"9", "data/99": b"unused"}
-    assert_same_object(ptsave.load(io.BytesIO(_archive(more))), stock_load(path))
+    assert_same_object(ptsave.load(io.BytesIO(zipped(more))), stock_load(path))
 
 
 @pytest.mark.parametrize(
@@ -802,7 +794,7 @@ def test_archive_with_more_records_than_torch_writes(path: Path) -> None:
 def test_archive_without_a_record(missing: str, path: Path) -> None:
     records = zip_records(path.read_bytes())
     del records[missing]
-    data = _archive(records)
+    data = zipped(records)
     assert_same_outcome(lambda: ptsave.load(io.BytesIO(data)), lambda: stock_load(io.BytesIO(data)))
 
 
@@ -811,7 +803,7 @@ def test_archive_without_a_record(missing: str, path: Path) -> None:
 def test_archive_without_a_needed_record(missing: str, weights_only: bool, path: Path) -> None:
     records = zip_records(path.read_bytes())
     del records[missing]
-    data = _archive(records)
+    data = zipped(records)
 
     def load(engine: Callable[..., Any]) -> Any:
         return engine(io.BytesIO(data), weights_only=weights_only)
@@ -823,7 +815,7 @@ def test_archive_without_a_needed_record(missing: str, weights_only: bool, path:
 def test_record_of_another_size_than_its_storage(nbytes: int) -> None:
     """Reading past it, or trusting the pickle's size, were vulnerabilities of torch."""
     records = zip_records(saved_bytes(stock_save, torch.arange(3, dtype=torch.float32)))
-    data = _archive({**records, "data/0": b"\x01" * nbytes})
+    data = zipped({**records, "data/0": b"\x01" * nbytes})
     with pytest.raises(RuntimeError, match=f"record size \\({nbytes} bytes\\) does not match"):
         ptsave.load(io.BytesIO(data))
     if not TORCH_CHECKS_RECORD_SIZES:  # torch reads past the record, or leaves memory unfilled
@@ -1076,7 +1068,7 @@ def test_offsets_that_are_not_where_torch_would_put_them(
     """With torch's debugging variable that is an error, without it is not."""
     records = zip_records(path.read_bytes())
     other = tmp_path / "other.pt"
-    other.write_bytes(_archive(records))
+    other.write_bytes(zipped(records))
     assert_same_object(ptsave.load(other), stock_load(path))
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
     assert_same_failure(lambda: ptsave.load(other), lambda: stock_load(other))

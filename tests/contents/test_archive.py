@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save
+from stock_comparison import (
+    assert_same_object,
+    deflated,
+    saved_bytes,
+    stock_load,
+    stock_save,
+    zip_records,
+    zipped,
+)
 from torch import Tensor, nn
 
 import ptsave
@@ -363,10 +370,9 @@ def test_location_is_where_it_was_saved(tmp_path: Path) -> None:
     """A file from a machine with accelerators: its location is in the pickle."""
     path = write(tmp_path, {"a": torch.ones(3), "b": torch.zeros(2), "c": torch.ones(1)})
     moved = tmp_path / "moved.pt"
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(moved, "w") as new:
-        for info in old.infolist():
-            data = old.read(info).replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1")
-            new.writestr(info.filename, data)
+    cpu, cuda = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1"
+    records = zip_records(path.read_bytes())
+    moved.write_bytes(zipped({name: data.replace(cpu, cuda) for name, data in records.items()}))
     with ptsave.open(moved) as archive:
         assert [info.location for info in archive.infos()] == ["cuda:1"] * 3
         assert torch.equal(archive["a"], torch.ones(3))
@@ -655,12 +661,7 @@ def whole_files(folder: Path) -> dict[str, Path]:
     stock_save(obj, legacy, _use_new_zipfile_serialization=False)
     plain = write(folder, obj)
     compressed = folder / "compressed.pt"
-    with (
-        zipfile.ZipFile(plain) as old,
-        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
+    compressed.write_bytes(deflated(plain.read_bytes()))
     sparse = write(folder, {**obj, "sparse": torch.eye(3).to_sparse()}, "sparse.pt")
     return {"legacy": legacy, "compressed": compressed, "sparse": sparse}
 

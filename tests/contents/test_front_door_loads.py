@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import save
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save
+from stock_comparison import assert_same_object, deflated, saved_bytes, stock_load, stock_save
 from torch import Tensor, nn
 
 import ptsave
@@ -33,21 +32,10 @@ def model() -> nn.Module:
 STATE = {name: tensor.detach() for name, tensor in model().state_dict().items()}
 
 
-def compressed(data: bytes) -> bytes:
-    stream = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(data)) as source,
-        zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    return stream.getvalue()
-
-
 KINDS: dict[str, bytes] = {
     "archive": saved_bytes(stock_save, STATE),
     "legacy": saved_bytes(stock_save, STATE, _use_new_zipfile_serialization=False),
-    "compressed": compressed(saved_bytes(stock_save, STATE)),
+    "compressed": deflated(saved_bytes(stock_save, STATE)),
     "safetensors": save(STATE),
 }
 

@@ -20,6 +20,8 @@ from stock_comparison import (
     failure_of,
     stock_load,
     stock_save,
+    zip_records,
+    zipped,
 )
 from torch import Tensor, nn
 
@@ -154,11 +156,8 @@ def test_files_that_torch_reads(tmp_path: Path, new_format: bool, byte_order: st
 
 def rewrite(path: Path, *, method: int = 0, order: int = 1, **replaced: bytes) -> None:
     """Write the same records as another zip writer would: other places, no descriptors."""
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name in list(records)[::order]:
-            archive.writestr(name, replaced.get(name.rpartition("/")[2], records[name]))
+    records = zip_records(path.read_bytes()) | replaced
+    path.write_bytes(zipped({name: records[name] for name in list(records)[::order]}, method))
 
 
 @pytest.mark.parametrize("order", [1, -1])
