@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
+from torch.utils.serialization import config as torch_config
 
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
@@ -16,7 +18,6 @@ from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,
-    is_path,
     log_api_usage,
 )
 from ptsave.writing.pickling import pickle_object
@@ -130,7 +131,7 @@ def _opened_for_torch(
     f: Any, storage_options: Mapping[str, Any] | None
 ) -> AbstractContextManager[Any]:
     """Return a context with the file that torch's own writer is given: `f`, unless it is a URL."""
-    if is_path(f) or (storage_options and not isinstance(f, UrlTarget)):
+    if isinstance(f, (str, os.PathLike)) or (storage_options and not isinstance(f, UrlTarget)):
         f = resolve_file(f, storage_options)
     return f.opened() if isinstance(f, UrlTarget) else nullcontext(f)
 
@@ -212,7 +213,8 @@ def load(
     >>> ptsave.load(stream)
     [tensor([0, 1, 2]), 'three']
     """
+    maps = torch_config.load.mmap if mmap is None else mmap
     options = LoadOptions(
-        map_location, pickle_module, weights_only, mmap, verify, progress, pickle_load_args
+        map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args
     )
     return load_source(f, options, storage_options)

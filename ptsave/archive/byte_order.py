@@ -1,4 +1,4 @@
-"""Detects the byte order of an archive's storages; torch swaps it if it is not the machine's."""
+"""Shows torch an archive in this machine's byte order, so that it swaps no bytes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,12 @@ import sys
 from typing import Any
 
 import torch
-from torch.serialization import LoadEndianness
 
 from ptsave.support.torch_tensors import set_checkpoint_offset
 
-__all__ = ["NativeOrderReader", "is_native_byte_order"]
+__all__ = ["NativeOrderReader"]
 
 _RECORD = "byteorder"
-
-
-def is_native_byte_order(reader: Any) -> bool:
-    """Whether the storages of an archive are in this machine's byte order, as torch decides it.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.  Without a record that says so,
-        :func:`torch.serialization.set_default_load_endianness` counts.
-    """
-    if reader.has_record(_RECORD):
-        return bool(reader.get_record(_RECORD) == sys.byteorder.encode())
-    default = torch.serialization.get_default_load_endianness()
-    if default is LoadEndianness.NATIVE:
-        return True
-    order = "big" if default is LoadEndianness.BIG else "little"
-    return order == sys.byteorder
 
 
 class NativeOrderReader:

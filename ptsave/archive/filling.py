@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from ptsave import _C
 from ptsave.archive.damage import damage_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
-from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.user_warnings import warn_user
 
-__all__ = [
-    "fill",
-    "reading_storages",
-    "release_storages",
-    "reserve_storages",
-    "storages_were_left_out",
-    "verifies_storages",
-    "wait_for_storages",
-]
+__all__ = ["fill", "start_reading", "storages_were_left_out", "verifies_storages"]
 
 _ID_N_DIGITS = 20  # of names, and then of checksums
 
@@ -54,30 +44,14 @@ def storages_were_left_out(reader: RecordReader) -> bool:
     return reader.serialization_id()[_ID_N_DIGITS:] == f"{_folded(crcs):0{_ID_N_DIGITS}}"
 
 
-@contextmanager
-def reading_storages(reader: RecordReader, *, exact_offsets: bool) -> Iterator[None]:
-    """Fill the storages of all tensors in the background; at the end of the block reading stops."""
-    try:
-        reader.engine.start(
-            None,
-            n_threads=config.current().n_readers,
-            verify=verifies_storages(reader),
-            exact_offsets=exact_offsets,
-        )
-        yield
-    except _C.FormatError as error:
-        raise_corrupt(error, reader.path)
-    finally:
-        reader.engine.cancel()
-
-
-def reserve_storages(reader: RecordReader) -> None:
-    """Give storages their places without reading them; `fill` does that."""
-    try:
-        reader.engine.reserve()
-    except _C.FormatError as error:
-        raise_corrupt(error, reader.path)
-    reader.wait_for_bytes = False
+def start_reading(reader: RecordReader, *, exact_offsets: bool) -> None:
+    """Begin to fill the storages of all tensors, until ``reader.engine.cancel()``."""
+    reader.engine.start(
+        None,
+        n_threads=reader.limits.n_readers,
+        verify=verifies_storages(reader),
+        exact_offsets=exact_offsets,
+    )
 
 
 def fill(
@@ -87,27 +61,15 @@ def fill(
     try:
         damaged = reader.engine.fill(
             list(records),
-            n_threads=config.current().n_readers,
+            n_threads=reader.limits.n_readers,
             verify=verify,
-            max_pinned_nbytes=config.current().max_pinned_nbytes,
+            max_pinned_nbytes=reader.limits.max_pinned_nbytes,
             progress=progress,
         )
     except _C.FormatError as error:
         raise_corrupt(error, reader.path)
     if damaged:
         raise damage_of(reader, damaged)
-
-
-def wait_for_storages(reader: RecordReader) -> None:
-    """Wait until every storage is filled, and refuse the archive if any is damaged."""
-    damaged = reader.engine.wait_all(progress=reader.progress)
-    if damaged:
-        raise damage_of(reader, damaged)
-
-
-def release_storages(reader: RecordReader) -> None:
-    """Make the storages that were handed out ordinary ones: until now none could be resized."""
-    reader.engine.release_storages()
 
 
 def _folded(crcs: Iterable[int]) -> int:

@@ -12,19 +12,12 @@ from typing import Any
 
 import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
+from torch.utils.serialization import config as torch_config
 
-from ptsave.archive.byte_order import is_native_byte_order
-from ptsave.archive.checks import (
-    check_compressed_members,
-    check_small_records,
-    check_version,
-    torchscript_error,
-)
-from ptsave.archive.opening import open_archive
+from ptsave.archive.checks import check_compressed_members, torchscript_error
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.stream_reader import open_stream
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
-from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
+from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.errors import CorruptCheckpointError, not_checkpoint
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
@@ -36,20 +29,18 @@ from ptsave.sources.kinds import (
 )
 from ptsave.sources.local import describe
 from ptsave.sources.remote_errors import named_errors
-from ptsave.sources.urls import refuse_url
 from ptsave.support import torch_serialization as stock
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
     WARNS_OF_UNUSED_ARGUMENTS,
     ArchiveFileReader,
     check_dill_version,
-    is_path,
     log_api_usage,
     restricted_unpickler,
 )
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["LoadOptions", "load_file", "local_reader_for", "reader_for", "wants_mmap"]
+__all__ = ["LoadOptions", "load_file"]
 
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
@@ -63,8 +54,10 @@ class LoadOptions:
 
     Attributes
     ----------
-    map_location, pickle_module, weights_only, mmap, verify, progress
+    map_location, pickle_module, weights_only, verify, progress
         As for :func:`ptsave.load`.
+    mmap : bool
+        Whether the file is mapped; by default what torch is configured to do.
     pickle_load_args : dict of str to object
         Keyword arguments of the unpickler.
     wants_state : bool
@@ -74,7 +67,7 @@ class LoadOptions:
     map_location: Any = None
     pickle_module: Any = None
     weights_only: bool | None = None
-    mmap: bool | None = None
+    mmap: bool = field(default_factory=lambda: torch_config.load.mmap)
     verify: bool = True
     progress: bool = False
     pickle_load_args: dict[str, Any] = field(default_factory=dict)
@@ -93,9 +86,9 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     reader : RecordReader or None
         As from `reader_for`; it is closed afterwards.
     """
-    begin = None if is_path(f) else _position(f)
+    begin = None if _is_path(f) else _position(f)
     restricted = resolve_weights_only(options.weights_only, options.pickle_module)
-    if reader is not None and reader.has_record("constants.pkl"):
+    if reader is not None and reader.engine.find("constants.pkl") is not None:
         reader.close()
         if options.wants_state:
             raise torchscript_error(reader.path)
@@ -107,11 +100,13 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
             check_compressed_members(reader)
         reader = None
         if not fills_storages(options.map_location):  # torch would swap bytes that are not there
-            archive = ArchiveFileReader(os.fspath(f) if is_path(f) else f)
-            with unpickling_errors(module):
+            archive = ArchiveFileReader(os.fspath(f) if _is_path(f) else f)
+            try:
                 return unpickle_without_bytes(
                     archive, options.map_location, module, options.pickle_load_args
                 )
+            except pickle.UnpicklingError as error:
+                raise_with_advice(error, module)
     if reader is None:
         return _load_by_torch(f, options, restricted)
     log_api_usage("torch.load")
@@ -143,7 +138,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
 @contextmanager
 def _under_another_name(f: Any) -> Iterator[Any]:
     """Hide the suffix ``.safetensors`` of a file of torch's, which torch would go by."""
-    if is_path(f) and str(f).endswith(".safetensors"):
+    if _is_path(f) and str(f).endswith(".safetensors"):
         head, _ = _head_of(f, None)
         if is_zip(head) or is_legacy(head):
             with open(f, "rb", opener=regular_only) as stream:
@@ -155,13 +150,15 @@ def _under_another_name(f: Any) -> Iterator[Any]:
 def _load_archive(reader: RecordReader, options: LoadOptions, pickle_module: Any) -> Any:
     check_dill_version(options.pickle_module)
     map_location = options.map_location
-    overall_storage = _map_file(reader, map_location) if wants_mmap(options.mmap) else None
+    overall_storage = _map_file(reader, map_location) if options.mmap else None
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
-    check_version(reader)
-    with unpickling_errors(pickle_module):
+    reader.check_version()
+    try:
         result = unpickle(reader, map_location, pickle_module, overall_storage, arguments)
+    except pickle.UnpicklingError as error:
+        raise_with_advice(error, pickle_module)
     if reader.verify:
-        check_small_records(reader)
+        reader.check_small_records()
     return result
 
 
@@ -172,7 +169,7 @@ def _naming_what_it_is(f: Any) -> Iterator[None]:
     torch's own words, about pickles and ``weights_only=False``, come after that, because programs
     may look for them; not where the file is another program's.
     """
-    begin = None if is_path(f) else _position(f)
+    begin = None if _is_path(f) else _position(f)
     try:
         yield
     except (OSError, MemoryError, CorruptCheckpointError):
@@ -187,6 +184,10 @@ def _naming_what_it_is(f: Any) -> Iterator[None]:
         raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
 
 
+def _is_path(f: Any) -> bool:
+    return isinstance(f, (str, os.PathLike))
+
+
 def _position(f: Any) -> Any:
     try:
         return f.tell()
@@ -197,7 +198,7 @@ def _position(f: Any) -> Any:
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
     """Return the first bytes of a file that failed to load, and its size; a pickle's if unknown."""
     try:
-        if is_path(f):
+        if _is_path(f):
             with open(f, "rb") as stream:
                 return stream.read(HEAD_NBYTES), os.fstat(stream.fileno()).st_size
         nbytes = f.seek(0, os.SEEK_END) - begin
@@ -206,27 +207,6 @@ def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
     except Exception:  # the error that is being raised is the one that counts
         return b"\x80\x02", 2
     return head, nbytes
-
-
-def reader_for(f: Any, mmap: bool | None, verify: bool) -> RecordReader | None:
-    """Return the open archive if ptsave loads it; None if torch's own loader has to.
-
-    torch's loader gets whatever is no zip archive (the formats before torch 1.6, or not a
-    checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
-    position; and it raises the error for arguments that do not go together.
-    """
-    if not is_path(f) and wants_mmap(mmap):
-        return None
-    reader = local_reader_for(f, verify)
-    return open_stream(f, verify=verify) if reader is None else reader
-
-
-def local_reader_for(f: Any, verify: bool) -> RecordReader | None:
-    """Return the open archive if the engine reads it by itself: a path, a real file or memory."""
-    if is_path(f):
-        refuse_url(f)
-    engine = open_archive(f)
-    return None if engine is None else RecordReader(engine, describe(f), verify=verify)
 
 
 def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
@@ -238,17 +218,10 @@ def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
     return torch.jit.load(f, map_location=map_location)
 
 
-def wants_mmap(mmap: bool | None) -> bool:
-    """Whether files are mapped by a load with that option; None is torch's default."""
-    from torch.utils.serialization import config
-
-    return config.load.mmap if mmap is None else mmap
-
-
 def _map_file(reader: RecordReader, map_location: Any) -> Any:
     """Map the very file that was opened, whatever has got its name meanwhile."""
     shared = get_default_mmap_options() == mmap_module.MAP_SHARED
-    if shared and fills_storages(map_location) and not is_native_byte_order(reader):
+    if shared and fills_storages(map_location) and not reader.is_native_byte_order():
         raise ValueError(
             f"{reader.path} is in another byte order than this machine, and to load it with "
             "mmap=True and MAP_SHARED would swap the bytes in the file: use MAP_PRIVATE, or "

@@ -1,4 +1,4 @@
-"""Opens an archive with the engine: a path, a real file or memory."""
+"""Opens an archive: a path, a real file or memory with the engine, anything else by ranges."""
 
 from __future__ import annotations
 
@@ -13,27 +13,35 @@ from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
-from ptsave.sources.kinds import is_zip, refuse_special_file, refuse_special_stream, regular_only
+from ptsave.archive.stream_reader import open_stream
+from ptsave.sources.kinds import (
+    ZIP_MAGIC,
+    refuse_special_file,
+    refuse_special_stream,
+    regular_only,
+)
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, LocalFile, RangeSource
-from ptsave.sources.remote_errors import named_errors
+from ptsave.sources.remote_errors import name_file
 from ptsave.support import config
 
-__all__ = ["open_archive", "open_source_archive"]
+__all__ = ["open_archive", "open_source_archive", "reader_for"]
 
 
-def open_archive(f: Any) -> _C.Reader | None:
-    """Open `f` with ptsave's own reader.
+def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
+    """Open `f` with the engine, which reads paths, real files and memory.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
         As for :func:`torch.load`.
+    verify : bool
+        Whether checksums are compared.
 
     Returns
     -------
-    _C.Reader or None
-        None if `f` does not begin as a zip archive, or is of a kind that only torch's loader reads.
+    RecordReader or None
+        None if `f` does not begin as a zip archive, or is of a kind that the engine does not read.
 
     Raises
     ------
@@ -41,30 +49,17 @@ def open_archive(f: Any) -> _C.Reader | None:
         If it begins as an archive and is none.
     """
     try:
-        with named_errors(describe(f)):
-            return _open(f)
+        if isinstance(f, (str, os.PathLike)):
+            return _open_path(os.fspath(f), verify)
+        return _open_file_object(f, verify)
+    except OSError as error:
+        name_file(error, describe(f))
+        raise
     except _C.FormatError as error:
         raise_corrupt(error, describe(f))
 
 
-def _open(f: Any) -> _C.Reader | None:
-    if isinstance(f, (str, os.PathLike)):
-        return _open_path(os.fspath(f))
-    if type(f) is tempfile.SpooledTemporaryFile:
-        f = f._file  # a BytesIO, or the file it has become
-    if type(f) is io.BytesIO:
-        begin = f.tell()
-        with f.getbuffer() as view:
-            if not is_zip(bytes(view[begin : begin + 4])):
-                return None
-            return _C.Reader.open_memory(view[begin:], name="BytesIO")
-    raw = real_file(f)
-    if raw is not None:
-        return _open_file_object(raw)
-    return None
-
-
-def _open_path(path: str | bytes) -> _C.Reader | None:
+def _open_path(path: str | bytes, verify: bool) -> RecordReader | None:
     if not isinstance(path, str):
         with suppress(FileNotFoundError):  # which torch says in words of its own
             refuse_special_file(path)  # or torch's loader would wait for somebody to write to it
@@ -74,21 +69,48 @@ def _open_path(path: str | bytes) -> _C.Reader | None:
     if "\0" in path or stat.S_ISCHR(os.stat(path).st_mode):  # /dev/null: as torch has it
         return None
     with open(path, "rb", buffering=0, opener=regular_only) as stream:
-        return _open_file_object(stream)
+        return _open_stream(stream, path, verify)
 
 
-def _open_file_object(stream: Any) -> _C.Reader | None:
-    if not stream.readable():
+def _open_file_object(f: Any, verify: bool) -> RecordReader | None:
+    path = describe(f)
+    if type(f) is tempfile.SpooledTemporaryFile:
+        f = f._file  # a BytesIO, or the file it has become
+    if type(f) is io.BytesIO:
+        begin = f.tell()
+        with f.getbuffer() as view:
+            if view[begin : begin + 4] != ZIP_MAGIC:
+                return None
+            engine = _C.Reader.open_memory(view[begin:], name="BytesIO")
+        return RecordReader(engine, path, config.current(), verify=verify)
+    raw = real_file(f)
+    if raw is None or not raw.readable():
         return None
-    refuse_special_stream(stream, describe(stream))
-    fd = stream.fileno()
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    refuse_special_stream(raw, describe(raw))
+    return _open_stream(raw, path, verify)
+
+
+def _open_stream(stream: Any, path: str, verify: bool) -> RecordReader | None:
+    fd, begin = stream.fileno(), stream.tell()
+    if not stat.S_ISREG(os.fstat(fd).st_mode) or os.pread(fd, 4, begin) != ZIP_MAGIC:
         return None
-    begin = stream.tell()
-    if not is_zip(os.pread(fd, 4, begin)):
-        return None
+    limits = config.current()
     name = os.fsencode(str(stream.name))
-    return _C.Reader.open_descriptor(fd, begin, name, direct=config.current().direct_reads)
+    engine = _C.Reader.open_descriptor(fd, begin, name, direct=limits.direct_reads)
+    return RecordReader(engine, path, limits, verify=verify)
+
+
+def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
+    """Return the open archive if ptsave loads it; None if torch's own loader has to.
+
+    torch's loader gets whatever is no zip archive (the formats before torch 1.6, or not a
+    checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
+    position; and it raises the error for arguments that do not go together.
+    """
+    if mmap and not isinstance(f, (str, os.PathLike)):
+        return None
+    reader = open_archive(f, verify=verify)
+    return open_stream(f, verify=verify) if reader is None else reader
 
 
 def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
@@ -108,20 +130,24 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
     OSError
         If it is a local file that has no positions to read at.
     """
+    limits = config.current()
     try:
-        with named_errors(source.name):
-            if isinstance(source, LocalFile):
-                return RecordReader(_open_local_file(source), source.name, verify=verify)
-            if isinstance(source, Buffer):
-                engine = _C.Reader.open_memory(source.view, name="BytesIO")
-                return RecordReader(engine, source.name, verify=verify)
+        if isinstance(source, LocalFile):
+            engine = _open_local_file(source, direct=limits.direct_reads)
+        elif isinstance(source, Buffer):
+            engine = _C.Reader.open_memory(source.view, name="BytesIO")
+        else:
+            return RemoteReader(source, limits, verify=verify)
+    except OSError as error:
+        name_file(error, source.name)
+        raise
     except _C.FormatError as error:
         raise_corrupt(error, source.name)
-    return RemoteReader(source, verify=verify)
+    return RecordReader(engine, source.name, limits, verify=verify)
 
 
-def _open_local_file(file: LocalFile) -> _C.Reader:
+def _open_local_file(file: LocalFile, *, direct: bool) -> _C.Reader:
     if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
         raise OSError(f"{file.name} cannot be read at any position: it is no regular file")
-    fd, name = file.for_engine
-    return _C.Reader.open_descriptor(fd, file.begin, name, direct=config.current().direct_reads)
+    name = os.fsencode(file.name)
+    return _C.Reader.open_descriptor(file.descriptor, file.begin, name, direct=direct)

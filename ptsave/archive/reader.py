@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
+from torch.serialization import LoadEndianness
 
 from ptsave import _C
 from ptsave.archive.format_errors import MINIZ_ADVICE, raise_corrupt
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support import config
+from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
 
 __all__ = ["ID_RECORD", "SMALL_RECORDS", "RecordReader"]
 
+_BYTE_ORDER = "byteorder"
+ID_RECORD = ".data/serialization_id"
 # torch writes at most 40 bytes into each of these.
-SMALL_RECORDS = frozenset(
-    {
-        *("byteorder", "version", ".data/version", ".format_version", ".storage_alignment"),
-        ".data/serialization_id",
-    }
+SMALL_RECORDS = (
+    *(".format_version", _BYTE_ORDER, ".storage_alignment", "version", ".data/version"),
+    ID_RECORD,
 )
 _MAX_SMALL_NBYTES = 64 << 10
-ID_RECORD = ".data/serialization_id"
+# The file format versions that torch reads (caffe2/serialize/versions.h).
+_MIN_VERSION = 1
+_MAX_VERSION = 10
+_MAX_DIGITS = 1000
+_MAX_QUOTED = 200
 
 
 class RecordReader:
@@ -36,8 +44,10 @@ class RecordReader:
         An open archive.
     path : str
         Its name in messages.
+    limits : Config
+        Bounds of the machine's resources.
     verify : bool
-        Whether checksums are compared.
+        Whether checksums are compared, unless `limits` turn that off.
 
     Attributes
     ----------
@@ -47,11 +57,12 @@ class RecordReader:
         Whether a storage is handed out only when it is filled.
     """
 
-    def __init__(self, engine: _C.Reader, path: str, *, verify: bool) -> None:
+    def __init__(self, engine: _C.Reader, path: str, limits: Config, *, verify: bool) -> None:
         self.engine = engine
         self.path = path
+        self.limits = limits
         self.wait_for_bytes = True
-        self.verify = verify and config.current().verify
+        self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None
         self._small: dict[str, bytes] = {}
 
@@ -121,6 +132,77 @@ class RecordReader:
                 offset=self.engine.record(record).header_offset,
             )
         return record
+
+    # -------------------------------------------------------------------------- small records
+
+    def small_records(self) -> Mapping[str, bytes]:
+        """Return by name the records that torch's loader reads: data.pkl and the small ones."""
+        for name in (*filter(self.has_record, SMALL_RECORDS), "data.pkl"):
+            self.get_record(name)
+        return self._small
+
+    def check_small_records(self) -> None:
+        """Read every record that holds no storage, which verifies its name, header and checksum."""
+        for name in self.engine.other_names():
+            self.get_record(name)
+
+    def check_records(self) -> None:
+        """Refuse a version that torch does not read, and damage to what is no storage."""
+        self.check_version()
+        if self.verify:
+            self.check_small_records()
+
+    def is_native_byte_order(self) -> bool:
+        """Whether the storages are in this machine's byte order, as torch decides it.
+
+        Without a record that says so, :func:`torch.serialization.set_default_load_endianness`
+        counts.
+        """
+        if self.has_record(_BYTE_ORDER):
+            return self.get_record(_BYTE_ORDER) == sys.byteorder.encode()
+        default = torch.serialization.get_default_load_endianness()
+        if default is LoadEndianness.NATIVE:
+            return True
+        order = "big" if default is LoadEndianness.BIG else "little"
+        return order == sys.byteorder
+
+    def check_version(self) -> None:
+        """Refuse an archive without a version, or with one that torch does not read.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            In the words of torch's reader.
+        """
+        name = ".data/version" if self.has_record(".data/version") else "version"
+        if not self.has_record(name):
+            self.fail(
+                'Expected hasRecord("version") to be true, but got false.  (Could this error '
+                "message be improved?  If so, please report an enhancement request to PyTorch.)",
+                name,
+            )
+        text = self.get_record(name).decode("latin-1")
+        number = re.match(r"\s*[+-]?\d+", text)
+        # A number of thousands of digits is one that int() refuses, too.
+        if number is None or len(number[0]) > _MAX_DIGITS or int(number[0]) >= 1 << 64:
+            shown = text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
+            self.fail(f"Couldn't parse the version {shown} as Long Long.", name)
+        version = int(number[0])
+        attempt = f"Attempted to read a PyTorch file with version {version}, but the"
+        if version < _MIN_VERSION:
+            self.fail(
+                f"{attempt} minimum supported version for reading is {_MIN_VERSION}. Your "
+                "PyTorch script module file is too old. Please regenerate it with latest version "
+                "of PyTorch to mitigate this issue.",
+                name,
+            )
+        if version > _MAX_VERSION:
+            self.fail(
+                f"{attempt} maximum supported version for reading is {_MAX_VERSION}. The "
+                "version of your PyTorch installation may be too old, please upgrade PyTorch to "
+                "latest version to mitigate this issue.",
+                name,
+            )
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return bytes of the archive, wherever they are in it."""

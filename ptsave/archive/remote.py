@@ -14,6 +14,7 @@ from ptsave.archive.damage import RecordDamage, damage_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import SMALL_RECORDS, RecordReader
 from ptsave.sources.ranges import RangeSource, SparseFile
+from ptsave.support.config import Config
 
 __all__ = ["RemoteReader"]
 
@@ -25,6 +26,8 @@ class RemoteReader(RecordReader):
     ----------
     source : RangeSource
         The bytes of the archive.
+    limits : Config
+        Bounds of the machine's resources.
     verify : bool
         Whether checksums are compared.
 
@@ -34,7 +37,7 @@ class RemoteReader(RecordReader):
         If it is no archive.
     """
 
-    def __init__(self, source: RangeSource, *, verify: bool) -> None:
+    def __init__(self, source: RangeSource, limits: Config, *, verify: bool) -> None:
         self.source = source
         self._with_headers: set[int] = set()  # records whose local headers are in the file
         self._fetched: set[int] = set()  # those whose payloads are there as well
@@ -44,7 +47,7 @@ class RemoteReader(RecordReader):
             engine = self._open()
         except _C.FormatError as error:
             raise_corrupt(error, source.name)
-        super().__init__(engine, source.name, verify=verify)
+        super().__init__(engine, source.name, limits, verify=verify)
         records = (engine.find(name) for name in SMALL_RECORDS)
         self._fetch_records([record for record in records if record is not None])
 

@@ -16,7 +16,6 @@ from ptsave.archive.format_errors import bare_message, corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support import config
 
 __all__ = [
     "MAX_FETCHED_GAP",
@@ -148,7 +147,7 @@ class EngineSpans:
                 self._transfer([s.record for s in whole], targets, verify=verify is not False)
             records = {span.record for span in parts}
             offsets = {record: self._engine.payload_offset(record) for record in records}
-            n_threads = config.current().n_readers
+            n_threads = self._reader.limits.n_readers
             for span in parts:
                 begin = offsets[span.record] + span.begin
                 self._engine.read_range(begin, span.target, n_threads=n_threads)
@@ -164,7 +163,7 @@ class EngineSpans:
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         try:
             damaged = self._engine.read_records(
-                list(records), [], n_threads=config.current().n_readers, verify=verify
+                list(records), [], n_threads=self._reader.limits.n_readers, verify=verify
             )
         except (_C.FormatError, OSError) as error:
             if len(records) > 1:  # which stops at the first
@@ -186,7 +185,7 @@ class EngineSpans:
 
     def _transfer(self, records: list[int], targets: list[Tensor], *, verify: bool) -> None:
         damaged = self._engine.read_records(
-            records, targets, n_threads=config.current().n_readers, verify=verify
+            records, targets, n_threads=self._reader.limits.n_readers, verify=verify
         )
         if damaged:
             raise damage_of(self._reader, damaged)

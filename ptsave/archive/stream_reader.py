@@ -15,6 +15,7 @@ from ptsave.archive.spans import FetchedSpans, Span, memory_of
 from ptsave.sources.kinds import is_zip
 from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, RangeSource
+from ptsave.support import config
 
 __all__ = ["StreamReader", "open_stream"]
 
@@ -71,7 +72,7 @@ class StreamReader(RemoteReader):
     """
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
-        super().__init__(source, verify=verify)
+        super().__init__(source, config.current(), verify=verify)
         self._rewind()
         self._nbytes_read = 0
         self._n_records = len(self.engine.records())

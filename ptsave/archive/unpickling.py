@@ -17,6 +17,7 @@ import functools
 import io
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,22 +25,17 @@ from typing import Any
 import torch
 
 from ptsave import _C
-from ptsave.archive.byte_order import NativeOrderReader, is_native_byte_order
-from ptsave.archive.filling import (
-    reading_storages,
-    release_storages,
-    reserve_storages,
-    verifies_storages,
-    wait_for_storages,
-)
+from ptsave.archive.byte_order import NativeOrderReader
+from ptsave.archive.damage import damage_of
+from ptsave.archive.filling import start_reading, verifies_storages
+from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.placing import Placement, may_reach_accelerator
-from ptsave.archive.reader import RecordReader
+from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.errors import MalformedPickleError
 from ptsave.support.torch_serialization import (
     cpu_rule,
-    fake_mode,
-    is_meta_location,
+    detect_fake_mode,
     load_archive,
     location_rules,
     options,
@@ -50,6 +46,7 @@ from ptsave.support.torch_tensors import modes_are_active
 __all__ = [
     "can_defer_reading",
     "fills_storages",
+    "is_meta_location",
     "unpickle",
     "unpickle_unread",
     "unpickle_without_bytes",
@@ -92,37 +89,51 @@ def unpickle(
         As from :func:`torch.load`.
     """
 
-    def load(module: Any) -> Any:
-        return _load(reader, map_location, module, overall_storage, pickle_load_args)
+    def load(shown: Any, module: Any) -> Any:
+        return _load(shown, map_location, module, overall_storage, pickle_load_args)
 
-    if overall_storage is not None or not fills_storages(map_location):
-        return load(_faster(pickle_module, reader, storages_are_plain=False))
-    if isinstance(reader, StreamReader):
-        reader.verifies = verifies_storages(reader)
-        return load(_faster(pickle_module, reader, storages_are_plain=False))
+    fills = fills_storages(map_location)
+    if overall_storage is not None or not fills or isinstance(reader, StreamReader):
+        if fills and isinstance(reader, StreamReader):
+            reader.verifies = verifies_storages(reader)
+        shown = _LoadersView(reader) if fills else NativeOrderReader(reader)
+        return load(shown, _faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
     for exact_offsets in (False, True):
         try:
-            with reading_storages(reader, exact_offsets=exact_offsets):
-                are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
-                if are_plain:
-                    reader.engine.place("cpu", _CPU)
-                module = _faster(pickle_module, reader, storages_are_plain=are_plain)
-                if are_plain and _gains_by_overlap(reader) and _may_defer(reader, pickle_module):
-                    result = load(_overlapping(reader, module))
-                    wait_for_storages(reader)
-                else:
-                    wait_for_storages(reader)
-                    result = load(module)
-                release_storages(reader)
-                return result
+            start_reading(reader, exact_offsets=exact_offsets)
+            view = _LoadersView(reader)
+            data = view.get_record("data.pkl")
+            are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
+            if are_plain:
+                reader.engine.place("cpu", _CPU)
+            module = _faster(pickle_module, reader, storages_are_plain=are_plain)
+            if are_plain and _gains_by_overlap(reader, data) and _is_blind(data, pickle_module):
+                result = load(view, _overlapping(reader, module))
+                _wait(reader)
+            else:
+                _wait(reader)
+                result = load(view, module)
+            reader.engine.release_storages()
+            return result
+        except _C.FormatError as error:
+            raise_corrupt(error, reader.path)
         except _C.LayoutMismatchError:
             # The payloads are not where torch's writer would have put them.  Nothing but blind
             # rebuilding has happened so far, so it can happen again.
             if exact_offsets:
                 raise
+        finally:
+            reader.engine.cancel()
     raise AssertionError("unreachable")
+
+
+def _wait(reader: RecordReader) -> None:
+    """Wait until every storage is filled, and refuse the archive if any is damaged."""
+    damaged = reader.engine.wait_all(progress=reader.progress)
+    if damaged:
+        raise damage_of(reader, damaged)
 
 
 def can_defer_reading(reader: RecordReader, pickle_module: Any) -> bool:
@@ -166,10 +177,10 @@ def unpickle_unread(
                 first_at.setdefault(record, location)
         return storage
 
-    reserve_storages(reader)
+    _reserve(reader)
     reader.engine.place("cpu", _CPU)
     module = _faster(pickle_module, reader, storages_are_plain=True)
-    return _load(reader, stay, module, None, {"encoding": "utf-8"})
+    return _load(_LoadersView(reader), stay, module, None, {"encoding": "utf-8"})
 
 
 def unpickle_without_bytes(
@@ -184,7 +195,7 @@ def unpickle_without_bytes(
     map_location, pickle_module, pickle_load_args
         As for `unpickle`.
     """
-    return _load(archive, map_location, pickle_module, None, pickle_load_args)
+    return _load(NativeOrderReader(archive), map_location, pickle_module, None, pickle_load_args)
 
 
 def _unpickle_to_places(
@@ -194,24 +205,32 @@ def _unpickle_to_places(
     pickle_load_args: dict[str, Any],
 ) -> Any:
     """Make the object with storages on their devices, and then read their bytes into them."""
-    reserve_storages(reader)
+    _reserve(reader)
     module = _faster(pickle_module, reader, storages_are_plain=True)
     placement = Placement(reader, map_location, verify=verifies_storages(reader))
-    result = _load(reader, placement, module, None, pickle_load_args)
+    result = _load(_LoadersView(reader), placement, module, None, pickle_load_args)
     placement.finish()
-    release_storages(reader)
+    reader.engine.release_storages()
     return result
 
 
+def _reserve(reader: RecordReader) -> None:
+    """Give storages their places without reading them; `fill` does that."""
+    try:
+        reader.engine.reserve()
+    except _C.FormatError as error:
+        raise_corrupt(error, reader.path)
+    reader.wait_for_bytes = False
+
+
 def _load(
-    reader: Any,
+    shown: Any,
     map_location: Any,
     pickle_module: Any,
     overall_storage: torch.UntypedStorage | None,
     pickle_load_args: dict[str, Any],
 ) -> Any:
-    """Let torch load, with our reader and a stand-in for its unpickler."""
-    shown = reader if fills_storages(map_location) else NativeOrderReader(reader)
+    """Let torch load, with a stand-in for its reader and one for its unpickler."""
     try:
         return load_archive(
             shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
@@ -221,9 +240,38 @@ def _load(
         options.map_location = None
 
 
+class _LoadersView:
+    """An archive as ``torch.serialization._load`` asks for it; small records are read once."""
+
+    def __init__(self, reader: RecordReader) -> None:
+        small = reader.small_records()
+        self.has_record = small.__contains__
+        self.get_record = small.__getitem__
+        self.serialization_id = functools.partial(
+            str, small.get(ID_RECORD, b""), "ascii", "replace"
+        )
+        self.get_storage_from_record = reader.get_storage_from_record
+        self.get_record_offset = reader.get_record_offset
+        self.get_record_header_offset = reader.get_record_header_offset
+        self.get_record_offset_no_read = reader.get_record_offset_no_read
+
+
 def fills_storages(map_location: Any) -> bool:
     """Whether loading puts bytes into storages at all, as it does not on the meta device."""
-    return not (is_meta_location(map_location) or options.skip_data or fake_mode() is not None)
+    return not (
+        is_meta_location(map_location) or options.skip_data or detect_fake_mode(None) is not None
+    )
+
+
+def is_meta_location(map_location: Any) -> bool:
+    """Whether everything is loaded onto the meta device; a dict or a callable does not say so.
+
+    >>> is_meta_location("meta"), is_meta_location(torch.device("cpu")), is_meta_location(None)
+    (True, False, False)
+    """
+    if isinstance(map_location, torch.device):
+        return map_location.type == "meta"
+    return isinstance(map_location, str) and map_location == "meta"
 
 
 def _stay_on_cpu(map_location: Any) -> bool:
@@ -235,12 +283,12 @@ def _storages_are_plain(reader: RecordReader) -> bool:
     """Whether a storage is its record's bytes and nothing more."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
-    return is_native_byte_order(reader) and _restores_cpu_blindly() and not modes_are_active()
+    return reader.is_native_byte_order() and _restores_cpu_blindly() and not modes_are_active()
 
 
-def _gains_by_overlap(reader: RecordReader) -> bool:
+def _gains_by_overlap(reader: RecordReader, data: bytes) -> bool:
     """Whether reading takes longer than looking through the pickle, which comes first."""
-    nbytes = len(reader.get_record("data.pkl"))
+    nbytes = len(data)
     return (
         nbytes <= _SMALL_PICKLE_NBYTES
         or reader.engine.nbytes_to_read >= _MIN_BYTES_PER_PICKLE_BYTE * nbytes
@@ -249,11 +297,16 @@ def _gains_by_overlap(reader: RecordReader) -> bool:
 
 def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
     """Whether unpickling may start before the bytes have arrived."""
-    if pickle_module not in (pickle, restricted_unpickler):
-        return False
     if not _storages_are_plain(reader):
         return False
-    return _C.rebuilds_blindly(reader.get_record("data.pkl"), _DTYPES)
+    return _is_blind(reader.small_records()["data.pkl"], pickle_module)
+
+
+def _is_blind(data: bytes, pickle_module: Any) -> bool:
+    """Whether the pickle rebuilds plain tensors only, which looks at no values."""
+    if pickle_module not in (pickle, restricted_unpickler):
+        return False
+    return _C.rebuilds_blindly(data, _DTYPES)
 
 
 def _is_cpu(map_location: Any) -> bool:
@@ -293,7 +346,7 @@ def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
 class Unpickler:
     """Replaces ``torch._weights_only_unpickler.Unpickler``, for one archive."""
 
-    reader: RecordReader
+    archive: weakref.ref[RecordReader]
     storages_are_plain: bool
     persistent_load: Callable[[Any], Any]  # set by torch
 
@@ -302,18 +355,20 @@ class Unpickler:
         self.encoding = encoding
 
     def load(self) -> Any:
+        reader = self.archive()
+        assert reader is not None
         try:
             return _C.unpickle_weights_only(
                 self.file.read(),
                 self.persistent_load,
                 encoding=self.encoding,
-                storages=self.reader.engine if self.storages_are_plain else None,
+                storages=reader.engine if self.storages_are_plain else None,
             )
         except Exception as error:
             offset = getattr(error, "pickle_offset", None)
             if offset is None:
                 raise
-            malformed = MalformedPickleError.from_error(error, offset, self.reader.path)
+            malformed = MalformedPickleError.from_error(error, offset, reader.path)
             if malformed is None:
                 raise
             raise malformed from error
@@ -324,7 +379,7 @@ def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: boo
     if pickle_module is not restricted_unpickler or not _knows_torchs_machine():
         return pickle_module
     # A class lives until the next garbage collection: nothing of it may keep the archive open.
-    attributes = {"reader": reader, "storages_are_plain": storages_are_plain}
+    attributes = {"archive": weakref.ref(reader), "storages_are_plain": storages_are_plain}
     return SimpleNamespace(Unpickler=type("Unpickler", (Unpickler,), attributes))
 
 

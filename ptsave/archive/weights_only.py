@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.serialization import UNSAFE_MESSAGE
 
@@ -18,20 +16,16 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["resolve_weights_only", "unpickling_errors"]
+__all__ = ["raise_with_advice", "resolve_weights_only"]
 
 _TRUE_VALUES = ("1", "y", "yes", "true")
 
 
-@contextmanager
-def unpickling_errors(pickle_module: Any) -> Iterator[None]:
-    """Put torch's advice around the errors of its restricted unpickler."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
-            raise
-        raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+def raise_with_advice(error: pickle.UnpicklingError, pickle_module: Any) -> NoReturn:
+    """Raise an error of unpickling, with torch's advice if it is its restricted unpickler's."""
+    if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
+        raise error
+    raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
 
 
 def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:

@@ -231,7 +231,7 @@ def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
     help_out = _writing.run_next if _writing.runs_here() else None
     if limit is not None:
         return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out)
-    limit = memory_limits.share_nbytes() // 2
+    limit = memory_limits.share_nbytes(config.local_world_size()) // 2
     reservation = _budget.reserve(nbytes, limit, wait=wait, help_out=help_out, room=_room_nbytes)
     _shrink_pool(nbytes)
     return reservation
@@ -240,7 +240,8 @@ def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
 def _room_nbytes() -> int:
     """Return half of the memory that would be free if nothing were staged: the rest is not ours."""
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
-    return (staged_nbytes + memory_limits.share_of_available_nbytes()) // 2
+    available_nbytes = memory_limits.available_nbytes() // config.local_world_size()
+    return (staged_nbytes + available_nbytes) // 2
 
 
 def _shrink_pool(nbytes: int) -> None:

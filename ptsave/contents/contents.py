@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from pickle import UnpicklingError
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,14 +16,14 @@ from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
-from ptsave.archive.weights_only import unpickling_errors
+from ptsave.archive.weights_only import raise_with_advice
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import RangeSource
+from ptsave.state.plain_copies import shares_bytes
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
 from ptsave.support.user_warnings import warn_user
-from ptsave.tree.plain_tensors import shares_bytes
 from ptsave.tree.view_blocks import span_of
 
 __all__ = ["Contents", "LoadedContents", "OneFile", "Place", "UnreadContents", "as_saved"]
@@ -105,12 +105,10 @@ class UnreadContents(OneFile):
         self.begin = begin
         self.nbytes = reader.engine.nbytes
         self._first_at: dict[int, str] = {}
-        # The unpickler keeps its reader until the next garbage collection.
-        with (
-            closing(RecordReader(reader.engine, reader.path, verify=reader.verify)) as unpickled,
-            unpickling_errors(restricted_unpickler),
-        ):
-            self.obj = unpickle_unread(unpickled, restricted_unpickler, set(), self._first_at)
+        try:
+            self.obj = unpickle_unread(reader, restricted_unpickler, set(), self._first_at)
+        except UnpicklingError as error:
+            raise_with_advice(error, restricted_unpickler)
         self.metadata = metadata_of(reader)
         self.kind = self.metadata["format"]
         self._spans = spans_of(reader)
@@ -269,13 +267,13 @@ class LoadedContents(OneFile):
 
 def metadata_of(reader: RecordReader) -> dict[str, str]:
     """Return the texts of an archive's small records, such as its version."""
-    names = [(text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS]
-    metadata = {"format": "pt"}
-    for text, *places in names:
-        found = next((name for name in places if reader.has_record(name)), None)
-        if found is not None:
-            metadata[text] = reader.get_record(found).decode("utf-8", "replace").strip()
-    return metadata
+    small = reader.small_records()
+    found = {
+        text: next((small[name] for name in places if name in small), None)
+        for text, *places in ((text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS)
+    }
+    texts = {text: data.decode("utf-8", "replace") for text, data in found.items() if data}
+    return {"format": "pt", **{text: value.strip() for text, value in texts.items()}}
 
 
 def as_saved(like: Tensor, values: Tensor) -> Tensor:

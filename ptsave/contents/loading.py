@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ptsave.archive.loading import LoadOptions, load_file, reader_for, wants_mmap
+from ptsave.archive.loading import LoadOptions, load_file
+from ptsave.archive.opening import reader_for
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.safetensors_loading import load_safetensors
@@ -16,8 +17,7 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors, is_zip
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import FsspecFile, RangeSource
-from ptsave.sources.urls import is_url, refuse_storage_options
-from ptsave.support.torch_serialization import is_path
+from ptsave.sources.urls import is_url_source
 
 __all__ = ["load_source"]
 
@@ -31,15 +31,15 @@ def load_source(
 
     A local file that begins as an archive is opened once, and nothing else is asked of the system.
     """
-    if is_url(f):
+    if is_url_source(f, storage_options):
         return _load_files(find_files(f, storage_options), options)
-    refuse_storage_options(storage_options)
     try:
         reader = reader_for(f, options.mmap, options.verify)
     except IsADirectoryError:
         return _load_files(_files_in(os.fspath(f)), options)
     if reader is None:
-        return _load_path(f, options) if is_path(f) else _load_stream(f, options)
+        is_path = isinstance(f, (str, os.PathLike))
+        return _load_path(f, options) if is_path else _load_stream(f, options)
     return load_file(f, options, reader)
 
 
@@ -137,7 +137,7 @@ def _load_remote(source: FsspecFile, options: LoadOptions) -> Any:
 
 
 def _refuse_mmap(source: RangeSource, options: LoadOptions) -> None:
-    if wants_mmap(options.mmap):
+    if options.mmap:
         raise UnsupportedSourceError(
             f"{source.name}: mmap=True maps local files: pass the path of one, or load it with "
             "mmap=False"

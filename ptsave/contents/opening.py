@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
-from ptsave.archive.checks import check_compressed_members, check_version
-from ptsave.archive.loading import LoadOptions, load_file, reader_for
-from ptsave.archive.opening import open_source_archive
+from ptsave.archive.checks import check_compressed_members
+from ptsave.archive.loading import LoadOptions, load_file
+from ptsave.archive.opening import open_source_archive, reader_for
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
@@ -148,7 +148,7 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
     if not reader.engine.all_stored:
         check_compressed_members(reader)
         return _load_whole(source, {"format": "pt, compressed"}, verify)
-    check_version(reader)
+    reader.check_version()
     if not can_defer_reading(reader, restricted_unpickler):
         return _load_whole(source, metadata_of(reader), verify)
     begin = source.begin if isinstance(source, LocalFile) else 0
@@ -179,5 +179,5 @@ def _load_whole(source: RangeSource, metadata: dict[str, str], verify: bool) -> 
 
     with source.stream() as stream:
         options = LoadOptions(stay, weights_only=True, verify=verify)
-        obj = load_file(stream, options, reader_for(stream, None, verify))
+        obj = load_file(stream, options, reader_for(stream, options.mmap, verify))
     return LoadedContents(obj, locations, metadata, source)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
-from ptsave.archive.loading import LoadOptions, wants_mmap
-from ptsave.archive.unpickling import fills_storages
+from ptsave.archive.loading import LoadOptions
+from ptsave.archive.unpickling import fills_storages, is_meta_location
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import StoredTensor, read_header
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.support.torch_serialization import is_meta_location, restore_location
+from ptsave.support.torch_serialization import restore_location
 
 __all__ = ["load_safetensors"]
 
@@ -66,7 +66,7 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
         return {
             each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
         }
-    if isinstance(source, LocalFile) and not wants_mmap(options.mmap):
+    if isinstance(source, LocalFile) and not options.mmap:
         stored = read_header(source).tensors
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
             values = _read(source, stored, callback)
@@ -85,12 +85,13 @@ def _read(
         for each, value in zip(stored, values, strict=True)
         if each.nbytes > 0
     ]
+    limits = config.current()
     try:
         _C.read_ranges(
             [file.for_engine],
             ranges,
-            n_threads=config.current().n_readers,
-            direct=config.current().direct_reads,
+            n_threads=limits.n_readers,
+            direct=limits.direct_reads,
             progress=progress,
         )
     except _C.FormatError as error:  # the file has become shorter

@@ -10,7 +10,7 @@ from torch import Tensor
 from ptsave.contents.contents import Contents, Place
 from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.support.torch_tensors import storage_id_of
-from ptsave.tree.entry_reading import leaves_of, tensor_over
+from ptsave.tree.entry_reading import tensors_over
 
 __all__ = ["ShardedContents"]
 
@@ -47,8 +47,7 @@ class ShardedContents:
         self.obj = merged(((part.path, part.obj) for part in parts), files)
         self._part_of: dict[int, Contents] = {}
         for part in parts:
-            for leaf in leaves_of(part.obj):
-                self._part_of[_key_of(tensor_over(leaf))] = part
+            self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         places: dict[int, Place] = {}

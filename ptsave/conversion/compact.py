@@ -39,7 +39,6 @@ from ptsave.streaming.streamed_files import (
     write_bytes,
 )
 from ptsave.support.progress import progress_bar
-from ptsave.support.torch_serialization import is_path
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.view_blocks import span_of
@@ -153,11 +152,12 @@ def compact(
     """
     if target is None or not is_url_target(target):
         refuse_storage_options(target_storage_options)
+    is_path = isinstance(source, (str, os.PathLike))
     if target is not None and not is_url_target(target):
         refuse_url_target(target)
-    elif target is None and not dry_run and is_path(source) and not is_url(source):
+    elif target is None and not dry_run and is_path and not is_url(source):
         refuse_url_target(source)  # a local file of such a name: by that name it cannot be written
-    if target is None and not dry_run and not is_path(source):
+    if target is None and not dry_run and not is_path:
         raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
     own = storage_options if target is None else target_storage_options
     if not dry_run and is_url_target(source if target is None else target):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
-from ptsave.archive.checks import check_version
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
 from ptsave.archive.format_errors import bare_message
@@ -356,7 +355,7 @@ def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> 
     """
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return _Tensors([], {})
-    check_version(reader)
+    reader.check_version()
     if not can_defer_reading(reader, restricted_unpickler):
         return _tensors_made_of_values(source, reader, is_damaged)
     contents = UnreadContents(reader)

@@ -36,12 +36,12 @@ from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
 from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
 from ptsave.sources.urls import refuse_url
+from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.support.torch_modules import buffers_of, parameters_of
 from ptsave.support.torch_tensors import make_subclass
 from ptsave.support.user_warnings import warn_user
-from ptsave.tree.plain_tensors import PLAIN_TYPES
 
 __all__ = ["load_model"]
 

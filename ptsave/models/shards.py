@@ -248,9 +248,7 @@ class PickledShard:
         if self._copier is None:
             self._open()
         assert self._copier is not None
-        for read in reads:
-            source = self._tensors[read.entry.name]
-            self._copier.copy(read.target, source)
+        self._copier.copy([(read.target, self._tensors[read.entry.name]) for read in reads])
         self._copier.show({})  # makes the copies
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 __all__ = [
     "HEAD_NBYTES",
     "MAX_SAFETENSORS_HEADER_NBYTES",
+    "ZIP_MAGIC",
     "is_known",
     "is_legacy",
     "is_of_another_program",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 HEAD_NBYTES = 512
+ZIP_MAGIC = b"PK\x03\x04"
 
 MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # that its library accepts; of text it is never less
 
@@ -107,7 +109,7 @@ def _kind_of(mode: int) -> str:
 
 def is_zip(head: bytes) -> bool:
     """Whether a file begins as a zip archive does."""
-    return head.startswith(b"PK\x03\x04")
+    return head.startswith(ZIP_MAGIC)
 
 
 def is_legacy(head: bytes) -> bool:

@@ -12,7 +12,7 @@ from ptsave.sources.kinds import refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
 from ptsave.sources.remote_errors import named_errors, os_errors
-from ptsave.sources.urls import is_url, refuse_storage_options, refuse_url
+from ptsave.sources.urls import is_url, is_url_source
 
 __all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
 
@@ -124,12 +124,10 @@ def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> Ran
     TypeError
         If it is none of these, or `storage_options` are given for a local file.
     """
-    path = describe(f)
-    if is_url(f):
+    if is_url_source(f, storage_options):
         return FsspecFile(f, dict(storage_options or {}))
-    refuse_storage_options(storage_options)
+    path = describe(f)
     if isinstance(f, (str, os.PathLike)):
-        refuse_url(f)
         with named_errors(path), io.FileIO(os.fspath(f), opener=regular_only) as stream:
             return LocalFile(stream, path)
     if not all(hasattr(f, method) for method in ("read", "seek", "tell")):

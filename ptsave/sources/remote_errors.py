@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["named_errors", "os_errors"]
+__all__ = ["name_file", "named_errors", "os_errors"]
 
 _BY_STATUS: dict[int, type[OSError]] = {
     401: PermissionError,
@@ -24,9 +24,14 @@ def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = os.fspath(name)
+        name_file(error, name)
         raise
+
+
+def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
+    """Name the file in an error of the system's that names none."""
+    if error.errno is not None and error.filename is None:
+        error.filename = os.fspath(name)
 
 
 @contextmanager

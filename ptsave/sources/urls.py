@@ -9,7 +9,14 @@ from typing import Any
 
 from ptsave.errors import UnsupportedUrlError
 
-__all__ = ["is_url", "is_url_target", "refuse_storage_options", "refuse_url", "refuse_url_target"]
+__all__ = [
+    "is_url",
+    "is_url_source",
+    "is_url_target",
+    "refuse_storage_options",
+    "refuse_url",
+    "refuse_url_target",
+]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
 _URL = re.compile(rf"({_SCHEME}::)*{_SCHEME}://")
@@ -22,6 +29,24 @@ def is_url(f: Any) -> bool:
     if not isinstance(f, str) or not ("://" in f or ("::" in f and not _COLLAPSED.match(f))):
         return False
     return not os.path.exists(f)
+
+
+def is_url_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether something to read is a URL for fsspec, and not a path or a file object.
+
+    Raises
+    ------
+    TypeError
+        If it is none and there are options for its file system.
+    UnsupportedUrlError
+        If pathlib has collapsed it, as `refuse_url` says.
+    """
+    if is_url(f):
+        return True
+    refuse_storage_options(storage_options)
+    if isinstance(f, (str, os.PathLike)):
+        refuse_url(f)
+    return False
 
 
 def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:

@@ -9,7 +9,7 @@ place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ptsave.support.torch_tensors import set_grad_enabled, untyped_of
-from ptsave.tree.containers import parts_of, walk
+from ptsave.tree.containers import walk
 
 __all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
 
@@ -46,11 +46,11 @@ class Replacement(NamedTuple):
 class Copier(Protocol):
     """Decides when tensors of a state dict are copied, whether they hold values yet or not."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Let `target` hold the values of `source`, as ``target.copy_(source)`` under no_grad.
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Let each target hold the values of its source, as by ``copy_`` under no_grad.
 
-        Only for copies that cannot fail: tensors of exactly torch's own types, strided, of one
-        shape, on real devices.
+        Only for pairs (target, source) whose copies cannot fail: tensors of exactly torch's own
+        types, strided, of one shape, on real devices.
         """
 
     def replace(self, replacement: Replacement) -> None:
@@ -82,18 +82,19 @@ class Copier(Protocol):
 class CopyNow:
     """Copies at once, as torch does."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         # As torch.no_grad() does it, whose own Python code would take longer than a small copy.
         was_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            target.copy_(source)
+            for target, source in copies:
+                target.copy_(source)
         finally:
             set_grad_enabled(was_enabled)
 
     def replace(self, replacement: Replacement) -> None:
         if replacement.new is not None and replacement.source is not None:
-            self.copy(replacement.new, replacement.source)
+            self.copy([(replacement.new, replacement.source)])
         replacement.make()
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
@@ -116,8 +117,8 @@ class CopyLater(CopyNow):
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._replacements: deque[Replacement] = deque()
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self._copies.append((target, source))
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._copies += copies
 
     def replace(self, replacement: Replacement) -> None:
         self._replacements.append(replacement)
@@ -127,46 +128,39 @@ class CopyLater(CopyNow):
 
     def finish(self) -> None:
         """Make all copies."""
-        for target, source in self._copies:
-            super().copy(target, source)
+        super().copy(self._copies)
         self._copies.clear()
         while self._replacements:
             self._make(self._replacements.popleft())
 
     def _make(self, replacement: Replacement) -> None:
         if replacement.new is not None and replacement.source is not None:
-            super().copy(replacement.new, replacement.source)
+            super().copy([(replacement.new, replacement.source)])
         replacement.make()
 
 
 class CopyNothing(CopyNow):
     """Copies nothing: for a trial run, which finds the errors of a load."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Do nothing."""
 
     def replace(self, replacement: Replacement) -> None:
         """Do nothing."""
 
 
-def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested containers and of their attributes, and one for each storage.
+def tensors_in(obj: Any) -> list[Tensor]:
+    """Return the tensors of nested containers and of their attributes, and one for each storage.
 
     Uninitialized parameters and buffers are left out, because they have no memory.
     Each container is looked at once.
     """
-    for value in walk(obj, opens=_opens, parts=_keys_and_parts):
+    found: list[Tensor] = []
+    for value in walk(obj, (Mapping, list, tuple, set, frozenset), keys=True):
         if isinstance(value, Tensor):
             if not is_lazy(value):
-                yield value
+                found.append(value)
         elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
             untyped = untyped_of(value) if isinstance(value, torch.TypedStorage) else value
-            yield torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
-
-
-def _opens(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, set, frozenset))
-
-
-def _keys_and_parts(value: Any) -> list[Any]:
-    return [*(value if isinstance(value, Mapping) else ()), *parts_of(value)]
+            found.append(torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped))
+    return found

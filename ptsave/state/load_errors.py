@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +10,9 @@ __all__ = [
     "failure_message",
     "mismatch_message",
     "no_copy_message",
+    "no_mapping_error",
     "no_tensor_message",
     "raise_load_errors",
-    "require_mapping",
 ]
 
 
@@ -24,10 +23,9 @@ class Shaped(Protocol):
     def shape(self) -> torch.Size: ...
 
 
-def require_mapping(state_dict: Any) -> None:
-    """Raise TypeError for a state dict that is none."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+def no_mapping_error(state_dict: Any) -> TypeError:
+    """Return torch's error for a state dict that is none."""
+    return TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
 
 
 def no_tensor_message(key: str, source: Any) -> str:

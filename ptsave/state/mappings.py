@@ -13,14 +13,14 @@ from ptsave.state.copying import Copier, tensors_in
 from ptsave.state.load_errors import (
     mismatch_message,
     no_copy_message,
+    no_mapping_error,
     no_tensor_message,
     raise_load_errors,
-    require_mapping,
 )
+from ptsave.state.plain_copies import copies_plainly, shares_bytes
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
 from ptsave.support.torch_tensors import modes_are_active
 from ptsave.tree.containers import items_of
-from ptsave.tree.plain_tensors import copies_plainly, shares_bytes
 
 __all__ = ["check_mapping", "load_mapping"]
 
@@ -64,14 +64,14 @@ def load_mapping(
             tensor.copy_(source)
     for tensor, source in filling.tensors:
         if plainly and copies_plainly(tensor, source):
-            copier.copy(tensor, source)
+            copier.copy([(tensor, source)])
         else:
             copier.show({"": source})
             with torch.no_grad():
                 tensor.copy_(source)
     # A value that somebody has must not be one that is still to be read, and may not be readable.
     values = [value for _, _, value in filling.replacements]
-    if any(True for _ in tensors_in(values)):
+    if tensors_in(values):
         copier.show({"": values})
     for container, key, value in filling.replacements:
         container[key] = value
@@ -80,7 +80,8 @@ def load_mapping(
 
 def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
     """Return the plan of `load_mapping`, or raise its error, changing nothing."""
-    require_mapping(saved)
+    if not isinstance(saved, Mapping):
+        raise no_mapping_error(saved)
     filling = _Filling()
     filling.compare(target, saved, "")
     raise_load_errors(target, filling.errors, filling.missing, filling.unexpected, strict=strict)

@@ -18,9 +18,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier
+from ptsave.state.optimizer_groups import Assignment
 from ptsave.support.torch_modules import optimizer_policy
 from ptsave.support.torch_tensors import has_internal_overlap, storage_id
-from ptsave.tree.containers import items_of, values_of
+from ptsave.tree.containers import items_of
 
 __all__ = ["PresentState", "StateCaster"]
 
@@ -94,7 +95,7 @@ class PresentState:
 
 
 class StateCaster:
-    """Casts the state of one parameter after the other as `Optimizer.load_state_dict` does.
+    """Casts the state of all parameters as `Optimizer.load_state_dict` does.
 
     Parameters
     ----------
@@ -111,9 +112,21 @@ class StateCaster:
         self._group_of = _index_groups(param_groups)
         self._copier = copier
         self._present = present
+        self._policy = optimizer_policy()
 
-    def cast(self, param: Tensor, param_id: Any, state: Any) -> Any:
-        """Return the state that `param` gets for the saved `state`."""
+    def cast(self, saved: Any, assignment: Assignment) -> dict[Any, Any]:
+        """Return the state of the optimizer's parameters for the saved one."""
+        state: dict[Any, Any] = defaultdict(dict)
+        # Only a mapping has items; for anything else Python says so, as under torch.
+        for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
+            if param_id in assignment.params:
+                param = assignment.params[param_id]
+                state[param] = self._cast_state(param, param_id, value)
+            elif param_id not in assignment.dropped:
+                state[param_id] = value
+        return state
+
+    def _cast_state(self, param: Tensor, param_id: Any, state: Any) -> Any:
         groups = self._param_groups
         if type(param_id) in _PLAIN_IDS and param_id in self._group_of:
             groups = [{**self._group_of[param_id], "params": (param_id,)}]
@@ -134,10 +147,9 @@ class StateCaster:
         return rebuild(self._cast(owner, v, None, None) for v in value)
 
     def _cast_tensor(self, owner: _Owner, value: Tensor, key: Hashable, present: Any) -> Tensor:
-        policy = optimizer_policy()
-        if policy is not _TORCHS_POLICY or type(value) not in _TORCHS_TYPES:
+        if self._policy is not _TORCHS_POLICY or type(value) not in _TORCHS_TYPES:
             self._copier.show({key: value})
-            return policy(owner.param, value, owner.param_id, owner.groups, key)
+            return self._policy(owner.param, value, owner.param_id, owner.groups, key)
         dtype, device = _destination(owner, key)
         if self._present is not None:
             target = self._present.fill(present, value, dtype, device)
@@ -182,7 +194,7 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
         elif type(value) in (dict, OrderedDict, defaultdict, list, tuple):
             n_visits[id(value)] += 1
             if n_visits[id(value)] <= 2:  # a container may hold itself
-                pending.extend(values_of(value))
+                pending.extend(dict.values(value) if isinstance(value, dict) else value)
 
 
 def _address(tensor: Tensor) -> _Place:

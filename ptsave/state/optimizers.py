@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier, CopyNothing, CopyNow
 from ptsave.state.optimizer_cast import PresentState, StateCaster
-from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
+from ptsave.state.optimizer_groups import UnmatchedParameters, match_by_order
 from ptsave.state.optimizer_names import match_by_name
 from ptsave.support.torch_modules import optimizer_post_hooks_of, optimizer_pre_hooks_of
-from ptsave.tree.containers import items_of
 
 __all__ = ["check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
 
@@ -186,13 +185,12 @@ def load_optimizer(
     if type(saved_state) not in (dict, OrderedDict, defaultdict):
         _show(copier, saved_state)
     present = PresentState(optimizer, saved_state) if in_place else None
-    caster = StateCaster(param_groups, copier, present)
-    state = _cast_state(saved_state, assignment, caster)
+    state = StateCaster(param_groups, copier, present).cast(saved_state, assignment)
     for param in assignment.kept:
         if param in optimizer.state:
             state[param] = optimizer.state[param]
-    for target, value in present.copies if present is not None else ():
-        copier.copy(target, value)
+    if present is not None and present.copies:
+        copier.copy(present.copies)
     _set_state(optimizer, {"state": state, "param_groups": assignment.groups}, copier)
     return assignment.unmatched
 
@@ -231,18 +229,6 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
         if result is not None:
             state_dict = result
     return state_dict
-
-
-def _cast_state(saved: Any, assignment: Assignment, caster: StateCaster) -> dict[Any, Any]:
-    state: dict[Any, Any] = defaultdict(dict)
-    # Only a mapping has items; for anything else Python says so, as under torch.
-    for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
-        if param_id in assignment.params:
-            param = assignment.params[param_id]
-            state[param] = caster.cast(param, param_id, value)
-        elif param_id not in assignment.dropped:
-            state[param_id] = value
-    return state
 
 
 def _set_state(optimizer: Any, new: dict[str, Any], copier: Copier) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ptsave.support.torch_modules import metadata_of, set_metadata
+from ptsave.support.torch_modules import METADATA
 from ptsave.tree.containers import items_of
 
 __all__ = ["add_prefix", "strip_prefix"]
@@ -111,9 +111,9 @@ def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> Ord
             )
         origins[new_key] = key
         result[new_key] = entry
-    metadata = metadata_of(state_dict)
+    metadata = getattr(state_dict, METADATA, None)
     if metadata is not None:
-        set_metadata(result, _renamed_metadata(metadata, rename))
+        setattr(result, METADATA, _renamed_metadata(metadata, rename))
     return result
 
 

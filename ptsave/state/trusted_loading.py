@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.modules import module as module_module
 from torch.overrides import is_tensor_like
 
 from ptsave.state.lazy_buffers import LazyBufferHook
+from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support.torch_modules import (
     LOAD_METHOD,
     InstanceNorm,
@@ -30,19 +31,19 @@ from ptsave.support.torch_modules import (
     pre_hooks_of,
     registration_hooks,
 )
-from ptsave.tree.plain_tensors import PLAIN_TYPES
 
 __all__ = [
+    "PlainModule",
     "assigns_plainly",
+    "begin_plainly",
     "gives_lists_away",
     "hooks_that_look",
-    "loads_plainly",
+    "may_run_others_code",
     "overrides_load_state_dict",
     "own_tensors",
     "run_trusted_code",
     "runs_torchs_method",
     "sets_extra_state",
-    "takes_part",
 ]
 
 
@@ -95,10 +96,25 @@ def own_tensors(
     return own
 
 
-def loads_plainly(
+class PlainModule(NamedTuple):
+    """A module whose own entries are copied into its tensors, and nothing else before that.
+
+    Attributes
+    ----------
+    own : dict of str to Tensor
+        Its parameters and persistent buffers.
+    has_extra_state : bool
+        Whether it sets extra state afterwards.
+    """
+
+    own: dict[str, Tensor]
+    has_extra_state: bool
+
+
+def begin_plainly(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> bool:
-    """Return whether nothing comes before the module's tensors are copied but trusted code.
+) -> PlainModule | None:
+    """Take the first step of loading a module if nothing but trusted code comes before the copies.
 
     That is `run_trusted_code`, and the hooks of lazy buffers, which see no tensors but plain ones.
 
@@ -108,19 +124,25 @@ def loads_plainly(
         The module; its children do not matter here.
     entries, prefix, metadata : dict, str, dict
         The arguments that its ``_load_from_state_dict`` would get.
+
+    Returns
+    -------
+    PlainModule or None
+        None if the module's own code has to load it, which has not been run.
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
-        return False
-    hooks = pre_hooks_of(module)
-    return not hooks or all(
-        _is_trusted_hook(hook, module, entries, prefix) for hook in hooks.values()
-    )
+        return None
+    for hook in pre_hooks_of(module).values():
+        if not _is_trusted_hook(hook, module, entries, prefix):
+            return None
+    run_trusted_code(module, entries, prefix, metadata)
+    return PlainModule(own_tensors(module), sets_extra_state(module))
 
 
 def runs_torchs_method(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether a module loads its own entries as `loads_plainly` says, but for its hooks."""
+    """Return whether a module loads its own entries as `begin_plainly` says, but for its hooks."""
     cls = type(module)
     found = getattr(cls, LOAD_METHOD, None)
     if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
@@ -128,8 +150,12 @@ def runs_torchs_method(
     return LOAD_METHOD not in vars(module) and cls.__getattribute__ is object.__getattribute__
 
 
-def takes_part(module: nn.Module) -> bool:
-    """Return whether code of the module's own may take part in loading it."""
+def may_run_others_code(model: nn.Module) -> bool:
+    """Return whether code of a model's own may take part in loading it or its children."""
+    return any(map(_takes_part, model.modules()))
+
+
+def _takes_part(module: nn.Module) -> bool:
     return bool(
         pre_hooks_of(module)
         or post_hooks_of(module)

@@ -25,7 +25,7 @@ from ptsave.errors import SaveError
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
-from ptsave.tree.entry_reading import leaves_of, tensor_over
+from ptsave.tree.entry_reading import tensors_over
 
 __all__ = [
     "Payload",
@@ -167,7 +167,7 @@ class PayloadSources:
     def _add_unread(self, contents: UnreadContents) -> None:
         source = self.add_file(contents.reader.engine.descriptor, contents.path)
         self._unread.append((source, contents))
-        tensors = [tensor_over(leaf) for leaf in leaves_of(contents.obj)]
+        tensors = tensors_over(contents.obj)
         for tensor, (_, _, _, location) in zip(tensors, contents.places_of(tensors), strict=True):
             if location not in (None, "cpu"):
                 self.locations[storage_id(tensor.untyped_storage())] = location

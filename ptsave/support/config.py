@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 
 from ptsave.support import memory_limits
 
-__all__ = ["Config", "current", "read_integer"]
+__all__ = ["Config", "current", "local_world_size", "read_integer"]
 
 MIB = 1 << 20
 _MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of them
@@ -35,6 +36,8 @@ class Config:
         Unit of writing, in bytes; times `n_direct_writers` it is the memory a direct save needs.
     direct_io : bool
         Whether reads and writes may go past the page cache.
+    direct_reads : bool
+        Whether reads may: not if ranks of one machine load the same files.
     n_local_ranks : int
         Processes of one job on this machine.
     verify : bool
@@ -51,13 +54,9 @@ class Config:
     max_pinned_nbytes: int = 64 * MIB
     write_chunk_nbytes: int = 4 * MIB
     direct_io: bool = True
+    direct_reads: bool = True
     verify: bool = True
     n_local_ranks: int = 1
-
-    @property
-    def direct_reads(self) -> bool:
-        """Whether reads may go past the page cache: ranks of one machine load the same files."""
-        return self.direct_io and self.n_local_ranks == 1
 
 
 def current() -> Config:
@@ -85,21 +84,31 @@ def current() -> Config:
     """
     cores = len(os.sched_getaffinity(0))
     n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
-    n_local_ranks = memory_limits.local_world_size()
+    n_local_ranks = local_world_size()
+    direct_io = _switch("PTSAVE_DIRECT_IO", default=True)
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=max(2, min(3 * n_threads // n_local_ranks, 12)),
-        max_pinned_nbytes=_positive("PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes()),
+        max_pinned_nbytes=_positive(
+            "PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes(n_local_ranks)
+        ),
         max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
-        direct_io=_switch("PTSAVE_DIRECT_IO", default=True),
+        direct_io=direct_io,
+        direct_reads=direct_io and n_local_ranks == 1,
         verify=_switch("PTSAVE_VERIFY", default=True),
         n_local_ranks=n_local_ranks,
     )
 
 
-def _default_pinned_nbytes() -> int:
-    return max(1, min(64 * MIB, memory_limits.share_nbytes() // 8))
+def local_world_size() -> int:
+    """Return how many ranks of a job are on this machine, as ``LOCAL_WORLD_SIZE`` says; else 1."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
+
+
+def _default_pinned_nbytes(n_local_ranks: int) -> int:
+    return max(1, min(64 * MIB, memory_limits.share_nbytes(n_local_ranks) // 8))
 
 
 def read_integer(variable: str, default: int, *, minimum: int) -> int:

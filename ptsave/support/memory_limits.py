@@ -19,9 +19,7 @@ from pathlib import Path, PurePosixPath
 __all__ = [
     "available_nbytes",
     "limit_nbytes",
-    "local_world_size",
     "share_nbytes",
-    "share_of_available_nbytes",
 ]
 
 _ROOT = Path("/")
@@ -95,7 +93,7 @@ def limit_nbytes(root: Path = _ROOT) -> int:
     Examples
     --------
     >>> from ptsave.support import memory_limits
-    >>> 0 < memory_limits.share_nbytes() <= memory_limits.limit_nbytes()
+    >>> 0 < memory_limits.share_nbytes(1) <= memory_limits.limit_nbytes()
     True
     """
     groups = [group.limit_nbytes() for group in _groups(root)]
@@ -109,18 +107,10 @@ def available_nbytes(root: Path = _ROOT) -> int:
     return min([free, *(group.available_nbytes() for group in _groups(root))])
 
 
-def share_nbytes(root: Path = _ROOT) -> int:
-    """Return one rank's part of `limit_nbytes`, or the process's own limit if that is less.
-
-    ``LOCAL_WORLD_SIZE``, which torchrun sets, says how many ranks there are.
-    """
+def share_nbytes(n_ranks: int, root: Path = _ROOT) -> int:
+    """Return one rank's part of `limit_nbytes`, or the process's own limit if that is less."""
     limit = _limit_of_machine() if root == _ROOT else limit_nbytes(root)
-    return max(1, min(limit // local_world_size(), _own_limit_nbytes()))
-
-
-def share_of_available_nbytes(root: Path = _ROOT) -> int:
-    """Return the part of `available_nbytes` that is one rank's."""
-    return available_nbytes(root) // local_world_size()
+    return max(1, min(limit // n_ranks, _own_limit_nbytes()))
 
 
 @cache
@@ -140,12 +130,6 @@ def _own_limit_nbytes() -> int:
     """Return the limits of this process alone (``ulimit -v``, ``-d``), whatever other ranks do."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
-
-
-def local_world_size() -> int:
-    """Return how many ranks of a job are on this machine, as ``LOCAL_WORLD_SIZE`` says; else 1."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
 
 # --------------------------------------------------------------------------------- control groups

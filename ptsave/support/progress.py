@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 __all__ = ["ProgressCallback", "progress_bar", "progress_from"]
@@ -11,16 +11,15 @@ __all__ = ["ProgressCallback", "progress_bar", "progress_from"]
 ProgressCallback: TypeAlias = Callable[[int], None]
 
 
-@contextmanager
 def progress_bar(
     show: bool, description: str, nbytes: int, *, delay: float = 0
-) -> Iterator[ProgressCallback | None]:
-    """Show a bar that the yielded function moves to an absolute number of bytes.
+) -> AbstractContextManager[ProgressCallback | None]:
+    """Return a context with a bar that its function moves to an absolute number of bytes.
 
     Parameters
     ----------
     show : bool
-        If false, nothing is shown and None is yielded.
+        If false, nothing is shown and there is no function.
     description : str
         Text in front of the bar.
     nbytes : int
@@ -28,9 +27,11 @@ def progress_bar(
     delay : float, default 0
         Seconds before the bar appears; an operation that is over by then shows nothing.
     """
-    if not show:
-        yield None
-        return
+    return _bar(description, nbytes, delay) if show else nullcontext()
+
+
+@contextmanager
+def _bar(description: str, nbytes: int, delay: float) -> Iterator[ProgressCallback]:
     from tqdm import tqdm
 
     with tqdm(

@@ -25,6 +25,7 @@ from ptsave.support.torch_version import private
 __all__ = [
     "EXTRA_STATE_KEY_SUFFIX",
     "LOAD_METHOD",
+    "METADATA",
     "IncompatibleKeys",
     "InstanceNorm",
     "NormBase",
@@ -33,7 +34,6 @@ __all__ = [
     "children_of",
     "lazy_load_hook",
     "load_method_of",
-    "metadata_of",
     "non_persistent_buffers_of",
     "optimizer_policy",
     "optimizer_post_hooks_of",
@@ -43,7 +43,6 @@ __all__ = [
     "pre_hooks_of",
     "register_pre_hook",
     "registration_hooks",
-    "set_metadata",
 ]
 
 _T = TypeVar("_T")
@@ -82,7 +81,8 @@ optimizer_pre_hooks_of: Callable[[Any], dict[int, Any]]
 optimizer_pre_hooks_of = attrgetter("_optimizer_load_state_dict_pre_hooks")
 optimizer_post_hooks_of: Callable[[Any], dict[int, Any]]
 optimizer_post_hooks_of = attrgetter("_optimizer_load_state_dict_post_hooks")
-_METADATA = "_metadata"
+# The attribute of a state dict that holds the versions of modules.
+METADATA = "_metadata"
 
 
 def optimizer_policy() -> Callable[..., Tensor]:
@@ -93,13 +93,3 @@ def optimizer_policy() -> Callable[..., Tensor]:
 def register_pre_hook(module: nn.Module, hook: Callable[..., None]) -> Any:
     """Register a load pre-hook that is not given the module; returns its handle."""
     return module._register_load_state_dict_pre_hook(hook)
-
-
-def metadata_of(state_dict: Any) -> Any:
-    """Return the versions of modules that `state_dict` carries; None if it carries none."""
-    return getattr(state_dict, _METADATA, None)
-
-
-def set_metadata(state_dict: Any, metadata: Any) -> None:
-    """Make a state dict carry the versions of modules."""
-    state_dict._metadata = metadata

@@ -8,9 +8,8 @@ at its version number.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import serialization
@@ -31,10 +30,8 @@ __all__ = [
     "check_save_filelike",
     "cpu_rule",
     "defaults_to_weights_only",
-    "fake_mode",
+    "detect_fake_mode",
     "find_builtin",
-    "is_meta_location",
-    "is_path",
     "load",
     "load_archive",
     "location_rules",
@@ -77,26 +74,13 @@ restore_location = private(serialization, "_get_restore_location")
 location_rules: list[Any] = private(serialization, "_package_registry")
 cpu_rule: Callable[..., Any] = private(serialization, "_cpu_deserialize")
 log_api_usage: Callable[[str], None] = private(torch._C, "_log_api_usage_once")
-_detect_fake_mode: Callable[[Any], Any] = private(torch._guards, "detect_fake_mode")
+# Takes inputs, or None; returns the mode in which tensors are fake, or None.
+detect_fake_mode: Callable[[Any], Any] = private(torch._guards, "detect_fake_mode")
 
 # TorchScript's table of functions that are operators of torch.
 register_builtin: Callable[[Any, str], None] = private(_builtins, "_register_builtin")
 find_builtin: Callable[[Any], Any] = private(_builtins, "_find_builtin")
 builtin_operators: Callable[[], dict[int, Any]] = private(_builtins, "_get_builtin_table")
-
-
-def is_path(f: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether torch takes `f` for a path.
-
-    >>> is_path("model.pt"), is_path(b"model.pt")
-    (True, False)
-    """
-    return isinstance(f, (str, os.PathLike))
-
-
-def fake_mode() -> Any:
-    """Return the mode in which tensors are fake; None outside of any."""
-    return _detect_fake_mode(None)
 
 
 def _code_of_load() -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -116,14 +100,3 @@ WARNS_OF_UNUSED_ARGUMENTS = any("pickle_load_args only works" in str(each) for e
 # From 2.11 on torch.load(map_location="meta") asks for no bytes, and the storages keep the
 # attribute _checkpoint_offset.  Before, it reads storages and moves them.
 META_LOADS_KEEP_OFFSETS = hasattr(torch.serialization, "_is_meta_location")
-
-
-def is_meta_location(map_location: Any) -> bool:
-    """Whether everything is loaded onto the meta device; a dict or a callable does not say so.
-
-    >>> is_meta_location("meta"), is_meta_location(torch.device("cpu")), is_meta_location(None)
-    (True, False, False)
-    """
-    if isinstance(map_location, torch.device):
-        return map_location.type == "meta"
-    return isinstance(map_location, str) and map_location == "meta"

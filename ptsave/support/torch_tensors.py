@@ -60,7 +60,8 @@ private(Tensor, "_nnz")
 _n_dispatch_modes: Callable[[], int] = private(torch._C, "_len_torch_dispatch_stack")
 _n_function_modes: Callable[[], int] = private(torch._C, "_len_torch_function_stack")
 _transforms: Any = private(torch._C, "_functorch")
-_dispatch_keys: Callable[[Tensor], Any] = private(torch._C, "_dispatch_keys")
+# With `raw_repr()`, a number; `names_of_keys` says which they are.
+dispatch_keys_of: Callable[[Tensor], Any] = private(torch._C, "_dispatch_keys")
 _DispatchKeySet: Any = private(torch._C, "DispatchKeySet")
 _OFFSET = "_checkpoint_offset"
 
@@ -82,15 +83,10 @@ def modes_are_active() -> bool:
     )
 
 
-def dispatch_keys_of(tensor: Tensor) -> int:
-    """Return the dispatch keys of a tensor as one number; `names_of_keys` says which."""
-    return int(_dispatch_keys(tensor).raw_repr())
-
-
 def names_of_keys(dispatch_keys: int) -> set[str]:
     """Return the names of dispatch keys, which torch tells in a repr only.
 
-    >>> "CPU" in names_of_keys(dispatch_keys_of(torch.ones(1)))
+    >>> "CPU" in names_of_keys(dispatch_keys_of(torch.ones(1)).raw_repr())
     True
     """
     text = str(_DispatchKeySet.from_raw_repr(dispatch_keys))

@@ -329,8 +329,9 @@ def restore_entries(
             for name in targets:
                 _refuse_module(obj[name])
             rest = {name: value for name, value in items_of(obj) if name not in targets}
-            moves = locations if any(True for _ in tensors_in(rest)) else set()
-            check_locations(moves)
+            moves = locations if tensors_in(rest) else set()
+            if moves:
+                check_locations(moves)
             for name, target in targets.items():
                 _check_state(target, obj[name], strict, copier)
             for name in sorted(targets, key=lambda name: _rank(targets[name])):

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ptsave.archive.loading import wants_mmap
+from torch.utils.serialization import config as torch_config
+
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.errors import CheckpointWarning, add_note
@@ -328,7 +329,7 @@ class AsyncCheckpointer:
                 options = self._staging["storage_options"]
                 return restore_entries(source, targets, storage_options=options)
             # torch maps paths only, if it is told to map by default.
-            return restore_entries(source.name if wants_mmap(None) else source, targets)
+            return restore_entries(source.name if torch_config.load.mmap else source, targets)
 
     # ---------------------------------------------------------------------------------- the end
 

@@ -9,30 +9,32 @@ is given back at once.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.serialization import config as torch_config
 
 from ptsave import _C
-from ptsave.archive.checks import check_small_records, check_version
 from ptsave.archive.damage import entries_in, entries_using
-from ptsave.archive.filling import fill, release_storages, verifies_storages
-from ptsave.archive.loading import LoadOptions, local_reader_for, wants_mmap
+from ptsave.archive.filling import fill, verifies_storages
+from ptsave.archive.loading import LoadOptions
+from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
-from ptsave.archive.weights_only import resolve_weights_only, unpickling_errors
+from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
 from ptsave.sources.local import describe
-from ptsave.sources.urls import is_url
+from ptsave.sources.urls import is_url_source
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.support.torch_serialization import is_path, restricted_unpickler
+from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
 
 __all__ = ["check_locations", "restoring"]
@@ -75,7 +77,7 @@ def restoring(
     restricted = resolve_weights_only(weights_only, None)  # which may warn, once
     module = restricted_unpickler if restricted else pickle
     reader = None
-    if deferred and not storage_options and not is_url(f):
+    if deferred and not is_url_source(f, storage_options):
         reader = _reader_to_defer(f, map_location, module, verify)
     if reader is None:
         options = LoadOptions(
@@ -99,13 +101,13 @@ def restoring(
         closing(reader),
         progress_bar(progress, "restoring", reader.engine.nbytes) as callback,
     ):
-        check_version(reader)
-        if reader.verify:
-            check_small_records(reader)
+        reader.check_records()
         copier = FileCopier(reader, callback)
-        with unpickling_errors(module):
-            locations: set[str] = set()
+        locations: set[str] = set()
+        try:
             obj = unpickle_unread(reader, module, locations)
+        except pickle.UnpicklingError as error:
+            raise_with_advice(error, module)
         holder = [obj]
         del obj
         try:
@@ -117,7 +119,7 @@ def restoring(
         except BaseException as error:
             _tell_what_changed(error, reader, copier.changed())
             raise
-        release_storages(reader)
+        reader.engine.release_storages()
 
 
 def check_locations(locations: Set[str]) -> None:
@@ -132,17 +134,17 @@ def _reader_to_defer(
     """Return the open archive if its bytes can be read after its object is made."""
     if map_location is not None and type(map_location) not in (str, torch.device):
         return None
-    if not is_path(f) and wants_mmap(None):
+    if torch_config.load.mmap and not isinstance(f, (str, os.PathLike)):
         return None
     try:
-        reader = local_reader_for(f, verify)
+        reader = open_archive(f, verify=verify)
     except IsADirectoryError:
         return None
     if reader is None:
         return None
     with ExitStack() as stack:
         stack.callback(reader.close)
-        known = not reader.has_record("constants.pkl") and reader.engine.all_stored
+        known = reader.engine.find("constants.pkl") is None and reader.engine.all_stored
         if not (known and can_defer_reading(reader, pickle_module)):
             return None
         stack.pop_all()
@@ -210,14 +212,15 @@ class FileCopier:
     def _is_one_entrys(self, record: _C.Record) -> bool:
         return len(entries_using(self._reader, {record.name})) == 1
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self._reader.engine.plan_copy(target, source)
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in copies:
+            self._reader.engine.plan_copy(target, source)
 
     def replace(self, replacement: Replacement) -> None:
         record = None
         if replacement.new is not None and replacement.source is not None:
             record = self._reader.engine.record_of(replacement.source)
-            self.copy(replacement.new, replacement.source)
+            self.copy([(replacement.new, replacement.source)])
         # The source is not kept: storages that are still referred to are read in the end.
         self._replacements.append((replacement._replace(source=None), record))
 
@@ -245,7 +248,7 @@ class FileCopier:
         self._shown |= records
 
     def _records_of(self, state_dict: Mapping[Any, Any]) -> set[int]:
-        found = (self._reader.engine.record_of(tensor) for tensor in tensors_in(state_dict))
+        found = self._reader.engine.records_of(tensors_in(state_dict))
         return {record for record in found if record is not None}
 
     def finish(self) -> None:

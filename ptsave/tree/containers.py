@@ -6,14 +6,13 @@ One that is called ``items`` takes the method's place in ``value.items()``; it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
     "attributes_of",
     "is_container",
     "items_of",
-    "parts_of",
     "set_attributes",
     "values_of",
     "walk",
@@ -72,44 +71,46 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
         value.__dict__.update(attributes)
 
 
-def parts_of(value: Any) -> list[Any]:
-    """Return the values in a container, and those of its attributes.
-
-    >>> parts_of({"a": 1})
-    [1]
-    """
-    return [*values_of(value), *attributes_of(value).values()]
-
-
 def walk(
     obj: Any,
+    kinds: tuple[type, ...] = (Mapping, list, tuple),
     *,
-    opens: Callable[[Any], bool] = is_container,
-    parts: Callable[[Any], Iterable[Any]] = parts_of,
-) -> Iterator[Any]:
-    """Yield an object and all that is in it, in order: containers once, before their parts.
+    exactly: bool = False,
+    keys: bool = False,
+    attributes: bool = True,
+) -> list[Any]:
+    """Return an object and all that is in it, in order: containers once, before their parts.
 
     Parameters
     ----------
     obj : object
         The object.
-    opens : callable
-        Returns whether something is a container that is looked into.
-    parts : callable
-        Returns the values in such a container.
+    kinds : tuple of type
+        Containers that are looked into.
+    exactly : bool, default False
+        Whether instances of subclasses are none.
+    keys : bool, default False
+        Whether the keys of a mapping are among its parts.
+    attributes : bool, default True
+        Whether the values of a container's attributes are.
 
     Examples
     --------
-    >>> list(walk({"a": [1, 2]}))
+    >>> walk({"a": [1, 2]})
     [{'a': [1, 2]}, [1, 2], 1, 2]
     """
+    found: list[Any] = []
     seen: set[int] = set()
     pending = [obj]
     while pending:
         value = pending.pop()
-        if not opens(value):
-            yield value
-        elif id(value) not in seen:
+        if type(value) in kinds if exactly else isinstance(value, kinds):
+            if id(value) in seen:
+                continue
             seen.add(id(value))
-            yield value
-            pending += reversed([*parts(value)])
+            parts = [*value] if keys and isinstance(value, Mapping) else []
+            parts += values_of(value)
+            parts += attributes_of(value).values() if attributes else ()
+            pending += reversed(parts)
+        found.append(value)
+    return found

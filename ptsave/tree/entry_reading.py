@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, items_of, set_attributes, walk
 
-__all__ = ["leaves_of", "read_entry", "require_picklable", "tensor_over"]
+__all__ = ["leaves_of", "read_entry", "require_picklable", "tensors_over"]
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
@@ -27,22 +29,22 @@ def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> 
         Returns tensors with values for some without.
     """
     leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
-    found = read([tensor_over(leaf) for leaf in leaves.values()])
+    found = read([*map(_tensor_over, leaves.values())])
     made: dict[int, Any] = {
         key: _back(leaf, values) for (key, leaf), values in zip(leaves.items(), found, strict=True)
     }
     return _copy(entry, made)
 
 
-def leaves_of(entry: Any) -> Iterator[Any]:
-    """Yield the tensors and storages of an entry."""
-    for value in walk(entry, opens=_is_container):
-        if isinstance(value, (Tensor, torch.UntypedStorage, torch.TypedStorage)):
-            yield value
+def leaves_of(entry: Any) -> list[Any]:
+    """Return the tensors and storages of an entry."""
+    leaves = (Tensor, torch.UntypedStorage, torch.TypedStorage)
+    return [value for value in walk(entry, _CONTAINERS, exactly=True) if isinstance(value, leaves)]
 
 
-def _is_container(value: Any) -> bool:
-    return type(value) in (dict, OrderedDict, list, tuple)
+def tensors_over(entry: Any) -> list[Tensor]:
+    """Return the tensors of an entry, and one of all the bytes of each of its storages."""
+    return [*map(_tensor_over, leaves_of(entry))]
 
 
 def require_picklable(entry: Any, path: str) -> None:
@@ -64,8 +66,7 @@ def require_picklable(entry: Any, path: str) -> None:
                 )
 
 
-def tensor_over(leaf: Any) -> Tensor:
-    """Return a tensor, or one of all the bytes of a storage."""
+def _tensor_over(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     untyped = leaf if isinstance(leaf, torch.UntypedStorage) else untyped_of(leaf)
@@ -83,7 +84,7 @@ def _back(leaf: Any, values: Tensor) -> Any:
 
 def _copy(entry: Any, made: dict[int, Any]) -> Any:
     """Return a copy of the containers with `made` leaves in them; deep ones need no recursion."""
-    containers = list(_containers_in(entry))
+    containers = _containers_in(entry)
     for container in containers:
         if type(container) is not tuple:
             made[id(container)] = type(container)()
@@ -119,6 +120,7 @@ def _make_tuple(value: tuple[Any, ...], made: dict[int, Any]) -> None:
         made.setdefault(id(last), tuple([_made(part, made) for part in last]))
 
 
-def _containers_in(entry: Any) -> Iterator[Any]:
-    """Yield every container of an entry once."""
-    return filter(_is_container, walk(entry, opens=_is_container))
+def _containers_in(entry: Any) -> list[Any]:
+    """Return every container of an entry once."""
+    values = walk(entry, _CONTAINERS, exactly=True)
+    return [value for value in values if type(value) in _CONTAINERS]

@@ -299,8 +299,9 @@ def test_file_that_is_cut_while_it_is_loaded(tmp_path: Path) -> None:
     obj = [torch.ones(1_000_000) for _ in range(4)]
     path = tmp_path / "cut.pt"
     stock_save(obj, path)
-    engine = open_archive(path)
-    assert engine is not None
+    reader = open_archive(path, verify=True)
+    assert reader is not None
+    engine = reader.engine
     os.truncate(path, 1000)
     engine.start([4], n_threads=2, verify=True, exact_offsets=False)
     with pytest.raises(RuntimeError, match="unexpected end of file"):

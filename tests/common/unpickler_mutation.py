@@ -22,7 +22,6 @@ from torch import _weights_only_unpickler
 
 from ptsave.archive import unpickling
 from ptsave.archive.opening import open_archive
-from ptsave.archive.reader import RecordReader
 
 __all__ = ["SAFE_GLOBALS", "Subject", "corpus", "disagreement", "mutated"]
 
@@ -197,12 +196,12 @@ class Subject:
     def __init__(self, archive: bytes) -> None:
         import io
 
-        engine = open_archive(io.BytesIO(archive))
-        assert engine is not None
-        self.reader = RecordReader(engine, "archive", verify=True)
+        reader = open_archive(io.BytesIO(archive), verify=True)
+        assert reader is not None
+        self.reader = reader
         self.pickle = self.reader.get_record("data.pkl")
-        engine.start(None, n_threads=1, verify=True, exact_offsets=False)
-        assert engine.wait_all(progress=None) == []
+        reader.engine.start(None, n_threads=1, verify=True, exact_offsets=False)
+        assert reader.engine.wait_all(progress=None) == []
 
     def by_torch(self, data: bytes) -> Outcome:
         return self._outcome(data, _weights_only_unpickler)

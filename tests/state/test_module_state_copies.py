@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -155,8 +155,8 @@ class CopyLater(CopyNow):
     def tensors_of(state_dict: Mapping[str, Any]) -> list[Tensor]:
         return [entry for entry in state_dict.values() if isinstance(entry, Tensor)]
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self.pending.append((target, source))
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.pending += copies
 
     def show(self, state_dict: Mapping[str, Any]) -> None:
         self.shown.append(list(state_dict))
@@ -164,7 +164,7 @@ class CopyLater(CopyNow):
             self.fill(entry)
         for target, source in self.pending:
             self.fill(source)
-            super().copy(target, source)
+            super().copy([(target, source)])
         self.pending.clear()
 
     def fill(self, entry: Tensor) -> None:

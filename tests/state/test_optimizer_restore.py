@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -56,13 +56,14 @@ class LateBytes(TorchDispatchMode):
         for storage in self.hidden.values():
             storage.fill_(JUNK)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        assert type(target) in (Tensor, Parameter)
-        assert type(source) in (Tensor, Parameter)
-        assert target.shape == source.shape
-        assert not any(target is each for each in self.copied), "filled twice"
-        self.copied.append(target)
-        self.pending.append((target, source))
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in copies:
+            assert type(target) in (Tensor, Parameter)
+            assert type(source) in (Tensor, Parameter)
+            assert target.shape == source.shape
+            assert not any(target is each for each in self.copied), "filled twice"
+            self.copied.append(target)
+            self.pending.append((target, source))
 
     def replace(self, replacement: object) -> None:
         raise AssertionError("only modules have buffers")

@@ -256,8 +256,8 @@ def test_ranks(system: System, monkeypatch: pytest.MonkeyPatch, text: str, ranks
     system.mount_v2()
     system.write("/sys/fs/cgroup/memory.max", 512 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    assert share_nbytes(system.root) == 512 * MIB // ranks
-    assert share_nbytes() <= PHYSICAL // ranks
+    assert share_nbytes(config.local_world_size(), system.root) == 512 * MIB // ranks
+    assert share_nbytes(ranks) <= PHYSICAL // ranks
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
@@ -267,8 +267,7 @@ def test_own_limits(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (8 * MIB, 9 * MIB) if which == kind else unlimited
     )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert share_nbytes() == 8 * MIB
+    assert share_nbytes(4) == 8 * MIB
 
 
 def test_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,8 +300,8 @@ def test_room() -> None:
 
 
 def test_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config.current().max_pinned_nbytes == min(64 * MIB, share_nbytes() // 8)
-    monkeypatch.setattr(memory_limits, "share_nbytes", lambda: 160 * MIB)
+    assert config.current().max_pinned_nbytes == min(64 * MIB, share_nbytes(1) // 8)
+    monkeypatch.setattr(memory_limits, "share_nbytes", lambda _: 160 * MIB)
     assert config.current().max_pinned_nbytes == 20 * MIB
     monkeypatch.setenv("PTSAVE_MAX_PINNED_BYTES", str(40 * MIB))
     assert config.current().max_pinned_nbytes == 40 * MIB

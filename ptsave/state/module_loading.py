@@ -1,0 +1,423 @@
+"""One load of a module's state dict: torch's semantics in time linear in the number of keys.
+
+torch filters the state dict of a module once for each of its children.  Here it is divided among
+them in one pass (`StateDictPart`), in the parent's order; otherwise the order is torch's: a
+module's own entries, its children, its post-hooks.
+
+* Each module's own entries are loaded here if its ``_load_from_state_dict`` is torch's, it has no
+  pre-hooks but those of lazy buffers, torch's modes are off and every entry is copied plainly.
+  Otherwise the module's own method is called, before anything of that module was touched, so that
+  its errors, warnings and calls are torch's.
+* Values may arrive later, because a `Copier` decides when.  So nothing here looks at a value, and
+  before other people's code runs (hooks, overrides, extra state, tensor subclasses) the copier is
+  shown the entries that this code can reach.
+* A hook may keep the dict that it was given and edit it while a later child loads, which torch
+  would notice.  Its reference count tells whether anybody keeps it; only then is it divided again,
+  and only after other people's code has run.
+* Mismatched sizes that are to be ignored are left out of the plan, or, where torch's code runs,
+  replaced by the module's own tensors in a last pre-hook: copied to itself, a tensor keeps its
+  value and is neither missing nor unexpected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import is_tensor_like
+
+from ptsave.state.copying import Copier, CopyNothing, Replacement
+from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
+from ptsave.state.load_errors import mismatch_message, no_tensor_message, raise_load_errors
+from ptsave.state.plain_copies import Mismatch, ModulePlan, are_plain, differ, plan_module
+from ptsave.state.trusted_loading import assigns_plainly, begin_plainly, own_tensors
+from ptsave.support.torch_modules import (
+    EXTRA_STATE_KEY_SUFFIX,
+    IncompatibleKeys,
+    buffers_of,
+    children_of,
+    load_method_of,
+    post_hooks_of,
+    pre_hooks_of,
+    register_pre_hook,
+)
+from ptsave.support.torch_tensors import modes_are_active
+
+__all__ = ["Checking", "Loading", "StateDictPart", "raise_for_result_of_hook"]
+
+
+class StateDictPart:
+    """The part of a state dict that one module is given, and the parts of its children."""
+
+    __slots__ = ("_grouped_at", "_groups", "entries", "is_kept", "prefix")
+
+    _groups: dict[str, dict[str, Any]] | None
+
+    def __init__(self, entries: dict[str, Any], prefix: str) -> None:
+        self.entries = entries
+        self.prefix = prefix
+        self.is_kept = False  # by other people's code, which may change it when it runs next
+        self._grouped_at = -1
+
+    def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
+        """Return the entries with a dot behind the prefix, by the name before the dot.
+
+        None if there are keys that are not plain strings.
+        """
+        if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
+            self._groups = _group(self.entries, self.prefix)
+            self._grouped_at = foreign_runs
+        return self._groups
+
+    def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
+        """Return the entries under `child_prefix`: a new dict, in this one's order."""
+        groups = self.groups(foreign_runs)
+        if groups is None or type(name) is not str or "." in name:
+            return {
+                key: entry for key, entry in self.entries.items() if key.startswith(child_prefix)
+            }
+        return groups.get(name) or {}
+
+
+def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
+    groups: dict[str, dict[str, Any]] = {}
+    start = len(prefix)
+    for key, entry in entries.items():
+        if type(key) is not str:
+            return None
+        end = key.find(".", start)
+        if end >= 0 and key.startswith(prefix):
+            name = key[start:end]
+            group = groups.get(name)
+            if group is None:
+                groups[name] = {key: entry}
+            else:
+                group[key] = entry
+    return groups
+
+
+# Makes a lazy buffer of a module from the present one and the entry.
+_MakeBuffer = Callable[[nn.Module, "Tensor | None", Tensor], Tensor]
+
+
+def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
+    """Return a tensor of the shape that the buffer will have."""
+    return saved
+
+
+class Loading:
+    """One load: its options, and the missing, unexpected and mismatched keys found so far."""
+
+    copies = True  # into the tensors that are there, in the end
+    calls_others = True  # code of modules' own, where it takes part
+    _new_buffer: _MakeBuffer = staticmethod(new_buffer)
+
+    def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
+        self.metadata = metadata
+        self.assign = assign
+        self.copier = copier
+        self.skip_mismatched = skip_mismatched
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+        self.mismatched: list[Mismatch] = []
+        # Counts the runs of other people's code, which may change any dict that it holds, and how
+        # torch behaves.
+        self.foreign_runs = 0
+        self._copies = True
+        self._asked_after = -1
+        self.check: Callable[[], None] | None = None  # before the first of those runs
+        # Tensors of lazy buffers after the copies, by the module's id.
+        self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        """Load a module and its children; one Python frame for each level, as in torch."""
+        part = StateDictPart(entries, prefix)
+        if not self._load_own(module, part, self._metadata_at(prefix)):
+            return
+        for name, child in children_of(module).items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                child_entries = part.of_child(name, child_prefix, self.foreign_runs)
+                self.load(child, child_entries, child_prefix)
+        if self.calls_others and post_hooks_of(module):
+            self._run_post_hooks(module)
+
+    def raise_errors(self, module: nn.Module, strict: bool) -> None:
+        """Raise torch's error for all problems that were found, if there are any."""
+        raise_load_errors(module, self.errors, self.missing, self.unexpected, strict=strict)
+
+    # ---------------------------------------------------------------------- one module's own part
+
+    def _metadata_at(self, prefix: str) -> dict[str, Any]:
+        """Return the metadata of the module at a prefix, as torch hands it to the module."""
+        metadata: dict[str, Any]
+        metadata = {} if self.metadata is None else self.metadata.get(prefix[:-1], {})
+        if self.assign:
+            metadata["assign_to_params_buffers"] = self.assign
+        return metadata
+
+    def _load_own(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> bool:
+        """Load a module's own entries; returns whether its children come next."""
+        entries, prefix = part.entries, part.prefix
+        found = begin_plainly(module, entries, prefix, metadata)
+        if found is None or (found.has_extra_state and not self.calls_others):
+            return self._load_by_others(module, part, metadata)
+        own, has_extra_state = found
+        assigns = metadata.get("assign_to_params_buffers", False)
+        make = _like if assigns else self._new_buffer
+        lazy_buffers = self._plan_lazy_buffers(module, entries, prefix, make)
+        if lazy_buffers:
+            own = own_tensors(module, lazy_buffers)
+        if not self._copies_itself():
+            plan = None
+        elif assigns:
+            plainly = assigns_plainly(module)
+            self._load_by_torch(module, own, part, metadata, has_extra_state, plainly=plainly)
+            return True
+        else:
+            plan = plan_module(
+                own, entries, prefix, skip_mismatched=self.skip_mismatched, copies=self.copies
+            )
+        if plan is None:
+            self._load_by_torch(module, own, part, metadata, has_extra_state, plainly=False)
+            return True
+        if lazy_buffers:
+            self._copy_lazy_buffers(module, lazy_buffers, plan)
+        if plan.copies:
+            self.copier.copy(plan.copies)
+        self.missing += plan.missing
+        self.mismatched += plan.mismatched
+        self.errors += plan.errors
+        n_found = len(own) - len(plan.missing)
+        n_found += self._load_extra_state(module, own, part, has_extra_state)
+        self._find_unexpected(module, own, part, n_found)
+        return True
+
+    def _plan_lazy_buffers(
+        self, module: nn.Module, entries: dict[str, Any], prefix: str, make: _MakeBuffer
+    ) -> dict[str, Tensor | None]:
+        """Return the future tensors of those lazy buffers that change.
+
+        A module that has several places in the model may have been planned for one of them already.
+        """
+        if not pre_hooks_of(module):
+            return {}
+        planned = self._lazy_buffers.setdefault(id(module), {})
+        for hook in lazy_buffer_hooks(module):
+            name = hook.name
+            present = planned[name] if name in planned else buffers_of(module).get(name)
+            saved = hook.wanted(entries, prefix + name, present)
+            if saved is not present:
+                planned[name] = None if saved is None else make(module, present, saved)
+        return planned
+
+    def _copy_lazy_buffers(
+        self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
+    ) -> None:
+        """Make those copies of a plan that are for new buffers."""
+        sources = {id(target): source for target, source in plan.copies}
+        for name, new in lazy_buffers.items():
+            if new is None or id(new) in sources:
+                source = None if new is None else sources[id(new)]
+                self.copier.replace(Replacement(buffers_of(module), name, new, source))
+        new_ones = {id(new) for new in lazy_buffers.values()}
+        plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
+
+    def _copies_itself(self) -> bool:
+        """Return whether copying is just copying now, and nobody wants to see torch do it."""
+        if self._asked_after != self.foreign_runs:
+            self._asked_after = self.foreign_runs
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            self._copies = not (swaps or modes_are_active())
+        return self._copies
+
+    def _load_by_torch(
+        self,
+        module: nn.Module,
+        own: dict[str, Tensor],
+        part: StateDictPart,
+        metadata: dict[str, Any],
+        has_extra_state: bool,
+        *,
+        plainly: bool,
+    ) -> None:
+        """Let torch's code load the module, after showing the entries it passes to others' code."""
+        entries, prefix = part.entries, part.prefix
+        names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
+        seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
+        # Only where all values are there is nothing to be read first, whatever the metadata says.
+        plainly &= self.assign
+        plainly &= all(are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
+        if seen and not plainly:
+            self._show(seen)
+        elif seen:
+            self.copier.note_assigned(seen)
+        self._lazy_buffers.pop(id(module), None)  # torch calls the hooks
+        self._call_torch(module, part, metadata)
+
+    def _load_extra_state(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
+    ) -> int:
+        """Load a module's extra state; returns how many entries that are no tensor's it was."""
+        key = part.prefix + EXTRA_STATE_KEY_SUFFIX
+        found = key in part.entries
+        if is_set:
+            if found:
+                self._show({key: part.entries[key]})
+                module.set_extra_state(part.entries[key])
+            else:
+                self.missing.append(key)
+        elif found:
+            self.unexpected.append(key)
+        return int(found and EXTRA_STATE_KEY_SUFFIX not in own)
+
+    def _find_unexpected(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
+    ) -> None:
+        """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
+        entries, prefix = part.entries, part.prefix
+        if len(entries) == n_found:
+            return
+        groups = part.groups(self.foreign_runs)
+        modules = children_of(module)
+        if groups is not None and all(name in modules for name in groups):
+            n_found += sum(map(len, groups.values()))
+            if len(entries) == n_found:
+                return
+        extra_state_key = prefix + EXTRA_STATE_KEY_SUFFIX
+        for key in entries:
+            if key.startswith(prefix) and key != extra_state_key:
+                name, dot, _ = key[len(prefix) :].partition(".")
+                if name not in (modules if dot else own):
+                    self.unexpected.append(key)
+
+    # ------------------------------------------------------------------------ other people's code
+
+    def check_first(self) -> None:
+        """Raise the errors that are certain, unless they have been looked for already."""
+        if self.check is not None:
+            self.check()
+            self.check = None
+
+    def _load_by_others(
+        self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]
+    ) -> bool:
+        """Load a module's own entries by code of its own."""
+        self._show(part.entries)
+        self._call_torch(module, part, metadata)
+        return True
+
+    def _run_post_hooks(self, module: nn.Module) -> None:
+        keys = IncompatibleKeys(self.missing, self.unexpected)
+        for hook in post_hooks_of(module).values():
+            self._show({})
+            if hook(module, keys) is not None:
+                raise_for_result_of_hook()
+
+    def _show(self, entries: dict[str, Any]) -> None:
+        self.check_first()
+        self.copier.show(entries)
+        self._lazy_buffers.clear()  # the planned tensors are in place
+        self.foreign_runs += 1
+
+    def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
+        """Call the module's own method, and note whether anybody keeps the dict it was given."""
+        n_references = sys.getrefcount(part.entries)
+        with self._skipping_mismatched(module):
+            load_method_of(module)(
+                part.entries,
+                part.prefix,
+                metadata,
+                True,
+                self.missing,
+                self.unexpected,
+                self.errors,
+            )
+        part.is_kept = (
+            sys.getrefcount(part.entries) > n_references
+            or weakref.getweakrefcount(part.entries) > 0
+        )
+
+    @contextlib.contextmanager
+    def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
+        """Let entries of other shapes do nothing while the module's own method runs.
+
+        The last pre-hook, which sees the same entries as torch, puts the module's own tensors into
+        their places: so nothing is missing, and the tensors are copied to themselves.
+        """
+        if not self.skip_mismatched:
+            yield
+            return
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+        lazy = {hook.name for hook in lazy_buffer_hooks(module)}
+
+        def replace(entries: dict[str, Any], prefix: str, *_: Any) -> None:
+            for name, target in own_tensors(module).items():
+                key = prefix + name
+                if key in entries and name not in lazy and differ(target, entries[key]):
+                    replaced.append((entries, key, entries[key]))
+                    self.mismatched.append((key, entries[key].shape, target.shape))
+                    entries[key] = target
+
+        handle = register_pre_hook(module, replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for entries, key, entry in replaced:
+                entries[key] = entry
+
+
+class Checking(Loading):
+    """Finds errors in the entries of modules in whose loading only torch takes part."""
+
+    calls_others = False
+    _new_buffer: _MakeBuffer = staticmethod(_like)
+
+    def __init__(self, metadata: Any, lender: Copier, skip_mismatched: bool) -> None:
+        super().__init__(metadata, False, CopyNothing(), skip_mismatched)
+        self.lender = lender  # knows where the values are, should hooks have to see them
+        self.is_complete = True
+
+    def _metadata_at(self, prefix: str) -> dict[str, Any]:
+        return dict(super()._metadata_at(prefix))
+
+    def _load_by_others(self, *_: Any) -> bool:
+        """Leave the module and its children out: only calling its code tells more."""
+        self.is_complete = False
+        return False
+
+    def _load_by_torch(
+        self,
+        module: nn.Module,
+        own: dict[str, Tensor],
+        part: StateDictPart,
+        metadata: dict[str, Any],
+        has_extra_state: bool,
+        **_: Any,
+    ) -> None:
+        """Compare keys and shapes; other errors appear only when torch's code really runs."""
+        entries, prefix = part.entries, part.prefix
+        found = {name: entries[prefix + name] for name in own if prefix + name in entries}
+        self.missing += [prefix + name for name in own if name not in found]
+        for name, entry in found.items():
+            if not is_tensor_like(entry):
+                self.errors.append(no_tensor_message(prefix + name, entry))
+            elif differ(own[name], entry) and not self.skip_mismatched:
+                self.errors.append(mismatch_message(prefix + name, own[name], entry))
+        n_found = len(found) + self._load_extra_state(module, own, part, has_extra_state)
+        self._find_unexpected(module, own, part, n_found)
+
+
+def raise_for_result_of_hook() -> None:
+    """Raise torch's error for a post-hook that returns something, in its version's words."""
+    module = nn.Module()
+    module.register_load_state_dict_post_hook(lambda *_: True)
+    module.load_state_dict({})
