@@ -247,9 +247,9 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
         """Return the error for a URL; `reason` says why it is not served if others are."""
         message = (
             f"URLs are not served here, only local files and directories{reason and f' ({reason})'}"
-            ": copy it to or from a local path (given as a str, a URL is read by ptsave.open, by "
-            "everything that loads, and by the commands ls, verify, globals, extract, diff, "
-            "convert and compact), or begin the name of a local file with ./"
+            ": copy it to or from a local path (given as a str, with both its slashes, a URL is "
+            "read and written by everything but ptsave bench), or begin the name of a local file "
+            "with ./"
         )
         return cls(errno.ENOENT, message, url)
 

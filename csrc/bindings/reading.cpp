@@ -229,6 +229,7 @@ void bind_reading(py::module_& module) {
       .def_readonly("limit", &IndexedRecord::limit)
       .def_readonly("stored_nbytes", &IndexedRecord::stored_nbytes)
       .def_readonly("method", &IndexedRecord::method)
+      .def_readonly("directory", &IndexedRecord::directory)
       .def_property_readonly("stored", &IndexedRecord::stored)
       .def_property_readonly("encrypted", &IndexedRecord::encrypted);
   py::class_<DamagedRecord>(module, "DamagedRecord")

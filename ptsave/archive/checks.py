@@ -49,6 +49,8 @@ def check_compressed_member(reader: RecordReader, index: int) -> None:
     """Verify one member, as `check_compressed_members` does all."""
     record = reader.engine.record(index)
     reader.require_small(index)
+    if record.directory:
+        reader.fail("it is marked as a directory, of which nothing is read", record.name)
     offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
     if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
         reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)

@@ -142,7 +142,12 @@ def _under_another_name(f: Any) -> Iterator[Any]:
         head, _ = _head_of(f, None)
         if is_zip(head) or is_legacy(head):
             with open(f, "rb", opener=regular_only) as stream:
-                yield f"/proc/self/fd/{stream.fileno()}"
+                name = f"/proc/self/fd/{stream.fileno()}"
+                try:
+                    yield name
+                except RuntimeError as error:
+                    error.args = tuple(str(each).replace(name, str(f)) for each in error.args)
+                    raise
             return
     yield f
 

@@ -43,7 +43,13 @@ from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
-from ptsave.writing.targets import FileTarget, exists, resolve_file, scratch_folder
+from ptsave.writing.targets import (
+    FileTarget,
+    exists,
+    resolve_file,
+    resolve_target,
+    scratch_folder,
+)
 from ptsave.writing.url_targets import resolve
 
 __all__ = ["Compaction", "compact"]
@@ -128,6 +134,8 @@ def compact(
         If the target cannot be written; it has not changed then.
     UnsupportedSourceError
         If the source is a file object, and there is no target.
+    TypeError
+        If `target_storage_options` are given for a local target, or for none.
 
     Notes
     -----
@@ -150,18 +158,13 @@ def compact(
     ...     print(done.nbytes_before > 4_000_000, done.nbytes < 10_000)
     True True
     """
-    if target is None or not is_url_target(target):
+    if target is not None:
+        resolve(target, target_storage_options)  # before anything is read
+    else:
         refuse_storage_options(target_storage_options)
-    is_path = isinstance(source, (str, os.PathLike))
-    if target is not None and not is_url_target(target):
-        refuse_url_target(target)
-    elif target is None and not dry_run and is_path and not is_url(source):
-        refuse_url_target(source)  # a local file of such a name: by that name it cannot be written
-    if target is None and not dry_run and not is_path:
-        raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
+        if not dry_run:
+            _require_replaceable(source, storage_options)
     own = storage_options if target is None else target_storage_options
-    if not dry_run and is_url_target(source if target is None else target):
-        resolve(str(source if target is None else target), own)  # before anything is read
     options = _Options(dry_run, force, fsync, progress, own)
     path = None if target is None else os.fsdecode(target)
     with position_kept(source):
@@ -171,7 +174,18 @@ def compact(
         with files.source.closed_on_error():
             if path is not None:
                 _check_target(files.path, path, options)
-            return _compact_file(files.source, path or files.path, path is not None, options)
+            path_of_result = files.path if path is None else path
+            return _compact_file(files.source, path_of_result, path is not None, options)
+
+
+def _require_replaceable(source: Any, storage_options: Mapping[str, Any] | None) -> None:
+    """Refuse a source that cannot be replaced, before anything is read."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
+    if is_url(source):
+        resolve(source, storage_options)
+    else:
+        refuse_url_target(source)  # a local file of such a name: by that name it cannot be written
 
 
 class _Options(NamedTuple):
@@ -183,7 +197,12 @@ class _Options(NamedTuple):
 
     def resolve(self, path: str) -> FileTarget:
         """Return the target of that name."""
-        return resolve_file(path, self.target_options) if is_url_target(path) else path
+        return resolve_file(path, self.target_options)
+
+    def resolve_writable(self, path: str) -> FileTarget:
+        """Return the same, if a file can be written there as far as that is known before."""
+        target: FileTarget = resolve_target(path, self.target_options)
+        return target
 
 
 def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> Compaction:
@@ -215,7 +234,7 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
 
 def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Options) -> Compaction:
     with ExitStack() as stack:
-        target: FileTarget = path if options.dry_run else options.resolve(path)
+        target: FileTarget = path if options.dry_run else options.resolve_writable(path)
         nearby = os.path.realpath(target) if isinstance(target, str) else target
         sources = PayloadSources(stack, scratch_folder(nearby))
         checkpoint = SourceCheckpoint(open_file(sources.localize(source), verify=True), sources)

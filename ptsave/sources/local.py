@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__ = ["describe", "position_kept", "real_file"]
@@ -24,7 +24,10 @@ def describe(f: Any) -> str:
 @contextmanager
 def position_kept(f: Any) -> Iterator[None]:
     """Give a file object its position back after the block; nothing else has one."""
-    position = f.tell() if hasattr(f, "tell") else None
+    position = None
+    if hasattr(f, "tell") and hasattr(f, "seek"):
+        with suppress(OSError):  # of a pipe or a socket, which opening it refuses
+            position = f.tell()
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ fetched.  The bytes of tensors are fetched into the tensors.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import threading
@@ -213,8 +214,9 @@ class FileObject(_Ranges):
         self.name = name
         self._stream = stream
         self._lock = threading.Lock()
-        self._begin = stream.tell()
-        stream.seek(0, os.SEEK_END)  # which mmap's answers with None
+        with _seekable(name):
+            self._begin = stream.tell()
+            stream.seek(0, os.SEEK_END)  # which mmap's answers with None
         self.nbytes = max(stream.tell() - self._begin, 0)
         self.rewind()
 
@@ -255,9 +257,26 @@ class FileObject(_Ranges):
         with self._lock:
             self._stream.seek(self._begin + begin)
             while begin < end and (piece := self._stream.read(end - begin)):
+                if isinstance(piece, str):
+                    raise TypeError(f"{self.name} is open for text: open it with mode 'rb'")
                 pieces.append(piece)
                 begin += len(piece)
         return b"".join(pieces)
+
+
+@contextmanager
+def _seekable(name: str) -> Iterator[None]:
+    """Name a file object that cannot seek in the error of the block that tries it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ESPIPE and not isinstance(error, io.UnsupportedOperation):
+            raise
+        reason = (
+            f"{os.strerror(errno.ESPIPE)}: it cannot be read at any position: copy what comes out "
+            "of it to a file, or to an io.BytesIO"
+        )
+        raise OSError(errno.ESPIPE, reason, name) from error
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

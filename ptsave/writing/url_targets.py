@@ -273,6 +273,8 @@ def resolve(
     ------
     UnsupportedUrlError
         If it is a URL that cannot be written to.
+    SaveError
+        If it is empty, as the value of a variable that is not set is.
     TypeError
         If there are options for the file system of a URL, and it is none.
     """
@@ -280,7 +282,10 @@ def resolve(
         return _resolve_url(str(f), storage_options)
     refuse_url_target(f)
     refuse_storage_options(storage_options)
-    return os.fsdecode(f)
+    path = os.fsdecode(f)
+    if not path:
+        raise SaveError(errno.ENOENT, "invalid file name: it is empty", path)
+    return path
 
 
 def _resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:

@@ -534,6 +534,22 @@ def test_what_does_not_inflate_is_damage(record: str) -> None:
     assert isinstance(ours.error, ptsave.CorruptCheckpointError)
 
 
+@pytest.mark.parametrize("method", ["deflated", "stored"])
+def test_members_that_are_marked_as_directories(method: str) -> None:
+    """torch reads nothing of them, and hands out memory that it has not written."""
+    archive = archive_of(_OBJECT)
+    marked, deflated = archive.entry("data/0"), archive.entry("data/0")
+    if method == "stored":
+        deflated = archive.entry("version")
+    deflated.crc, deflated.nbytes = zlib.crc32(deflated.payload), len(deflated.payload)
+    deflated.payload, deflated.method = _deflated(deflated.payload), DEFLATED
+    marked.central["attributes"] = 0x10
+    _, ours = outcomes_of(archive.to_bytes())
+    assert isinstance(ours.error, ptsave.CorruptCheckpointError)
+    assert ours.error.record == "data/0"
+    assert "directory" in str(ours.error)
+
+
 def _absurd_files() -> dict[str, bytes]:
     """Files that claim gigabytes."""
     files = {

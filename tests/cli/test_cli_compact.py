@@ -262,3 +262,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
         result = run(*arguments)
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+@pytest.mark.parametrize("target", ["", b"", "a\0b.pt", ".pt", "b.pt/", "no/such/b.pt"])
+def test_a_target_that_names_no_file(tmp_path: Path, target: Any) -> None:
+    """An empty name, of a variable that is not set, is not the source's."""
+    path = saved(tmp_path / "a.pt", torch.ones(1000, 1000)[0])
+    before = path.read_bytes()
+    with pytest.raises((OSError, RuntimeError, ValueError), match=r"file name|null byte|directory"):
+        compact(path, target, force=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("target", [None, "b.pt"])
+def test_options_for_the_url_of_a_local_target(tmp_path: Path, target: str | None) -> None:
+    path = saved(tmp_path / "a.pt", torch.ones(1000, 1000)[0])
+    before = path.read_bytes()
+    for dry_run in (False, True):
+        with pytest.raises(TypeError, match="storage_options"):
+            compact(path, target, dry_run=dry_run, target_storage_options={"anon": True})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.pt"]

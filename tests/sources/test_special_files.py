@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,57 @@ def test_standard_input(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         assert b"it is a pipe, which cannot be read at any position" in process.stderr.read()
+
+
+# Readers of torch's own: they refuse a file object in torch's words.
+TORCHS = {each for each in READERS if each.startswith("load")} - {"load_model"}
+
+
+def _spooled_text(_: Path) -> Any:
+    stream = tempfile.SpooledTemporaryFile(mode="w+")
+    stream.write("abc")
+    stream.seek(0)
+    return stream
+
+
+STREAMS: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: path.open(errors="replace"),
+    "StringIO": lambda path: io.StringIO("abc"),
+    "spooled text": _spooled_text,
+    "pipe": lambda path: os.fdopen(os.pipe()[0], "rb"),
+    "socket": lambda path: socket.socketpair()[0].makefile("rb"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("reader", [each for each in READERS if each not in TORCHS])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_file_objects_that_cannot_be_read(tmp_path: Path, kind: str, reader: str) -> None:
+    """The error says which one it is and how to open it."""
+    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "model.pt")
+    is_text = kind not in ("pipe", "socket")
+    error: type[Exception] = TypeError if is_text else OSError
+    words = "is open for text: open it with mode 'rb'" if is_text else "Illegal seek: it"
+    writers: dict[str, Callable[[Any, Path], object]] = {"convert": convert, "compact": compact}
+    target = (tmp_path / "out.pt",) if reader in writers else ()
+    call: Callable[..., object] = writers.get(reader, READERS[reader])
+    with (
+        STREAMS[kind](tmp_path / "model.pt") as stream,
+        pytest.raises(error, match=words) as caught,
+    ):
+        call(stream, *target)
+    if isinstance(caught.value, OSError):
+        assert caught.value.errno == errno.ESPIPE
+        assert caught.value.filename is not None
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_mapping_a_legacy_file_under_another_name(tmp_path: Path) -> None:
+    """torch's message names the file that was given."""
+    path = tmp_path / "model.safetensors"
+    torch.save([1], path, _use_new_zipfile_serialization=False)
+    with pytest.raises(RuntimeError, match="mmap can only be used") as caught:
+        ptsave.load(path, mmap=True)
+    assert str(path) in str(caught.value)
+    assert "/proc/" not in str(caught.value)

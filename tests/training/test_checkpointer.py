@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -642,6 +642,20 @@ def test_directory_that_is_a_file(tmp_path: Path, name: str) -> None:
     assert caught.value.filename == str(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["", b""])
+def test_directory_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any
+) -> None:
+    """An empty name, of a variable that is not set, does not mean the current directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ptsave.SaveError, match="it is empty") as caught:
+        ptsave.AsyncCheckpointer(name)
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(ptsave.SaveError, match="it is empty"):
+        ptsave.save_model({"weight": torch.ones(2)}, name)
+    assert os.listdir(tmp_path) == []
+
+
 def test_directory_that_cannot_be_made() -> None:
     with pytest.raises(ptsave.SaveError, match="cannot be made") as caught:
         ptsave.AsyncCheckpointer("/proc/checkpoints")
@@ -710,6 +724,55 @@ with ptsave.AsyncCheckpointer({str(tmp_path)!r}, keep=4, fsync=False) as checkpo
     assert len(os.listdir(tmp_path)) == len(steps)
     for step in steps:
         assert torch.equal(checkpointer.restore(step)["weight"], torch.full((100_000,), step))
+
+
+_SAVE_ON_COMMAND = """
+import sys, time, warnings, torch, ptsave
+directory, keep = sys.argv[1], int(sys.argv[2])
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "(?s).*is there already")  # going back is meant
+with ptsave.AsyncCheckpointer(directory, keep=keep, fsync=False) as checkpointer:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        step, begin = line.split()
+        while time.monotonic() < float(begin):
+            pass
+        checkpointer.save(int(step), weight=torch.full((100,), int(step)))
+        checkpointer.wait()
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_two_processes_that_prune_at_once(tmp_path: Path, keep: int) -> None:
+    """Each would keep another set, one having gone back: together they may not keep fewer."""
+    command = [sys.executable, "-c", _SAVE_ON_COMMAND, str(tmp_path), str(keep)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    there = CheckpointDirectory(tmp_path)
+
+    def answers() -> list[str]:
+        streams = [process.stdout for process in processes]
+        return [stream.readline().strip() for stream in streams if stream is not None]
+
+    with ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        assert answers() == ["ready"] * 2
+        for round_number in range(25):
+            begin = time.monotonic() + 0.002
+            steps = 1000 + 2 * round_number, round_number  # the second is always the lowest
+            for process, step in zip(processes, steps, strict=True):
+                print(step, begin, file=process.stdin, flush=True)
+            assert answers() == ["saved"] * 2
+            assert steps[0] in there.steps()
+            assert min(keep, round_number + 1) <= len(there.steps()) <= keep + 2
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(os.listdir(tmp_path)) == len(there.steps())
+    for step in there.steps():
+        loaded = ptsave.load(there.path_of(step))["weight"]
+        assert torch.equal(loaded, torch.full((100,), step))
+    with ptsave.AsyncCheckpointer(tmp_path, keep=keep) as checkpointer:
+        save_all(checkpointer, 2000)
+    assert len(there.steps()) == keep
 
 
 def test_while_another_process_prunes_nothing_is_removed(tmp_path: Path) -> None:

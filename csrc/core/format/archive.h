@@ -131,6 +131,9 @@ struct IndexedRecord {
   std::uint64_t limit = 0;
   std::uint16_t method = 0;  // 0 STORED, 8 DEFLATED, ...
   std::uint16_t flags = 0;   // general purpose bit flag
+  // Whether its attributes call it a directory, in which case torch's own reader leaves the memory
+  // for its payload as it was.
+  bool directory = false;
 
   bool stored() const { return method == 0; }
   bool encrypted() const { return (flags & 0x41u) != 0; }

@@ -234,7 +234,8 @@ IndexedRecord indexed(const zip::CentralHeader& header, std::string_view name) {
           .crc = header.crc,
           .header_offset = header.header_offset,
           .method = header.method,
-          .flags = header.flags};
+          .flags = header.flags,
+          .directory = (header.external_attributes & zip::kDirectoryAttribute) != 0};
 }
 
 // The part of the file that an entry may fill: from its local header to the next one's.

@@ -252,6 +252,7 @@ const char* parse_central_header(std::span<const std::byte> bytes, CentralHeader
   header.stored_nbytes = load32(p + 20);
   header.nbytes = load32(p + 24);
   header.disk = load16(p + 34);
+  header.external_attributes = load32(p + 38);
   header.header_offset = load32(p + 42);
   header.name = {reinterpret_cast<const char*>(p + kCentralHeaderNbytes), name_nbytes};
   if (!resolve_zip64(bytes.subspan(kCentralHeaderNbytes + name_nbytes, extra_nbytes), header)) {

@@ -38,6 +38,9 @@ inline constexpr std::uint16_t kFlagStrongEncryption = 1u << 6;
 inline constexpr std::uint16_t kFlagUtf8 = 1u << 11;
 inline constexpr std::uint16_t kFlagMasked = 1u << 13;
 
+// A bit of the external attributes, as DOS and miniz take them.
+inline constexpr std::uint32_t kDirectoryAttribute = 1u << 4;
+
 std::uint16_t load16(const std::byte* p);
 std::uint32_t load32(const std::byte* p);
 std::uint64_t load64(const std::byte* p);
@@ -126,6 +129,7 @@ struct CentralHeader {
   std::uint16_t flags = 0;
   std::uint16_t method = 0;
   std::uint16_t disk = 0;
+  std::uint32_t external_attributes = 0;
   std::size_t header_nbytes = 0;  // of the whole header, to step to the next one
 };
 

@@ -58,6 +58,7 @@ TEST(Parse, ReadsBackWhatPlanWrote) {
       EXPECT_EQ(record.crc, crc_of(sample()[i].data));
       EXPECT_TRUE(record.stored());
       EXPECT_FALSE(record.encrypted());
+      EXPECT_FALSE(record.directory);
       EXPECT_EQ(index.find(record.name), i);
     }
     EXPECT_EQ(index.find("nope"), ArchiveIndex::kNotFound);
