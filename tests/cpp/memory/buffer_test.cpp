@@ -1,8 +1,6 @@
 #include "core/memory/buffer.h"
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -13,26 +11,20 @@
 #include <thread>
 #include <vector>
 
+#include "common/residency.h"
 #include "common/scratch.h"
 
 namespace ptsave {
 namespace {
+
+using residency::is_mapped;
+using residency::is_resident;
 
 bool all_zero(const std::byte* data, std::size_t nbytes) {
   for (std::size_t i = 0; i < nbytes; ++i) {
     if (data[i] != std::byte{0}) return false;
   }
   return true;
-}
-
-bool is_mapped(const std::byte* page) {
-  unsigned char residency = 0;
-  return ::mincore(const_cast<std::byte*>(page), 1, &residency) == 0;
-}
-
-bool is_resident(const std::byte* page) {
-  unsigned char residency = 0;
-  return ::mincore(const_cast<std::byte*>(page), 1, &residency) == 0 && (residency & 1u) != 0;
 }
 
 class MappingSizes : public testing::TestWithParam<std::size_t> {};

@@ -1,7 +1,6 @@
 #include "core/memory/staging_pool.h"
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,20 +15,15 @@
 #include <utility>
 #include <vector>
 
+#include "common/residency.h"
+
 namespace ptsave {
 namespace {
 
+using residency::is_mapped;
+using residency::is_resident;
+
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-
-bool is_mapped(const std::byte* page) {
-  unsigned char residency = 0;
-  return ::mincore(const_cast<std::byte*>(page), 1, &residency) == 0;
-}
-
-bool is_resident(const std::byte* page) {
-  unsigned char residency = 0;
-  return ::mincore(const_cast<std::byte*>(page), 1, &residency) == 0 && (residency & 1u) != 0;
-}
 
 void fill(const StagingBlock& block, int value) { std::memset(block.data, value, block.nbytes); }
 

@@ -14,9 +14,7 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::archive;
-using archive_fixture::memory_source;
-using archive_fixture::Record;
+using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
 
 // Keys that are no numbers, and names that only look like storages.
 const std::vector<Record> kRecords{{"data.pkl", "pickle"}, {"data/1", "one"},  {"data/0", "zero"},

@@ -1,8 +1,6 @@
 #include "core/read/reader.h"
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +16,7 @@
 
 #include "common/archive_file.h"
 #include "common/archive_fixture.h"
+#include "common/residency.h"
 #include "common/scratch.h"
 #include "core/base/error.h"
 #include "core/format/zip.h"
@@ -26,14 +25,8 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::archive;
-using archive_fixture::ArchiveFile;
-using archive_fixture::bytes_of;
-using archive_fixture::crc_of;
-using archive_fixture::foreign_archive;
-using archive_fixture::memory_source;
-using archive_fixture::Record;
-using archive_fixture::records_of;
+using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
+using residency::is_resident;
 using scratch::Folder;
 using scratch::noise;
 using Indices = std::vector<std::size_t>;
@@ -510,12 +503,6 @@ TEST(Reader, LeavesNoDescriptorsBehind) {
 }
 
 // ------------------------------------------------------------------------------ memory of payloads
-
-bool is_resident(const std::byte* address) {
-  const auto page = align_down(reinterpret_cast<std::uintptr_t>(address), page_nbytes());
-  unsigned char residency = 0;
-  return ::mincore(reinterpret_cast<void*>(page), 1, &residency) == 0 && (residency & 1u) != 0;
-}
 
 TEST(ReaderMemory, PayloadsOutliveTheReaderAndAreFreedOneByOne) {
   const std::vector<Record> records = records_of({2 * kMiB, 5 * kMiB, 3 * kMiB, 100, 200});

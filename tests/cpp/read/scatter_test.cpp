@@ -18,12 +18,7 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::archive;
-using archive_fixture::ArchiveFile;
-using archive_fixture::foreign_archive;
-using archive_fixture::memory_source;
-using archive_fixture::Record;
-using archive_fixture::records_of;
+using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
 
 const Poll kNoPoll = [] {};
 constexpr std::size_t kMiB = std::size_t{1} << 20;

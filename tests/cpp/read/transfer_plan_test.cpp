@@ -15,9 +15,7 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::archive;
-using archive_fixture::memory_source;
-using archive_fixture::records_of;
+using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
 
 constexpr std::size_t kKiB = 1024;
 constexpr std::size_t kMiB = 1024 * kKiB;

@@ -30,12 +30,7 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::archive;
-using archive_fixture::ArchiveFile;
-using archive_fixture::foreign_archive;
-using archive_fixture::memory_source;
-using archive_fixture::Record;
-using archive_fixture::records_of;
+using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
 using written_archive::bytes_of;
 using written_archive::entries_of;
 using written_archive::Entry;

@@ -23,10 +23,6 @@ namespace ptsave {
 namespace {
 
 using namespace written_archive;  // NOLINT(google-build-using-namespace)
-using archive_fixture::bytes_of;
-using archive_fixture::central_directory;
-using archive_fixture::crc_of;
-using archive_fixture::hash_of;
 using scratch::Folder;
 using scratch::noise;
 
