@@ -11,7 +11,6 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from _corruption import Archive, Entry, archive_of
+from _system import in_child
 from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save, typed_storage
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -373,7 +373,7 @@ def test_sharing_with_another_process(loaded: dict[str, torch.Tensor]) -> None:
     for name in ("t3", "large"):
         tensor = loaded[name].share_memory_()
         assert tensor.is_shared()
-        _in_a_child(lambda tensor=tensor: _fill([tensor], 5))  # type: ignore[misc]
+        in_child(lambda tensor=tensor: _fill([tensor], 5))  # type: ignore[misc]
         assert tensor.eq(5).all()
     loaded["t3"].fill_(3)
     loaded["large"].copy_(torch.arange(600_000.0))
@@ -381,28 +381,13 @@ def test_sharing_with_another_process(loaded: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_child_has_its_own_copy(loaded: dict[str, torch.Tensor]) -> None:
-    _in_a_child(lambda: _fill(list(loaded.values()), -1))
+    in_child(lambda: _fill(list(loaded.values()), -1))
     _all_but(loaded, "")
 
 
 def _fill(tensors: list[torch.Tensor], value: int) -> None:
     for tensor in tensors:
         tensor.numpy()[:] = value
-
-
-def _in_a_child(work: Callable[[], object]) -> None:
-    """`work` must not use torch's threads, which do not survive a fork."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads, from Python 3.12
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_copies_and_pickles(loaded: dict[str, torch.Tensor]) -> None:

@@ -11,13 +11,12 @@ import sys
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _system import Child, in_child
 
 import ptsave
 from ptsave import _C
@@ -144,33 +143,6 @@ for staging in ("blocking", "background"):
 # -------------------------------------------------------------------------------------------- fork
 
 
-def fork(action: Callable[[], None]) -> tuple[int, int]:
-    """Run `action` in a forked process; returns its id and where its failure can be read."""
-    source, sink = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
-        child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        try:
-            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
-            action()
-            os._exit(0)
-        except BaseException:
-            os.write(sink, traceback.format_exc().encode())
-        os._exit(1)
-    os.close(sink)
-    return child, source
-
-
-def join(child: tuple[int, int]) -> None:
-    number, source = child
-    with os.fdopen(source) as messages:
-        message = messages.read()
-    _, status = os.waitpid(number, 0)
-    assert status == 0, message or f"wait status {status}"
-
-
 class Gate(io.BytesIO):
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +185,7 @@ def test_fork_with_pending_saves(tmp_path: Path) -> None:
         ptsave.release_staging_memory()
         assert _C.staging_statistics()["mapped_nbytes"] == 0
 
-    join(fork(child))
+    in_child(child, lambda: signal.alarm(30))
     tensor.zero_()
     gate.opened.set()
     for future in futures:
@@ -253,7 +225,7 @@ def test_forks_at_any_moment(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for _ in range(25):
-        join(fork(child))
+        in_child(child, lambda: signal.alarm(30))
     stop.set()
     for thread in threads:
         thread.join(30)
@@ -300,11 +272,9 @@ def test_kill(tmp_path: Path) -> None:
         whole.append(path.read_bytes())
     generator = random.Random(7)
     for _ in range(ROUNDS):
-        child, source = fork(keep_saving)
+        child = Child(keep_saving)
         time.sleep(generator.uniform(0.01, 0.1))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(source)
+        child.kill()
         assert path.read_bytes() in whole
     ptsave.save(versions[0], path)
     assert os.listdir(tmp_path) == ["file.pt"]

@@ -14,13 +14,14 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
-from _system import mounted
+from _system import Child, mounted
 from click.testing import CliRunner, Result
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -721,16 +722,13 @@ def test_interrupted_and_killed(tmp_path: Path) -> None:
     target = tmp_path / "b.safetensors"
     chance = random.Random(0)
     for i in range(12):
-        child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            try:
-                convert(tmp_path / "a.pt", target, force=True, fsync=i % 2 == 0)
-            finally:
-                os._exit(0)
+        child = Child(
+            partial(convert, tmp_path / "a.pt", target, force=True, fsync=i % 2 == 0),
+            lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         time.sleep(chance.uniform(0, 0.15))
-        os.kill(child, signal.SIGKILL if i % 3 else signal.SIGINT)
-        os.waitpid(child, 0)
+        os.kill(child.pid, signal.SIGKILL if i % 3 else signal.SIGINT)
+        child.wait()
         if target.exists():
             assert target.read_bytes() == expected
     convert(tmp_path / "a.pt", target, force=True)

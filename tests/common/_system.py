@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import traceback
 import warnings
@@ -18,27 +19,55 @@ needs_root = pytest.mark.skipif(not IS_ROOT, reason="only root may mount or beco
 NOBODY = 65534
 
 
-def in_child(action: Callable[[], None], before: Callable[[], None] | None = None) -> None:
+class Child:
+    """A forked process that runs `action`; one of the methods has to wait for it.
+
+    Attributes
+    ----------
+    pid : int
+        Its number.
+    """
+
+    def __init__(
+        self, action: Callable[[], object], before: Callable[[], object] | None = None
+    ) -> None:
+        self._source, sink = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the parent may have threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
+                if before is not None:
+                    before()
+                action()
+                os._exit(0)
+            except BaseException:
+                os.write(sink, traceback.format_exc().encode())
+            os._exit(1)
+        os.close(sink)
+
+    def wait(self) -> tuple[int, str]:
+        """Return its wait status, and the traceback if it has failed."""
+        with os.fdopen(self._source) as messages:
+            message = messages.read()
+        return os.waitpid(self.pid, 0)[1], message
+
+    def join(self) -> None:
+        """Wait for it, and fail if it has failed."""
+        status, message = self.wait()
+        assert status == 0, message or f"wait status {status}"
+
+    def kill(self) -> None:
+        """Kill it, and fail if it has ended by itself."""
+        os.kill(self.pid, signal.SIGKILL)
+        status, message = self.wait()
+        assert os.WIFSIGNALED(status), message or f"wait status {status}"
+
+
+def in_child(action: Callable[[], object], before: Callable[[], object] | None = None) -> None:
     """Run `action` in a forked process and fail if it fails there."""
-    source, sink = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the parent may have threads
-        child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
-            if before is not None:
-                before()
-            action()
-            os._exit(0)
-        except BaseException:
-            os.write(sink, traceback.format_exc().encode())
-        os._exit(1)
-    os.close(sink)
-    with os.fdopen(source) as messages:
-        message = messages.read()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, message or f"wait status {status}"
+    Child(action, before).join()
 
 
 def become_nobody(groups: tuple[int, ...] = ()) -> None:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
-import traceback
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
+from _system import Child
 from _weights import assert_equal
 from kill_rounds import ROUNDS, SEED
 from safetensors.torch import load_file
@@ -78,26 +76,15 @@ class Rounds:
         self.n_interrupted = 0
 
     def run(self, generator: random.Random) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
-            child = os.fork()
-        if child == 0:
-            self._keep_saving()
+        child = Child(self._keep_saving)
         time.sleep(generator.uniform(0, 4 * self.save_seconds))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), f"the child has ended by itself: {status}"
+        child.kill()
         self._check()
 
     def _keep_saving(self) -> NoReturn:
-        try:
-            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
-            while True:
-                for version in (0, 1):
-                    self._save(version)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
+        while True:
+            for version in (0, 1):
+                self._save(version)
 
     def _save(self, version: int) -> None:
         ptsave.save_model(

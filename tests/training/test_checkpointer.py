@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _system import in_child
 from stock_comparison import assert_same_object
 from torch import nn
 from torch.utils.serialization import config as torch_config
@@ -973,23 +974,14 @@ def test_forked_process(tmp_path: Path) -> None:
     """It has no pending saves, and can make its own; the parent's are not disturbed."""
     checkpointer = ptsave.AsyncCheckpointer(tmp_path / "checkpoints", keep=2)
     futures = [checkpointer.save(step, weight=torch.ones(8 * MIB)) for step in range(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            checkpointer.wait()
-            checkpointer.save(100, value=1).result()
-            checkpointer.close()
-            assert checkpointer.restore(100) == {"value": 1}
-            os._exit(0)
-        except BaseException:
-            import traceback
 
-            traceback.print_exc()
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
+    def child() -> None:
+        checkpointer.wait()
+        checkpointer.save(100, value=1).result()
+        checkpointer.close()
+        assert checkpointer.restore(100) == {"value": 1}
+
+    in_child(child)
     checkpointer.wait()
     assert all(future.exception() is None for future in futures)
     assert checkpointer.steps()[-1] == 100

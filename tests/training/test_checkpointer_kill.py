@@ -10,16 +10,15 @@ import copy
 import os
 import random
 import re
-import signal
 import time
-import traceback
-import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _system import Child
 from stock_comparison import assert_same_object
 from torch import nn
 
@@ -111,41 +110,28 @@ class Rounds:
         self.n_leftovers = 0
 
     def run(self, seconds: float) -> None:
-        child, progress = self._fork(None)
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-        status = self._wait(child, progress)
-        assert os.WIFSIGNALED(status), f"the child has ended by itself: {status}"
+        with self._child(None) as child:
+            time.sleep(seconds)
+            child.kill()
         self._check()
 
     def finish(self) -> None:
         steps = ptsave.AsyncCheckpointer(self.folder).steps()
         last = steps[-1] + 5 if steps else 5
-        child, progress = self._fork(last)
-        assert self._wait(child, progress) == 0
+        with self._child(last) as child:
+            child.join()
         self._check()
         names = [f"step-{step:08d}.pt" for step in range(last - KEEP + 1, last + 1)]
         assert sorted(os.listdir(self.folder)) == names
 
-    def _fork(self, n_steps: int | None) -> tuple[int, int]:
+    @contextmanager
+    def _child(self, n_steps: int | None) -> Iterator[Child]:
         progress, sink = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
-            child = os.fork()
-        if child == 0:
-            try:
-                train(self.folder, n_steps, sink)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
+        child = Child(lambda: train(self.folder, n_steps, sink))
         os.close(sink)
-        return child, progress
-
-    def _wait(self, child: int, progress: int) -> int:
         with os.fdopen(progress, "rb") as stream:
+            yield child
             self.n_saved += len(stream.read())
-        return os.waitpid(child, 0)[1]
 
     def _check(self) -> None:
         names = set(os.listdir(self.folder)) if self.folder.exists() else set()

@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
 import time
-import traceback
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
+from _system import Child
 from kill_rounds import ROUNDS, SEED
 
 import ptsave
@@ -82,33 +80,22 @@ class Rounds:
             self.path.unlink()
         child = self._fork()
         time.sleep(generator.uniform(0, 2.5 * self.save_seconds))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), f"the child has ended by itself: {status}"
+        child.kill()
         self._check()
 
-    def _fork(self) -> int:
+    def _fork(self) -> Child:
         ready, announce = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
-            child = os.fork()
-        if child == 0:
-            self._keep_saving(announce)
+        child = Child(lambda: self._keep_saving(announce))
         os.close(announce)
         assert os.read(ready, 1) == b"!"
         os.close(ready)
         return child
 
     def _keep_saving(self, announce: int) -> NoReturn:
-        try:
-            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
-            os.write(announce, b"!")
-            while True:
-                for version in self.versions:
-                    self._save(version)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
+        os.write(announce, b"!")
+        while True:
+            for version in self.versions:
+                self._save(version)
 
     def _save(self, version: Contents) -> None:
         ptsave.save(version, self.path, fsync=self.case.fsync)

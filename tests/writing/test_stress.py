@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _system import Child
 
 import ptsave
 from ptsave.inspection.verification import verify_file
@@ -160,21 +160,15 @@ class Crowd:
             self.errors.append(traceback.format_exc())
 
     def _in_child(self, action: Callable[[int], None]) -> None:
-        source, sink = os.pipe()
-        with _FORKING, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
-            child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)  # the threads of the parent's OpenMP pool are not here
-            self._repeat(action)
-            os.write(sink, "".join(self.errors).encode())
-            os._exit(0)
-        os.close(sink)
-        with os.fdopen(source) as messages:
-            error = messages.read()
-        _, status = os.waitpid(child, 0)
-        if error or status:
+        with _FORKING:
+            child = Child(lambda: self._repeat_or_fail(action))
+        status, error = child.wait()
+        if status:
             self.errors.append(error or f"wait status {status}")
+
+    def _repeat_or_fail(self, action: Callable[[int], None]) -> None:
+        self._repeat(action)
+        assert not self.errors, self.errors[0]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from _system import Child
 
 import ptsave
 from ptsave.contents import checkpoint_files, opening
@@ -316,16 +317,12 @@ def test_locked_files_stay_free_after_a_fork(tmp_path: Path) -> None:
     saving.start()
     while not path.exists():
         time.sleep(0.001)
-    child = os.fork()
-    if child == 0:
-        time.sleep(30)
-        os._exit(0)
+    child = Child(lambda: time.sleep(30))
     saving.join()
     try:
         begin = time.monotonic()
         ptsave.save(MINE, path, atomic=False)
         assert time.monotonic() - begin < 10
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
     assert name_in(path) == "mine"
