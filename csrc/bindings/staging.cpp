@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "core/memory/staging_pool.h"
+#include "device/pinned_pool.h"
 #include "storage/snapshot.h"
 #include "storage/storage.h"
 
@@ -42,6 +43,7 @@ void bind_staging(py::module_& module) {
       .def("abandon", &Snapshot::abandon);
   module.def("staging_statistics", &staging_statistics);
   module.def("trim_staging_pool", [] { without_gil([] { StagingPool::instance().trim(); }); });
+  module.def("release_pinned_memory", [] { without_gil([] { release_pinned_memory(); }); });
 }
 
 }  // namespace ptsave

@@ -1,11 +1,11 @@
 #include "device/accelerator_stager.h"
 
 #include <ATen/ops/cat.h>
-#include <c10/util/Exception.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <bit>
-#include <deque>
+#include <map>
 #include <utility>
 
 #include "device/bytes.h"
@@ -16,6 +16,7 @@ namespace {
 
 // A copy takes about as long to launch as the bus takes for this much.
 constexpr std::uint64_t kGatherNbytes = std::uint64_t{256} << 10;
+constexpr std::size_t kMaxScratchNbytes = std::size_t{4} << 20;
 
 class PinnedPieces final : public StagedPieces {
  public:
@@ -26,25 +27,26 @@ class PinnedPieces final : public StagedPieces {
   PinnedPool::Buffer buffer_;
 };
 
-std::vector<c10::Device> devices_of(const AcceleratorStager::Sources& sources) {
-  std::vector<c10::Device> devices;
-  for (const auto& [record, storage] : sources) devices.push_back(storage.device());
-  return devices;
+// With memory to gather what is small there, at most a chunk of it.
+std::vector<SideStreams::Part> parts_of(const AcceleratorStager::Sources& sources,
+                                        std::size_t max_nbytes) {
+  std::map<c10::DeviceIndex, std::size_t> small_nbytes;
+  std::vector<SideStreams::Part> parts;
+  for (const auto& [record, storage] : sources) {
+    const auto [known, is_new] = small_nbytes.try_emplace(storage.device().index());
+    if (is_new) parts.push_back({storage.device()});
+    if (storage.nbytes() < kGatherNbytes) known->second += storage.nbytes();
+  }
+  for (SideStreams::Part& part : parts) {
+    part.scratch_nbytes = std::min(small_nbytes.at(part.device.index()), max_nbytes);
+  }
+  return parts;
 }
 
 std::size_t total_nbytes(const AcceleratorStager::Sources& sources) {
   std::size_t nbytes = 0;
   for (const auto& [record, storage] : sources) nbytes += storage.nbytes();
   return nbytes;
-}
-
-// One tensor of all the bytes; none if it is not worth it, or if the device has no room for it.
-at::Tensor gather(const std::vector<at::Tensor>& small) {
-  try {
-    return small.size() > 1 ? at::cat(small) : at::Tensor();
-  } catch (const c10::OutOfMemoryError&) {
-    return {};
-  }
 }
 
 }  // namespace
@@ -58,24 +60,23 @@ struct AcceleratorStager::Copy {
 };
 
 AcceleratorStager::AcceleratorStager(Sources sources, std::optional<Buffers> buffers)
-    : sources_(std::move(sources)), streams_(devices_of(sources_)) {
+    : sources_(std::move(sources)),
+      streams_(parts_of(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {
   if (!buffers) return;
   const std::size_t nbytes = std::min(buffers->max_nbytes, total_nbytes(sources_));
-  pool_ = std::make_shared<PinnedPool>(device_type(), std::bit_ceil(nbytes), buffers->max_count);
-}
-
-c10::DeviceType AcceleratorStager::device_type() const {
-  return sources_.begin()->second.device().type();
+  pool_ =
+      std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(nbytes), buffers->max_count);
 }
 
 PinnedPool::Buffer AcceleratorStager::buffer_for(std::size_t nbytes) const {
   if (pool_ != nullptr) return pool_->acquire();
-  return PinnedPool::Buffer(nullptr, pinned_storage(device_type(), std::bit_ceil(nbytes)));
+  return PinnedPool::Buffer(nullptr, pinned_storage(streams_.device(), std::bit_ceil(nbytes)));
 }
 
 std::unique_ptr<StagedPieces> AcceleratorStager::stage(std::size_t /*chunk*/,
                                                        std::span<const PayloadPiece> pieces) {
   const RawCopies raw_copies;
+  const c10::DeviceGuard guard(streams_.device());
   std::vector<Copy> copies;
   std::uint64_t nbytes = 0;
   for (const PayloadPiece& piece : pieces) {
@@ -83,47 +84,45 @@ std::unique_ptr<StagedPieces> AcceleratorStager::stage(std::size_t /*chunk*/,
     nbytes += piece.nbytes;
   }
   PinnedPool::Buffer buffer = buffer_for(nbytes);
-  std::deque<SideStreams::Use> uses;  // in the order of the guards that they hold
-  std::vector<c10::Event> events;
-  try {
-    for (auto begin = copies.begin(); begin != copies.end();) {
-      const c10::Device device = begin->from.device();
-      const auto end = std::find_if(begin, copies.end(),
-                                    [&](const Copy& c) { return c.from.device() != device; });
-      SideStreams::Use& use = uses.emplace_back(streams_, device);
-      copy(buffer, {begin, end});
-      events.push_back(use.record());
-      begin = end;
-    }
-    for (const c10::Event& event : events) event.synchronize();
-  } catch (...) {
-    for (const SideStreams::Use& use : uses) use.drain();
-    while (!uses.empty()) uses.pop_back();
-    throw;
+  SideStreams::Copies under_way(streams_);
+  for (auto begin = copies.begin(); begin != copies.end();) {
+    const c10::Device device = begin->from.device();
+    const auto end =
+        std::find_if(begin, copies.end(), [&](const Copy& c) { return c.from.device() != device; });
+    under_way.queue(device,
+                    [&](const at::Tensor& scratch) { copy(buffer, {begin, end}, scratch); });
+    begin = end;
   }
-  while (!uses.empty()) uses.pop_back();
+  under_way.wait();
   return std::make_unique<PinnedPieces>(std::move(buffer));
 }
 
 // Of one device; its side stream is the current one.
-void AcceleratorStager::copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies) {
+void AcceleratorStager::copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies,
+                             const at::Tensor& scratch) {
   const auto put = [&](const at::Tensor& from, std::uint64_t at) {
     const auto nbytes = static_cast<std::uint64_t>(from.numel());
     bytes_of(buffer.storage(), at, nbytes).copy_(from, /*non_blocking=*/true);
   };
+  const std::uint64_t room = scratch.defined() ? static_cast<std::uint64_t>(scratch.numel()) : 0;
   for (std::size_t i = 0; i < copies.size();) {
     std::vector<at::Tensor> small;
-    std::size_t end = i;
-    for (; end < copies.size() && copies[end].nbytes() < kGatherNbytes; ++end) {
+    std::uint64_t nbytes = 0;
+    for (std::size_t end = i; end < copies.size() && copies[end].nbytes() < kGatherNbytes &&
+                              nbytes + copies[end].nbytes() <= room;
+         ++end) {
       small.push_back(copies[end].from);
+      nbytes += copies[end].nbytes();
     }
-    if (const at::Tensor gathered = gather(small); gathered.defined()) {
+    if (small.size() > 1) {
+      at::Tensor gathered = bytes_of(scratch, 0, nbytes);
+      at::cat_out(gathered, small);
       put(gathered, copies[i].at);
-      i = end;
-      continue;
+      i += small.size();
+    } else {
+      put(copies[i].from, copies[i].at);
+      ++i;
     }
-    end = std::max(end, i + 1);
-    for (; i < end; ++i) put(copies[i].from, copies[i].at);
   }
 }
 

@@ -52,9 +52,9 @@ class AcceleratorStager final : public Stager {
   // A piece's source and its place in the buffer.
   struct Copy;
 
-  c10::DeviceType device_type() const;
   PinnedPool::Buffer buffer_for(std::size_t nbytes) const;
-  void copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies);
+  static void copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies,
+                   const at::Tensor& scratch);
 
   Sources sources_;
   SideStreams streams_;

@@ -1,11 +1,11 @@
 #include "device/accelerator_unstager.h"
 
 #include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <bit>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -20,20 +20,20 @@ constexpr std::size_t kDistributeNbytes = std::size_t{256} << 10;
 // Bytes between two small pieces that may cross the bus with them.
 constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
 
-std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& targets) {
-  std::vector<c10::Device> devices;
-  devices.reserve(targets.size());
-  for (const at::Tensor& target : targets) devices.push_back(target.device());
-  return devices;
-}
-
-// Bytes on the same device; none if it has no room for them.
-at::Tensor bytes_like(const at::Tensor& target, std::size_t nbytes) {
-  try {
-    return at::empty({static_cast<std::int64_t>(nbytes)}, target.options());
-  } catch (const c10::OutOfMemoryError&) {
-    return {};
+// With memory for what is small to arrive in, at most a lease of it.
+std::vector<SideStreams::Part> parts_of(const std::vector<at::Tensor>& targets,
+                                        std::size_t lease_nbytes) {
+  std::map<c10::DeviceIndex, std::size_t> small_nbytes;
+  std::vector<SideStreams::Part> parts;
+  for (const at::Tensor& target : targets) {
+    const auto [known, is_new] = small_nbytes.try_emplace(target.device().index());
+    if (is_new) parts.push_back({target.device()});
+    if (target.nbytes() < kDistributeNbytes) known->second += target.nbytes() + kMaxGapNbytes;
   }
+  for (SideStreams::Part& part : parts) {
+    part.scratch_nbytes = std::min(small_nbytes.at(part.device.index()), lease_nbytes);
+  }
+  return parts;
 }
 
 }  // namespace
@@ -52,9 +52,9 @@ class AcceleratorUnstager::PinnedLease final : public Lease {
 AcceleratorUnstager::AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                                          std::size_t max_leases)
     : targets_(std::move(targets)),
-      streams_(devices_of(targets_)),
-      pool_(std::make_shared<PinnedPool>(targets_.front().device().type(),
-                                         std::bit_ceil(lease_nbytes), max_leases)) {}
+      streams_(parts_of(targets_, lease_nbytes)),
+      pool_(std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(lease_nbytes),
+                                         max_leases)) {}
 
 AcceleratorUnstager::~AcceleratorUnstager() {
   try {
@@ -66,6 +66,7 @@ AcceleratorUnstager::~AcceleratorUnstager() {
 
 std::unique_ptr<Lease> AcceleratorUnstager::lease(std::size_t nbytes) {
   if (nbytes > pool_->buffer_nbytes()) throw std::logic_error("a chunk larger than a lease");
+  const c10::DeviceGuard guard(streams_.device());
   do {
     if (std::unique_ptr<PinnedPool::Buffer> buffer = pool_->try_acquire()) {
       return std::make_unique<PinnedLease>(std::move(*buffer));
@@ -83,7 +84,8 @@ bool AcceleratorUnstager::retire_oldest() {
     oldest = std::move(sent_.front());
     sent_.pop_front();
   }
-  synchronize(oldest.events);
+  const c10::DeviceGuard guard(streams_.device());
+  oldest.copies->wait();
   return true;
 }
 
@@ -101,55 +103,49 @@ void AcceleratorUnstager::drain() {
 
 void AcceleratorUnstager::send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) {
   const RawCopies raw_copies;
+  const c10::DeviceGuard guard(streams_.device());
   const c10::Storage& from = static_cast<PinnedLease&>(*lease).storage();
-  std::vector<c10::Event> events;
+  auto copies = std::make_unique<SideStreams::Copies>(streams_);
   for (auto begin = pieces.begin(); begin != pieces.end();) {
     const c10::Device device = targets_[begin->target].device();
     const auto end = std::find_if(begin, pieces.end(), [&](const Piece& piece) {
       return targets_[piece.target].device() != device;
     });
-    const SideStreams::Use use(streams_, device);
-    try {
-      copy(from, {begin, end});
-      events.push_back(use.record());
-    } catch (...) {
-      use.drain();
-      synchronize(events);
-      throw;
-    }
+    copies->queue(device, [&](const at::Tensor& scratch) { copy(from, {begin, end}, scratch); });
     begin = end;
   }
   const std::lock_guard lock(mutex_);
-  sent_.push_back({std::move(lease), std::move(events)});
+  sent_.push_back({std::move(lease), std::move(copies)});
 }
 
 // To one device; its side stream is the current one.
-void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> pieces) {
+void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> pieces,
+                               const at::Tensor& scratch) {
+  const std::size_t room = scratch.defined() ? static_cast<std::size_t>(scratch.numel()) : 0;
   for (std::size_t i = 0; i < pieces.size();) {
     std::size_t end = i;
     while (end < pieces.size() && pieces[end].nbytes < kDistributeNbytes &&
+           pieces[end].at + pieces[end].nbytes - pieces[i].at <= room &&
            (end == i ||
             pieces[end].at - (pieces[end - 1].at + pieces[end - 1].nbytes) <= kMaxGapNbytes)) {
       ++end;
     }
-    if (end - i > 1 && distribute(from, pieces.subspan(i, end - i))) {
+    if (end - i > 1) {
+      distribute(from, pieces.subspan(i, end - i), scratch);
       i = end;
       continue;
     }
-    end = std::max(end, i + 1);
-    for (; i < end; ++i) {
-      const Piece& piece = pieces[i];
-      bytes_of(targets_[piece.target], piece.offset, piece.nbytes)
-          .copy_(bytes_of(from, piece.at, piece.nbytes), /*non_blocking=*/true);
-    }
+    const Piece& piece = pieces[i++];
+    bytes_of(targets_[piece.target], piece.offset, piece.nbytes)
+        .copy_(bytes_of(from, piece.at, piece.nbytes), /*non_blocking=*/true);
   }
 }
 
-bool AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const Piece> pieces) {
+void AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const Piece> pieces,
+                                     const at::Tensor& scratch) {
   const std::size_t begin = pieces.front().at;
   const std::size_t nbytes = pieces.back().at + pieces.back().nbytes - begin;
-  const at::Tensor arrived = bytes_like(targets_[pieces.front().target], nbytes);
-  if (!arrived.defined()) return false;
+  const at::Tensor arrived = bytes_of(scratch, 0, nbytes);
   arrived.copy_(bytes_of(from, begin, nbytes), /*non_blocking=*/true);
   std::vector<at::Tensor> to;
   std::vector<at::Tensor> parts;
@@ -158,7 +154,6 @@ bool AcceleratorUnstager::distribute(const c10::Storage& from, std::span<const P
     parts.push_back(bytes_of(arrived, piece.at - begin, piece.nbytes));
   }
   at::_foreach_copy_(to, parts, /*non_blocking=*/true);
-  return true;
 }
 
 }  // namespace ptsave

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 
 #include <cstddef>
 #include <deque>
@@ -40,16 +39,16 @@ class AcceleratorUnstager final : public Unstager {
 
  private:
   class PinnedLease;
-  // A lease from which copies are under way until the events happen.
+  // A lease, and the copies from it that may be under way.
   struct Sent {
     std::unique_ptr<Lease> lease;
-    std::vector<c10::Event> events;
+    std::unique_ptr<SideStreams::Copies> copies;
   };
 
   bool retire_oldest();
-  void copy(const c10::Storage& from, std::span<const Piece> pieces);
-  // False, and nothing has happened, if the device has no room for the bytes that arrive together.
-  bool distribute(const c10::Storage& from, std::span<const Piece> pieces);
+  void copy(const c10::Storage& from, std::span<const Piece> pieces, const at::Tensor& scratch);
+  void distribute(const c10::Storage& from, std::span<const Piece> pieces,
+                  const at::Tensor& scratch);
 
   std::vector<at::Tensor> targets_;
   SideStreams streams_;

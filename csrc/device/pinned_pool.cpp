@@ -1,19 +1,63 @@
 #include "device/pinned_pool.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <unistd.h>
 
+#include <optional>
 #include <utility>
 
-namespace ptsave {
+#include "device/side_streams.h"
 
-c10::Storage pinned_storage(c10::DeviceType device_type, std::size_t nbytes) {
-  at::HostAllocator* const allocator = at::getHostAllocator(device_type);
+namespace ptsave {
+namespace {
+
+// A device whose driver has locked memory, and the process that this was in.
+struct Use {
+  c10::Device device;
+  pid_t process;
+};
+
+class LastUse {
+ public:
+  void note(c10::Device device) {
+    const std::lock_guard lock(mutex_);
+    use_ = Use{device, ::getpid()};
+  }
+  std::optional<c10::Device> device() {
+    const std::lock_guard lock(mutex_);
+    return use_ && use_->process == ::getpid() ? std::optional(use_->device) : std::nullopt;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Use> use_;
+};
+
+LastUse& last_use() {
+  static auto& instance = *new LastUse;
+  return instance;
+}
+
+}  // namespace
+
+void release_pinned_memory() {
+  const std::optional<c10::Device> device = last_use().device();
+  if (!device) return;
+  const c10::DeviceGuard guard(*device);  // which has a context
+  SideStreams::wait_for_idle_streams();   // or the allocator believes them to use what was freed
+  at::getHostAllocator(device->type())->empty_cache();
+}
+
+c10::Storage pinned_storage(c10::Device device, std::size_t nbytes) {
+  last_use().note(device);
+  at::HostAllocator* const allocator = at::getHostAllocator(device.type());
   return {c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes), allocator,
           /*resizable=*/false};
 }
 
-PinnedPool::PinnedPool(c10::DeviceType device_type, std::size_t nbytes, std::size_t max_count)
-    : device_type_(device_type), nbytes_(nbytes), max_count_(max_count) {}
+PinnedPool::PinnedPool(c10::Device device, std::size_t nbytes, std::size_t max_count)
+    : device_(device), nbytes_(nbytes), max_count_(max_count) {}
 
 PinnedPool::Buffer::Buffer(std::shared_ptr<PinnedPool> pool, c10::Storage storage)
     : pool_(std::move(pool)), storage_(std::move(storage)) {}
@@ -35,7 +79,7 @@ std::unique_ptr<PinnedPool::Buffer> PinnedPool::try_acquire() {
     ++count_;
   }
   try {
-    return std::make_unique<Buffer>(shared_from_this(), pinned_storage(device_type_, nbytes_));
+    return std::make_unique<Buffer>(shared_from_this(), pinned_storage(device_, nbytes_));
   } catch (...) {
     const std::lock_guard lock(mutex_);
     --count_;

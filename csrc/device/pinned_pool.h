@@ -12,8 +12,13 @@
 
 namespace ptsave {
 
-// Memory of the host allocator of a type of devices.  c10::Error where memory cannot be locked.
-c10::Storage pinned_storage(c10::DeviceType device_type, std::size_t nbytes);
+// Memory of the host allocator of a device's type.  c10::Error where memory cannot be locked.
+c10::Storage pinned_storage(c10::Device device, std::size_t nbytes);
+
+// Gives the memory back to the system that this allocator keeps, nobody uses, and later copies
+// would take again, if there has been a call of pinned_storage().  In a forked child it does
+// nothing: the memory is the parent's.
+void release_pinned_memory();
 
 // A bounded number of equal buffers, made when they are first needed.  torch's own host allocator
 // keeps freed memory, so only the first save or load of a process waits for memory to be locked.
@@ -21,7 +26,7 @@ c10::Storage pinned_storage(c10::DeviceType device_type, std::size_t nbytes);
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
   // Buffers hold `nbytes`, which should be a power of two: torch's allocators round up to one.
-  PinnedPool(c10::DeviceType device_type, std::size_t nbytes, std::size_t max_count);
+  PinnedPool(c10::Device device, std::size_t nbytes, std::size_t max_count);
 
   // A buffer, which goes back to its pool, if it has one.
   class Buffer {
@@ -48,7 +53,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  private:
   void release(c10::Storage storage);
 
-  const c10::DeviceType device_type_;
+  const c10::Device device_;
   const std::size_t nbytes_;
   const std::size_t max_count_;
   std::mutex mutex_;

@@ -2,36 +2,184 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <atomic>
+#include <chrono>
 #include <exception>
+#include <stdexcept>
+#include <thread>
+#include <utility>
 
 namespace ptsave {
+namespace {
 
-SideStreams::SideStreams(std::span<const c10::Device> devices) {
-  for (const c10::Device device : devices) {
-    if (callers_.contains(device.index())) continue;
-    c10::Event event(device.type());
-    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    callers_.emplace(device.index(), std::move(event));
+// A copy of 4 MiB takes 80 to 300 us.
+constexpr std::chrono::microseconds kMinPause{50};
+constexpr std::chrono::microseconds kMaxPause{1000};
+
+void wait_until_done(const c10::Event& event) {
+  for (auto pause = kMinPause; !event.query(); pause = std::min(2 * pause, kMaxPause)) {
+    std::this_thread::sleep_for(pause);
   }
 }
 
-c10::Event SideStreams::Use::record() const {
-  c10::Event event(stream_.device_type());
-  event.record(stream_);
-  return event;
+// Since torch 2.13 backends can be asked.
+template <class Guard>
+bool is_capturing(const Guard& impl, const c10::Stream& stream) {
+  if constexpr (requires { impl.isStreamCapturing(stream); }) {
+    return impl.isStreamCapturing(stream);
+  }
+  return false;
 }
 
-void SideStreams::Use::drain() const noexcept {
+constexpr int kPoolSize = 32;  // of CUDA's, for each device
+
+// Streams that no transfer is using.  There are as many as there ever were at a time.
+class Stock {
+ public:
+  c10::Stream take(c10::Device device) {
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    const std::lock_guard lock(mutex_);
+    const auto found = std::ranges::find_if(streams_, [&](const c10::Stream& stream) {
+      // Somebody who has got the same one from torch's pool may be.
+      return stream.device() == device && !is_capturing(impl, stream);
+    });
+    if (found != streams_.end()) {
+      const c10::Stream stream = *found;
+      streams_.erase(found);
+      return stream;
+    }
+    streams_.reserve(++n_taken_);  // give_back() must not throw
+    c10::Stream stream = impl.getStreamFromGlobalPool(device);
+    for (int i = 0; i < kPoolSize && is_capturing(impl, stream); ++i) {
+      stream = impl.getStreamFromGlobalPool(device);
+    }
+    return stream;
+  }
+
+  void give_back(c10::Stream stream) {
+    const std::lock_guard lock(mutex_);
+    streams_.push_back(stream);
+  }
+
+  std::vector<c10::Stream> streams() {
+    const std::lock_guard lock(mutex_);
+    return streams_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::Stream> streams_;
+  std::size_t n_taken_ = 0;
+};
+
+// Never destroyed: a save in the background may end after static objects have.
+Stock& stock() {
+  static auto& instance = *new Stock;
+  return instance;
+}
+
+// Undefined if the device has no room.
+at::Tensor bytes_on(c10::Device device, std::size_t nbytes) {
   try {
-    stream_.synchronize();
-  } catch (const std::exception&) {
-    return;  // a stream that has failed copies nothing any more
+    return at::empty({static_cast<std::int64_t>(nbytes)},
+                     at::TensorOptions(at::kByte).device(device));
+  } catch (const c10::OutOfMemoryError&) {
+    return {};
   }
+}
+
+}  // namespace
+
+SideStreams::Side::Side(const Part& part)
+    : device(part.device), scratch_nbytes(part.scratch_nbytes) {}
+
+SideStreams::SideStreams(std::span<const Part> parts) {
+  for (const Part& part : parts) {
+    const auto known = std::ranges::find(sides_, part.device, &Side::device);
+    if (known == sides_.end()) {
+      sides_.emplace_back(part);
+    } else {
+      known->scratch_nbytes = std::max(known->scratch_nbytes, part.scratch_nbytes);
+    }
+  }
+  try {
+    for (Side& side : sides_) start(side);
+  } catch (...) {
+    for (std::size_t side = 0; side < sides_.size(); ++side) end(side);
+    throw;
+  }
+}
+
+SideStreams::~SideStreams() {
+  for (std::size_t side = 0; side < sides_.size(); ++side) end(side);
+}
+
+void SideStreams::start(Side& side) {
+  const c10::DeviceGuard guard(side.device);
+  const c10::impl::VirtualGuardImpl impl(side.device.type());
+  const c10::Stream caller = impl.getStream(side.device);
+  refuse_capture(side.device);
+  if (side.scratch_nbytes > 0) {
+    // Before the event: what used this memory until now is over when the event happens.
+    for (Stream& stream : side.streams) stream.scratch = bytes_on(side.device, side.scratch_nbytes);
+  }
+  side.begin.emplace(side.device.type());
+  side.begin->record(caller);
+}
+
+void SideStreams::end(std::size_t side) noexcept {
+  Side& ending = sides_[side];
+  for (Stream& stream : ending.streams) {
+    if (stream.stream) stock().give_back(*stream.stream);
+  }
+  try {
+    const c10::DeviceGuard guard(ending.device);
+    ending.begin.reset();
+    for (Stream& stream : ending.streams) stream.scratch.reset();
+    for (const std::unique_ptr<Events>& events : free_events_) events->events[side].reset();
+  } catch (const std::exception&) {
+    return;  // the device is lost, and its events with it
+  }
+}
+
+void SideStreams::wait_for_idle_streams() {
+  for (const c10::Stream& stream : stock().streams()) {
+    const c10::DeviceGuard guard(stream.device());
+    if (is_capturing(c10::impl::VirtualGuardImpl(stream.device_type()), stream)) continue;
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    wait_until_done(event);
+  }
+}
+
+void SideStreams::refuse_capture(c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  if (!is_capturing(impl, impl.getStream(device))) return;
+  throw std::runtime_error("tensors on " + device.str() +
+                           " cannot be saved or loaded while its current stream captures a graph: "
+                           "do it before the capture begins or after it has ended");
+}
+
+std::size_t SideStreams::side_of(c10::Device device) const {
+  const auto found = std::ranges::find(sides_, device, &Side::device);
+  if (found == sides_.end()) throw std::logic_error("a copy to or from another device");
+  return static_cast<std::size_t>(found - sides_.begin());
+}
+
+// The caller holds the stream's lock, and the device is the current one.
+const c10::Stream& SideStreams::ready(Side& side, Stream& stream) {
+  if (!stream.stream) {
+    stream.stream = stock().take(side.device);
+    side.begin->block(*stream.stream);
+  }
+  return *stream.stream;
 }
 
 bool SideStreams::are_supported(c10::Device device) {
@@ -39,7 +187,7 @@ bool SideStreams::are_supported(c10::Device device) {
   if (supported.load(std::memory_order_relaxed) == device.type()) return !device.is_cpu();
   if (!at::accelerator::isAccelerator(device.type())) return false;
   try {
-    c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    stock().give_back(stock().take(device));
     at::getHostAllocator(device.type());
   } catch (const c10::Error&) {
     return false;
@@ -48,39 +196,71 @@ bool SideStreams::are_supported(c10::Device device) {
   return true;
 }
 
-c10::Stream SideStreams::acquire(c10::Device device) {
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = std::ranges::find(free_, device, &c10::Stream::device);
-    if (found != free_.end()) {
-      const c10::Stream stream = *found;
-      free_.erase(found);
-      return stream;
-    }
+SideStreams::Copies::Copies(SideStreams& streams)
+    : streams_(streams), places_(streams.sides_.size()) {
+  const std::lock_guard lock(streams_.mutex_);
+  if (streams_.free_events_.empty()) {
+    events_ = std::make_unique<Events>();
+    events_->events.resize(streams_.sides_.size());
+    streams_.free_events_.reserve(++streams_.n_events_);  // the destructor must not throw
+  } else {
+    events_ = std::move(streams_.free_events_.back());
+    streams_.free_events_.pop_back();
   }
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const c10::Stream stream = impl.getStreamFromGlobalPool(device);
-  callers_.at(device.index()).block(stream);
-  const std::lock_guard lock(mutex_);
-  free_.reserve(++count_);  // release() must not throw
-  return stream;
 }
 
-void SideStreams::release(c10::Stream stream) {
-  const std::lock_guard lock(mutex_);
-  free_.push_back(stream);
+SideStreams::Copies::~Copies() {
+  try {
+    wait();
+  } catch (const std::exception&) {
+    for (Place& place : places_) place.under_way = false;  // what has failed copies no more
+  }
+  const std::lock_guard lock(streams_.mutex_);
+  streams_.free_events_.push_back(std::move(events_));
 }
 
-void synchronize(std::span<const c10::Event> events) {
+void SideStreams::Copies::queue(c10::Device device,
+                                const std::function<void(const at::Tensor& scratch)>& queue) {
+  const std::size_t number = streams_.side_of(device);
+  Side& side = streams_.sides_[number];
+  Place& place = places_[number];
+  if (place.stream == nullptr) {
+    const std::size_t chosen = side.n_chosen.fetch_add(1, std::memory_order_relaxed);
+    place.stream = &side.streams.at(chosen % kStreams);
+  }
+  const std::lock_guard lock(place.stream->is_queued_to);
+  const c10::DeviceGuard device_guard(device);
+  const c10::Stream& stream = streams_.ready(side, *place.stream);
+  const c10::StreamGuard stream_guard(stream);
+  std::optional<c10::Event>& event = events_->events[number];
+  if (!event) event.emplace(device.type());
   std::exception_ptr error;
-  for (const c10::Event& event : events) {
+  try {
+    queue(place.stream->scratch);
+  } catch (...) {
+    error = std::current_exception();  // what was queued before it is under way all the same
+  }
+  event->record(stream);
+  place.under_way = true;
+  if (error) std::rethrow_exception(error);
+}
+
+void SideStreams::Copies::wait() {
+  std::exception_ptr error;
+  for (std::size_t side = 0; side < places_.size(); ++side) {
+    if (!std::exchange(places_[side].under_way, false)) continue;
     try {
-      event.synchronize();
+      wait_for(side);
     } catch (...) {
       if (!error) error = std::current_exception();
     }
   }
   if (error) std::rethrow_exception(error);
+}
+
+void SideStreams::Copies::wait_for(std::size_t side) {
+  const c10::DeviceGuard guard(streams_.sides_[side].device);
+  wait_until_done(*events_->events[side]);
 }
 
 }  // namespace ptsave

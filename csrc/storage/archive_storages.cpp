@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "device/side_streams.h"
 #include "storage/storage.h"
 
 namespace ptsave {
@@ -69,6 +70,7 @@ const c10::Storage& ArchiveStorages::storage(std::size_t record) {
 const c10::Storage& ArchiveStorages::storage_on(std::size_t record, c10::Device device) {
   placed_.resize(n_records());
   if (!placed_[record]) {
+    if (placed_records_.empty()) SideStreams::refuse_capture(device);  // which allocating may spoil
     placed_[record] = empty_storage(reader_.index().records()[record].nbytes, device);
     placed_records_.push_back(record);
   }

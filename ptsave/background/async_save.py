@@ -151,7 +151,8 @@ def async_save(
 def release_staging_memory() -> None:
     """Give the memory back that :func:`ptsave.async_save` keeps for the next save.
 
-    Copies that are not written yet stay.
+    Where tensors were on an accelerator, that includes the page-locked memory that torch keeps
+    after saves and loads, whoever has used it.  Copies that are not written yet stay.
 
     Examples
     --------
@@ -159,6 +160,7 @@ def release_staging_memory() -> None:
     >>> ptsave.release_staging_memory()
     """
     _C.trim_staging_pool()
+    _C.release_pinned_memory()
 
 
 def _check_options(staging: str, when_full: str) -> None:

@@ -42,7 +42,7 @@ Mismatch: TypeAlias = "tuple[str, Size, Size]"
 
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
-_DEVICES = ("CPU", "CUDA", "MPS", "XPU")
+_DEVICES = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1")
 # Between these `copy_` converts without a word, but for complex numbers that lose their imaginary
 # part.
 _COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})

@@ -104,9 +104,12 @@ def current_device() -> int:
 
 
 def set_device(device: int | str | torch.device) -> None:
+    _backend.set_device(_index_of(device))
+
+
+def _index_of(device: int | str | torch.device) -> int:
     index: Any = device if isinstance(device, int) else torch.device(device).index
-    if index is not None:
-        _backend.set_device(index)
+    return current_device() if index is None else index
 
 
 class device:
@@ -116,11 +119,10 @@ class device:
         self.chosen = device
 
     def __enter__(self) -> None:
-        self.previous = current_device()
-        set_device(self.chosen)
+        self.previous = _backend.exchange_device(_index_of(self.chosen))
 
     def __exit__(self, *_: object) -> None:
-        set_device(self.previous)
+        _backend.maybe_exchange_device(self.previous)  # lazily, as torch.cuda.device does
 
 
 def current_stream(device: int | str | torch.device | None = None) -> torch.Stream:
@@ -171,6 +173,20 @@ def held(stream: torch.Stream) -> Iterator[None]:
         _backend.set_held(_ids(stream), False)
 
 
+@contextlib.contextmanager
+def capturing(stream: torch.Stream) -> Iterator[None]:
+    """Let ``stream`` capture a graph inside the context, which must give it nothing.
+
+    Of the graphs of CUDA it is only that: nothing is captured.
+    """
+    _backend.set_capturing(_ids(stream), True)
+    try:
+        yield
+        assert _backend.n_captured(_ids(stream)) == 0, "work was given to a stream that captures"
+    finally:
+        _backend.set_capturing(_ids(stream), False)
+
+
 def _ids(stream: torch.Stream) -> tuple[int, int]:
     return stream.device_index, stream.stream_id
 
@@ -191,12 +207,30 @@ def stats() -> dict[str, Any]:
     -------
     dict
         ``h2d``, ``d2h``, ``d2d``: lists of the sizes in bytes of copies, in order; ``cat``,
-        ``foreach_copy``: numbers of kernels; ``pinned_bytes``, ``pinned_peak``,
+        ``foreach_copy``: numbers of kernels; ``events``, ``streams``: numbers of events made and
+        of streams taken from the pool; ``busy_waits``: number of waits for streams and events that
+        had not got there, for which CUDA keeps a core busy; ``pinned_bytes``, ``pinned_peak``,
         ``pinned_reserved``: bytes of pinned memory in use, at most in use, and in use or cached.
         ``torch.accelerator.memory_stats`` has those of device memory.
     """
     result: dict[str, Any] = _backend.stats()
     return result
+
+
+def contexts() -> dict[int, set[int]]:
+    """Return the devices that have a context, each with the threads that have used it.
+
+    Threads are those of ``threading.get_native_id()``. A context comes into being as torch's CUDA
+    functions let it: where a thread makes a device its current one, and in the device that was
+    current where an event takes a thread there and back.
+    """
+    result: dict[int, set[int]] = _backend.contexts()
+    return result
+
+
+def forget_contexts() -> None:
+    """Count contexts and their threads from now on."""
+    _backend.forget_contexts()
 
 
 def operations_in_flight() -> int:

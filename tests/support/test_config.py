@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ptsave
-from ptsave.support import config
+from ptsave.support import config, memory_limits
 
 NUMBERS = ["PTSAVE_NUM_THREADS", "PTSAVE_MAX_PINNED_BYTES", "PTSAVE_MAX_STAGED_BYTES"]
 SWITCHES = ["PTSAVE_DIRECT_IO", "PTSAVE_VERIFY"]
@@ -82,3 +82,11 @@ def test_a_malformed_variable_stops_a_save_before_anything_changes(
         ptsave.save(torch.ones(3), io.BytesIO())
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_ranks_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together they pin and stage no more by default than it has."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    pinned = config.current().max_pinned_nbytes
+    staged = memory_limits.share_nbytes(config.local_world_size()) // 2
+    assert 8 * (pinned + staged) <= memory_limits.limit_nbytes()

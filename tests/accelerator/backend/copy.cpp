@@ -62,7 +62,8 @@ Operation copy_operation(const char* kind, const at::Tensor& destination,
 void copy_with_host(const at::Tensor& destination, const at::Tensor& source, bool non_blocking) {
   const bool to_host = destination.is_cpu();
   const at::Tensor& host = to_host ? destination : source;
-  const auto stream = current_stream((to_host ? source : destination).device().index());
+  const OnDevice on_device((to_host ? source : destination).device().index());
+  const auto stream = current_stream(current_device());
   queue_of(stream).enqueue(copy_operation(to_host ? "d2h" : "h2d", destination, source));
   if (non_blocking && is_pinned(host.data_ptr())) {
     host_allocator().record_event(host.data_ptr(), host.storage().data_ptr().get_context(), stream);
@@ -73,7 +74,8 @@ void copy_with_host(const at::Tensor& destination, const at::Tensor& source, boo
 
 // As CUDA: the source's current stream copies, in order with both current streams.
 void copy_between_devices(const at::Tensor& destination, const at::Tensor& source) {
-  const auto stream = current_stream(source.device().index());
+  const OnDevice on_device(source.device().index());
+  const auto stream = current_stream(current_device());
   const auto other = current_stream(destination.device().index());
   if (other != stream) {
     queue_of(stream).wait_for(queue_of(other).mark());
@@ -109,9 +111,9 @@ at::Tensor cpu_copy_of(const at::Tensor& tensor) {
 CopiesOfKernel::CopiesOfKernel() { ++kernels_of_this_thread; }
 CopiesOfKernel::~CopiesOfKernel() { --kernels_of_this_thread; }
 
-void count_kernel(const std::string& name) {
+void count(const std::string& name) {
   const std::lock_guard lock(mutex);
-  ++counted.kernels[name];
+  ++counted.others[name];
 }
 
 Counts counts() {

@@ -30,10 +30,12 @@ class CopiesOfKernel {
 
 struct Counts {
   std::map<std::string, std::vector<std::size_t>> copies;  // "h2d", "d2h", "d2d": their sizes
-  std::map<std::string, std::int64_t> kernels;             // "cat", "foreach_copy"
+  // Kernels ("cat", "foreach_copy"), "events" made, "streams" handed out, and "busy_waits": those
+  // for which CUDA would have kept a core busy.
+  std::map<std::string, std::int64_t> others;
 };
 
-void count_kernel(const std::string& name);
+void count(const std::string& name);
 Counts counts();
 void reset_counts();
 

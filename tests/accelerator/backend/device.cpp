@@ -1,4 +1,4 @@
-// The devices: their streams, their pending errors, and what is current in a thread.
+// The devices: their streams, their pending errors, and which streams are current in a thread.
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "copy.h"
 #include "stream.h"
 
 namespace fake {
@@ -29,7 +30,6 @@ Device& state_of(c10::DeviceIndex device) {
 
 std::atomic<bool> is_forked_child{false};
 
-thread_local c10::DeviceIndex this_threads_device = 0;
 thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
 
 }  // namespace
@@ -51,11 +51,6 @@ void watch_forks() {
 }
 
 bool in_forked_child() { return is_forked_child.load(); }
-
-void check_device(c10::DeviceIndex device) {
-  TORCH_CHECK(device >= 0 && device < kDeviceCount, "fake: there is no device ",
-              static_cast<int>(device), ", only ", static_cast<int>(kDeviceCount));
-}
 
 c10::Device device_of(c10::DeviceIndex index) { return {c10::DeviceType::PrivateUse1, index}; }
 
@@ -79,6 +74,7 @@ StreamQueue& queue_of(const c10::Stream& stream) {
 void Uses::free() {
   markers_.clear();
   for (const c10::Stream& stream : std::exchange(streams_, {})) {
+    const OnDevice on_device(stream.device_index());
     markers_.push_back(queue_of(stream).mark());
   }
 }
@@ -89,16 +85,11 @@ bool Uses::have_ended() const {
 }
 
 c10::Stream next_pool_stream(c10::DeviceIndex device) {
+  const OnDevice on_device(device);  // where they are created
   Device& state = state_of(device);
+  count("streams");
   const std::lock_guard lock(state.mutex);
   return stream_of(device, 1 + state.n_taken++ % kPoolSize);
-}
-
-c10::DeviceIndex current_device() { return this_threads_device; }
-
-void set_current_device(c10::DeviceIndex device) {
-  check_device(device);
-  this_threads_device = device;
 }
 
 c10::Stream current_stream(c10::DeviceIndex device) {
@@ -136,6 +127,7 @@ void release_streams() {
       if (queue != nullptr) {
         queue->set_delay(std::nullopt);
         queue->set_held(false);
+        queue->set_capturing(false);
       }
     }
   }

@@ -4,6 +4,7 @@
 
 #include <chrono>
 
+#include "copy.h"
 #include "memory.h"
 #include "stream.h"
 
@@ -41,20 +42,19 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
 
   c10::Device exchangeDevice(c10::Device device) const override {
-    const c10::Device previous = getDevice();
-    setDevice(device);
-    return previous;
+    check_type(device);
+    return device_of(exchange_current_device(device.index()));
   }
   c10::Device getDevice() const override { return device_of(current_device()); }
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.is_privateuseone(), "fake: not a device of this backend: ", device);
+    check_type(device);
     if (device.has_index()) {
       set_current_device(device.index());
     }
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0 && device.index() < kDeviceCount) {
-      set_current_device(device.index());
+      maybe_set_current_device(device.index());
     }
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDeviceCount; }
@@ -80,6 +80,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &queue_of(stream); }
   bool queryStream(const c10::Stream& stream) const override {
+    const OnDevice on_device(stream.device_index());
     if (!queue_of(stream).is_idle()) {
       return false;
     }
@@ -87,11 +88,17 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    queue_of(stream).mark()->wait();
+    const OnDevice on_device(stream.device_index());
+    wait_busily(*queue_of(stream).mark());
     throw_pending_error(stream.device_index());
+  }
+  bool isStreamCapturing(const c10::Stream& stream) const override {
+    const OnDevice on_device(stream.device_index());
+    return queue_of(stream).is_capturing();
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     const c10::DeviceIndex index = device < 0 ? current_device() : device;
+    const AtDevice at_device(index);
     drain(index);
     throw_pending_error(index);
   }
@@ -100,13 +107,16 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
               const c10::EventFlag /*flag*/) const override {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "fake: an event of device ",
                 static_cast<int>(device), " cannot be recorded on ", stream);
+    const AtDevice at_device(stream.device_index());
     if (*event == nullptr) {
       *event = new Event;
+      count("events");
     }
     static_cast<Event*>(*event)->record(stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
+      const AtDevice at_device(stream.device_index());
       queue_of(stream).wait_for(static_cast<Event*>(event)->marker());
     }
   }
@@ -126,10 +136,14 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     const auto& recorded = *static_cast<Event*>(event);
-    recorded.marker()->wait();
+    wait_busily(*recorded.marker());
     throw_pending_error(recorded.device());
   }
-  void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (event == nullptr) {
+      return;
+    }
+    const AtDevice at_device(device);
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
@@ -143,6 +157,16 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  static void check_type(c10::Device device) {
+    TORCH_CHECK(device.is_privateuseone(), "fake: not a device of this backend: ", device);
+  }
+  // As CUDA waits by default.
+  static void wait_busily(const Marker& marker) {
+    if (!marker.is_complete()) {
+      count("busy_waits");
+    }
+    marker.wait();
+  }
   static c10::DeviceIndex index_of(c10::Device device) {
     return device.has_index() ? device.index() : current_device();
   }

@@ -91,6 +91,7 @@ Block* Allocator::take_cached(std::size_t size) {
 }
 
 Block* Allocator::take_fresh(std::size_t size) {
+  use_any_context();
   void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   TORCH_CHECK_WITH(OutOfMemoryError, address != MAP_FAILED, "fake: cannot map ", size,

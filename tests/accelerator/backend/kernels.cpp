@@ -37,12 +37,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) { return cpu_copy_of(self)
 
 // One operation on the current stream of `device`.
 void enqueue_copies(at::Device device, std::vector<ViewPair> pairs) {
+  const OnDevice on_device(device.index());
   queue_of(current_stream(device.index())).enqueue([pairs = std::move(pairs)] {
     std::for_each(pairs.begin(), pairs.end(), copy);
   });
 }
 
 at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  const OnDevice on_device(self.device().index());
   queue_of(current_stream(self.device().index())).enqueue([view = View(self), value] {
     view.as_cpu_tensor().fill_(value);
   });
@@ -84,7 +86,7 @@ std::vector<std::int64_t> size_of_cat(const std::vector<at::Tensor>& parts, std:
 }
 
 void cat_into(const at::Tensor& out, std::vector<at::Tensor> parts, std::int64_t dim) {
-  count_kernel("cat");
+  count("cat");
   std::erase_if(parts, is_skipped);
   if (parts.empty()) {
     at::native::resize_output(out, {0});
@@ -125,7 +127,7 @@ void foreach_copy(at::TensorList self, at::TensorList src, bool non_blocking) {
     at::native::foreach_tensor_copy_list_kernel_slow_(self, src, non_blocking);
     return;
   }
-  count_kernel("foreach_copy");
+  count("foreach_copy");
   std::vector<ViewPair> pairs;
   pairs.reserve(self.size());
   for (std::size_t i = 0; i < self.size(); ++i) {

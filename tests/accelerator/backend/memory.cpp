@@ -149,6 +149,7 @@ void free_block(void* block) { allocator().free(static_cast<Block*>(block)); }
 
 c10::DataPtr Allocator::allocate(std::size_t size) {
   const c10::DeviceIndex device = current_device();
+  use_current_device();
   if (size == 0) {
     return {nullptr, nullptr, &free_block, device_of(device)};
   }

@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -23,17 +25,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return has_context(device); }
   c10::DeviceIndex deviceCount() const override { return kDeviceCount; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    const c10::DeviceIndex previous = current_device();
-    set_current_device(device);
-    return previous;
+    return exchange_current_device(device);
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return device < 0 ? current_device() : exchangeDevice(device);
+    return maybe_exchange_current_device(device);
   }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator(); }
@@ -81,9 +81,9 @@ py::dict stats() {
     const auto found = counted.copies.find(kind);
     result[kind] = found == counted.copies.end() ? std::vector<std::size_t>{} : found->second;
   }
-  for (const char* name : {"cat", "foreach_copy"}) {
-    const auto found = counted.kernels.find(name);
-    result[name] = found == counted.kernels.end() ? 0 : found->second;
+  for (const char* name : {"cat", "foreach_copy", "events", "streams", "busy_waits"}) {
+    const auto found = counted.others.find(name);
+    result[name] = found == counted.others.end() ? 0 : found->second;
   }
   result["pinned_bytes"] = pinned.active_bytes.current;
   result["pinned_peak"] = pinned.active_bytes.peak;
@@ -119,11 +119,28 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   module.def("current_device", [] { return static_cast<int>(current_device()); });
   module.def("set_device",
              [](int device) { set_current_device(static_cast<c10::DeviceIndex>(device)); });
+  module.def("exchange_device", [](int device) {
+    return static_cast<int>(exchange_current_device(static_cast<c10::DeviceIndex>(device)));
+  });
+  module.def("maybe_exchange_device", [](int device) {
+    return static_cast<int>(maybe_exchange_current_device(static_cast<c10::DeviceIndex>(device)));
+  });
+  module.def("contexts", [] {
+    std::map<int, std::set<int>> result;
+    for (const auto& [device, threads] : contexts()) result[device] = threads;
+    return result;
+  });
+  module.def("forget_contexts", &forget_contexts);
   module.def("is_in_bad_fork", &in_forked_child);
   module.def("set_delay", &set_delay, py::arg("min_us"), py::arg("max_us"),
              py::arg("stream") = py::none());
   module.def("set_held",
              [](const StreamIds& stream, bool held) { queue_of_ids(stream).set_held(held); });
+  module.def("set_capturing", [](const StreamIds& stream, bool capturing) {
+    queue_of_ids(stream).set_capturing(capturing);
+  });
+  module.def("n_captured",
+             [](const StreamIds& stream) { return queue_of_ids(stream).n_captured(); });
   module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
   module.def("stats", &stats);
   module.def("operations_in_flight", &operations_in_flight);

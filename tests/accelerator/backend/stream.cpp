@@ -49,6 +49,7 @@ void StreamQueue::enqueue_undelayed(Operation operation) {
 
 void StreamQueue::push(Entry entry) {
   const std::lock_guard lock(mutex_);
+  n_captured_ += capturing_ ? 1 : 0;
   n_unfinished_ += entry.kind == Kind::kMarker ? 0 : 1;
   entries_.push_back(std::move(entry));
   if (!has_thread_) {
@@ -83,6 +84,24 @@ void StreamQueue::set_held(bool held) {
   const std::lock_guard lock(mutex_);
   held_ = held;
   filled_.notify_one();
+}
+
+void StreamQueue::set_capturing(bool capturing) {
+  const std::lock_guard lock(mutex_);
+  capturing_ = capturing;
+  if (capturing) {
+    n_captured_ = 0;
+  }
+}
+
+bool StreamQueue::is_capturing() const {
+  const std::lock_guard lock(mutex_);
+  return capturing_;
+}
+
+std::int64_t StreamQueue::n_captured() const {
+  const std::lock_guard lock(mutex_);
+  return n_captured_;
 }
 
 std::chrono::microseconds StreamQueue::next_delay() {

@@ -19,6 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "context.h"
+
 namespace fake {
 
 constexpr c10::DeviceIndex kDeviceCount = 2;
@@ -85,6 +87,9 @@ class StreamQueue {
 
   void set_delay(std::optional<Delay> delay);  // nullopt: that of all streams
   void set_held(bool held);                    // nothing more is begun while it is
+  void set_capturing(bool capturing);          // a graph, so nothing may be given to it
+  bool is_capturing() const;
+  std::int64_t n_captured() const;  // what was given to it all the same
 
  private:
   enum class Kind {
@@ -111,6 +116,8 @@ class StreamQueue {
   std::optional<Delay> delay_;
   std::int64_t n_unfinished_ = 0;  // entries that are no markers
   bool held_ = false;
+  bool capturing_ = false;
+  std::int64_t n_captured_ = 0;
   bool has_thread_ = false;
 };
 
@@ -119,16 +126,13 @@ c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id);
 // Throws for a device or stream that does not exist, and in a forked child, which has no threads.
 StreamQueue& queue_of(const c10::Stream& stream);
 c10::Stream next_pool_stream(c10::DeviceIndex device);
-void check_device(c10::DeviceIndex device);
 
 // The calling thread's.
-c10::DeviceIndex current_device();
-void set_current_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device);
 void set_current_stream(const c10::Stream& stream);
 
 void set_default_delay(Delay delay);
-void release_streams();  // from delays of their own, and from being held
+void release_streams();  // from delays of their own, from being held and from capturing
 std::int64_t operations_in_flight();
 void drain(c10::DeviceIndex device);  // leaves the pending error alone
 

@@ -1,0 +1,112 @@
+"""Contexts: a rank that uses one device makes none on another, where it would take memory."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from accelerator.test_fake import run_python
+
+# ----------------------------------------------------------------- the accelerator made for tests
+
+
+def in_new_thread(work: Any) -> int:
+    """Run ``work`` on a thread that has not chosen a device, and return the thread's number."""
+    ids = []
+
+    def run() -> None:
+        ids.append(threading.get_native_id())
+        work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return ids[0]
+
+
+def test_guards_return_lazily(fake: Any) -> None:
+    fake.forget_contexts()
+    thread = in_new_thread(lambda: torch.zeros(10, device="fake:1"))
+    assert fake.contexts() == {1: {thread}}
+
+
+def test_events_make_a_context_where_the_thread_comes_from(fake: Any) -> None:
+    event = torch.Event(device="fake:1")
+    stream = torch.Stream(device="fake:1")
+    fake.forget_contexts()
+    thread = in_new_thread(lambda: event.record(stream))
+    assert fake.contexts() == {0: {thread}, 1: {thread}}
+
+
+# ----------------------------------------------------------------------------------------- ptsave
+
+_CALLS = """
+    import json, sys, tempfile, threading, warnings
+    import ptsave
+
+    folder = tempfile.mkdtemp()
+    if {chosen}:
+        torch.accelerator.set_device_index(1)
+    sizes = [1 << 20, 300_000, *([1000] * 40)]
+    tensors = {{f"t{{i}}": torch.zeros(n).to("fake:1") for i, n in enumerate(sizes)}}
+    host = {{name: torch.full(t.shape, 5.0) for name, t in tensors.items()}}
+
+    def module():
+        made = torch.nn.Module()
+        for name, n in zip(tensors, sizes):
+            made.register_buffer(name, torch.zeros(n).to("fake:1"))
+        return made
+
+    model = module()
+    file, shards = folder + "/file.pt", folder + "/shards"
+    torch.save(tensors, file)
+    ptsave.save_checkpoint(folder + "/checkpoint.pt", model=model)
+    ptsave.save_model(host, shards, max_shard_size="2MB")
+    ptsave.save_model(host, folder + "/bin", max_shard_size="2MB", format="pt")
+
+    def get_tensors():
+        with ptsave.open(file) as archive:
+            for name in tensors:
+                archive.get_tensor(name, device="fake:1")
+
+    calls = {{
+        "torch.save": lambda: torch.save(tensors, folder + "/stock.pt"),
+        "torch.load": lambda: torch.load(file, "fake:1"),
+        "load_state_dict": lambda: model.load_state_dict(host),
+        "save": lambda: ptsave.save(tensors, folder + "/ours.pt"),
+        "save durable": lambda: ptsave.save(tensors, folder + "/ours.pt", fsync=True),
+        "async_save": lambda: ptsave.async_save(tensors, folder + "/ours.pt").result(),
+        "async_save, in the background": lambda: ptsave.async_save(
+            tensors, folder + "/ours.pt", staging="background"
+        ).result(),
+        "load": lambda: ptsave.load(file),
+        "load to the device": lambda: ptsave.load(file, "fake:1"),
+        "load_into": lambda: ptsave.load_into(file, model),
+        "load_checkpoint": lambda: ptsave.load_checkpoint(folder + "/checkpoint.pt", model=model),
+        "load_model": lambda: ptsave.load_model(model, shards),
+        "load_model of .bin": lambda: ptsave.load_model(model, folder + "/bin"),
+        "save_model": lambda: ptsave.save_model(model, folder + "/saved"),
+        "get_tensor": get_tensors,
+        "release_staging_memory": ptsave.release_staging_memory,
+    }}
+    touched = {{}}
+    for name, call in calls.items():
+        fake.forget_contexts()
+        call()
+        touched[name] = sorted(fake.contexts())
+    print(json.dumps(touched))
+"""
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_no_context_on_device_0(fake: Any, chosen: bool) -> None:
+    """Neither if the caller has made device 1 its own, nor if its tensors just are there."""
+    result = run_python(textwrap.dedent(_CALLS).format(chosen=chosen))
+    assert result.returncode == 0, result.stderr
+    touched = json.loads(result.stdout)
+    assert {name: devices for name, devices in touched.items() if 0 in devices} == {}

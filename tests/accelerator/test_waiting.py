@@ -1,0 +1,128 @@
+"""Streams, events and memory of transfers: few, kept, waited for asleep, and given back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ptsave
+
+MIB = 1 << 20
+N_THREADS = 3
+
+
+def many_chunks(device: str) -> dict[str, torch.Tensor]:
+    """Return 40 MiB: ten chunks of a save, twenty of a load."""
+    small = {f"small{i}": torch.full((1000 + i,), i) for i in range(300)}
+    large = {f"large{i}": torch.randn(2_400_000) for i in range(4)}
+    return {name: tensor.to(device) for name, tensor in (small | large).items()}
+
+
+Calls = dict[str, Callable[[], Any]]
+
+
+@pytest.fixture
+def calls(devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Return calls that move 40 MiB to or from the last device, by three threads."""
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", str(N_THREADS))
+    monkeypatch.setenv("PTSAVE_MAX_PINNED_BYTES", str(12 * MIB))
+    tensors = many_chunks(devices[-1])
+    file = tmp_path / "file.pt"
+    torch.save(tensors, file)
+    model = torch.nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, torch.zeros_like(tensor))
+    return {
+        "save": lambda: ptsave.save(tensors, tmp_path / "saved.pt"),
+        "save to a stream": lambda: ptsave.save(tensors, io.BytesIO()),
+        "async_save": lambda: ptsave.async_save(tensors, io.BytesIO()).result(),
+        "async_save, background": lambda: ptsave.async_save(
+            tensors, io.BytesIO(), staging="background"
+        ).result(),
+        "load": lambda: ptsave.load(file, devices[-1]),
+        "load_into": lambda: ptsave.load_into(file, model),
+    }
+
+
+NAMES = ["save", "save to a stream", "async_save", "async_save, background", "load", "load_into"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_events_and_streams_are_kept(calls: Calls, fake: Any, name: str) -> None:
+    calls[name]()
+    fake.reset()
+    calls[name]()
+    stats = fake.stats()
+    # One for the caller's stream, and one for each buffer that is used at a time.
+    assert 2 <= stats["events"] <= 1 + 2 * N_THREADS
+    assert stats["streams"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_waiting_keeps_no_core_busy(calls: Calls, fake: Any, name: str) -> None:
+    fake.set_delay(2000, 3000)
+    before = fake.stats()["busy_waits"]
+    calls[name]()
+    assert fake.stats()["busy_waits"] == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_on_the_device_is_given_back(
+    calls: Calls, devices: list[str], fake: Any, name: str
+) -> None:
+    """To the caller's stream, which can use it again at once."""
+    device = torch.device(devices[-1])
+    kept = calls[name]()
+
+    def memory(kind: str) -> Any:
+        return torch.accelerator.memory_stats(device)[kind]
+
+    in_use, reserved = memory("allocated_bytes.all.current"), memory("reserved_bytes.all.current")
+    torch.accelerator.reset_peak_memory_stats(device)
+    del kept
+    loaded = calls[name]()
+    n_loaded = sum(t.nbytes for t in loaded.values()) if isinstance(loaded, dict) else 0
+    if n_loaded == 0:
+        assert memory("allocated_bytes.all.peak") - in_use <= 16 * MIB
+    assert memory("allocated_bytes.all.current") == in_use
+    again = [torch.empty(2 * MIB, dtype=torch.uint8, device=device) for _ in range(4)]
+    assert memory("reserved_bytes.all.current") <= reserved
+    del again
+
+
+def test_page_locked_memory_is_released(calls: Calls, fake: Any) -> None:
+    for call in calls.values():
+        call()
+    assert fake.stats()["pinned_reserved"] > 0
+    ptsave.release_staging_memory()
+    assert fake.stats()["pinned_reserved"] == fake.stats()["pinned_bytes"] == 0
+    calls["save"]()
+    assert fake.stats()["pinned_peak"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_copies_while_a_graph_is_captured(
+    calls: Calls, devices: list[str], tmp_path: Path, fake: Any, name: str
+) -> None:
+    stream = torch.accelerator.current_stream(devices[-1])
+    refused = pytest.raises(RuntimeError, match=f"{devices[-1]} .* captures a graph")
+    with fake.capturing(stream), refused:
+        calls[name]()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.pt"]
+    calls[name]()
+
+
+def test_streams_that_capture_are_left_alone(calls: Calls, devices: list[str], fake: Any) -> None:
+    """Torch's pool hands streams out to everybody: one that ptsave keeps may be in use."""
+    calls["load"]()
+    pool = [torch.Stream(device=devices[-1]) for _ in range(32)]
+    with ExitStack() as stack:
+        for stream in pool[1:]:
+            stack.enter_context(fake.capturing(stream))
+        calls["load"]()
