@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import warnings
+from typing import Any
 
 __all__ = [
     "CheckpointWarning",
@@ -126,13 +127,24 @@ class MalformedPickleError(CorruptPickleError):
     @classmethod
     def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
         """Return the error to raise in place of one at `offset`; None to let that one pass."""
+        where = f"{path}: data.pkl, offset {offset}"
+        return cls._in_place_of(error, where, path=path, record="data.pkl", offset=offset)
+
+    @classmethod
+    def of_file(cls, error: Exception, path: str) -> MalformedPickleError | None:
+        """Return the same for a file that is no archive, of which no offset is known."""
+        return cls._in_place_of(error, f"{path}: a damaged file, or no checkpoint", path=path)
+
+    @classmethod
+    def _in_place_of(
+        cls, error: Exception, where: str, **attributes: Any
+    ) -> MalformedPickleError | None:
         kind = type(error)
         malformed_type = _MALFORMED.get(kind)
         if malformed_type is None:
             return None
         words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
-        message = f"{words} ({path}: data.pkl, offset {offset})"
-        malformed = malformed_type(message, path=path, record="data.pkl", offset=offset)
+        malformed = malformed_type(f"{words} ({where})", **attributes)
         if isinstance(error, UnicodeDecodeError):
             for name in ("encoding", "object", "start", "end", "reason"):
                 setattr(malformed, name, getattr(error, name))

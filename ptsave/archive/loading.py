@@ -18,11 +18,13 @@ from ptsave.archive.checks import check_compressed_members, torchscript_error
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
-from ptsave.errors import CorruptCheckpointError, not_checkpoint
+from ptsave.errors import CorruptCheckpointError, MalformedPickleError, not_checkpoint
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
+    is_known,
     is_legacy,
     is_of_another_program,
+    is_safetensors,
     is_zip,
     regular_only,
     what_it_surely_is,
@@ -124,7 +126,12 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
 
 
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
-    with named_errors(describe(f)), _naming_what_it_is(f), _under_another_name(f) as opened:
+    runs_no_code = restricted and not callable(options.map_location)
+    with (
+        named_errors(describe(f)),
+        _naming_what_it_is(f, runs_no_code=runs_no_code),
+        _under_another_name(f) as opened,
+    ):
         return stock.load(
             opened,
             options.map_location,
@@ -168,11 +175,12 @@ def _load_archive(reader: RecordReader, options: LoadOptions, pickle_module: Any
 
 
 @contextmanager
-def _naming_what_it_is(f: Any) -> Iterator[None]:
-    """Name a file that torch has failed to load and that is known to be something else.
+def _naming_what_it_is(f: Any, *, runs_no_code: bool) -> Iterator[None]:
+    """Name a file that torch has failed to load and that is damaged, or known as something else.
 
     torch's own words, about pickles and ``weights_only=False``, come after that, because programs
-    may look for them; not where the file is another program's.
+    may look for them; not where the file is another program's.  `runs_no_code` says that an error
+    cannot be one of the user's code, or of code that the file has asked for.
     """
     begin = None if _is_path(f) else _position(f)
     try:
@@ -182,11 +190,21 @@ def _naming_what_it_is(f: Any) -> Iterator[None]:
     except Exception as error:
         head, nbytes = _head_of(f, begin)
         what = what_it_surely_is(head, nbytes)
-        if what is None:
-            raise
         path = describe(f)
+        if what is None:
+            damage = MalformedPickleError.of_file(error, path)
+            if damage is None or not _tells_of_damage(error, head, nbytes, runs_no_code):
+                raise
+            raise damage from error
         words = "" if is_of_another_program(head) else f"\n{error}"
         raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
+
+
+def _tells_of_damage(error: Exception, head: bytes, nbytes: int, runs_no_code: bool) -> bool:
+    """Whether an error of torch's loader is one that a damaged file brings about."""
+    if is_safetensors(head, nbytes) or (is_known(head) and not is_legacy(head)):
+        return False
+    return "corrupt" in str(error) if type(error) is RuntimeError else runs_no_code
 
 
 def _is_path(f: Any) -> bool:
