@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _system import in_threads
 
 TESTS = Path(__file__).resolve().parent.parent
 N = 10_000
@@ -210,8 +211,6 @@ def test_streams_are_per_thread(fake: Any) -> None:
 
 
 def test_many_threads(fake: Any) -> None:
-    failed = []
-
     def work(seed: int) -> None:
         device = f"fake:{seed % 2}"
         with torch.Stream(device=device) as stream:
@@ -222,15 +221,9 @@ def test_many_threads(fake: Any) -> None:
                 back.copy_(x.clone(), non_blocking=True)
                 del x, host
                 stream.synchronize()
-                if not torch.equal(back, torch.full((N,), 100 * seed + i)):
-                    failed.append((seed, i))
+                assert torch.equal(back, torch.full((N,), 100 * seed + i)), i
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    in_threads(work, range(6))
 
 
 # ---------------------------------------------------------------------------------------- errors

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from _pickling import PICKLED, QUIET, cycles
+from _system import in_threads
 from stock_comparison import (
     assert_same_failure,
     saved_bytes,
@@ -364,30 +365,20 @@ def test_order_on_one_path(tmp_path: Path) -> None:
 
 
 def test_many_threads(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
-
     def work(number: int) -> None:
-        try:
-            for i in range(20):
-                tensor = torch.full((10_000,), number * 100 + i)
-                path = tmp_path / f"{number}-{i}.pt"
-                future = ptsave.async_save(
-                    tensor, path, staging=STAGINGS[i % 2], max_staged_bytes=300_000
-                )
-                future.wait_staged(30)
-                tensor.zero_()
-                if i % 5 == 0:
-                    future.result(30)
-        except BaseException as error:
-            failures.append(error)
+        for i in range(20):
+            tensor = torch.full((10_000,), number * 100 + i)
+            path = tmp_path / f"{number}-{i}.pt"
+            future = ptsave.async_save(
+                tensor, path, staging=STAGINGS[i % 2], max_staged_bytes=300_000
+            )
+            future.wait_staged(30)
+            tensor.zero_()
+            if i % 5 == 0:
+                future.result(30)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(work, range(6))
     ptsave.async_save(0, io.BytesIO()).result(30)
-    assert not failures
     for number, i in itertools.product(range(6), range(20)):
         assert ptsave.load(tmp_path / f"{number}-{i}.pt").eq(number * 100 + i).all()
 

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,12 @@ class Child:
 def in_child(action: Callable[[], object], before: Callable[[], object] | None = None) -> None:
     """Run `action` in a forked process and fail if it fails there."""
     Child(action, before).join()
+
+
+def in_threads(action: Callable[[Any], Any], arguments: Collection[Any]) -> list[Any]:
+    """Run `action` for all arguments at once; return the results, or raise the first error."""
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(action, arguments))
 
 
 def become_nobody(groups: tuple[int, ...] = ()) -> None:

@@ -17,7 +17,6 @@ import pathlib
 import pickle
 import random
 import sys
-import threading
 import uuid
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import dill
 import numpy as np
 import pytest
 import torch
+from _system import in_threads
 from stock_comparison import (
     assert_interchangeable,
     assert_same_bytes,
@@ -1234,42 +1234,24 @@ def test_tensors_that_live_only_while_they_are_pickled(tmp_path: Path) -> None:
 
 def test_threads(tmp_path: Path) -> None:
     """Each has its own map_location, files and errors."""
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            path = tmp_path / f"{number}.pt"
-            device = "meta" if number % 2 else "cpu"
-            for i in range(15):
-                tensor = torch.full((2000 + number,), i)
-                ptsave.save({"t": tensor}, path)
-                loaded = ptsave.load(path, map_location=device)["t"]
-                assert loaded.device.type == device
-                assert number % 2 or torch.equal(loaded, tensor)
-        except BaseException as error:
-            failures.append(error)
+        path = tmp_path / f"{number}.pt"
+        device = "meta" if number % 2 else "cpu"
+        for i in range(15):
+            tensor = torch.full((2000 + number,), i)
+            ptsave.save({"t": tensor}, path)
+            loaded = ptsave.load(path, map_location=device)["t"]
+            assert loaded.device.type == device
+            assert number % 2 or torch.equal(loaded, tensor)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, range(8))
 
 
 def test_saving_one_object_from_several_threads(tmp_path: Path) -> None:
     obj = {"t": torch.arange(100_000), "n": [1, 2, 3]}
     expected = saved_bytes(stock_save, obj)
-    results: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(saved_bytes(ptsave.save, obj)))
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected] * 6
+    assert in_threads(lambda _: saved_bytes(ptsave.save, obj), range(6)) == [expected] * 6
 
 
 # ---------------------------------------------------------------------- what loaded storages can do

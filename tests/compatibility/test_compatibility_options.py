@@ -1125,6 +1125,17 @@ def _data_extents(fd: int) -> list[tuple[int, int]]:
     return extents
 
 
+def _saved_as_stock_does(obj: object, folder: Path) -> Path:
+    """Return a file of ours, of the same bytes as torch's."""
+    for name, save in (("stock", stock_save), ("ptsave", ptsave.save)):
+        (folder / name).mkdir()
+        save(obj, folder / name / "file.pt")
+    ours = folder / "ptsave" / "file.pt"
+    _assert_equal_files(ours, folder / "stock" / "file.pt")
+    (folder / "stock" / "file.pt").unlink()
+    return ours
+
+
 def _wide() -> list[torch.Tensor]:
     """One storage wider than 4 GiB, then small ones at places that need 64 bits."""
     wide = torch.zeros(2**30 + 12, dtype=torch.float32)
@@ -1138,12 +1149,7 @@ def test_file_of_more_than_2_gib(folder: Path) -> None:
     tensor = _gib(2.2, torch.float32)
     tensor[:: 1 << 20] = 1.5
     obj = {"large": tensor, "small": torch.arange(10), "view": tensor[-5:]}
-    for name, save in (("stock", stock_save), ("ptsave", ptsave.save)):
-        (folder / name).mkdir()
-        save(obj, folder / name / "file.pt")
-    ours = folder / "ptsave" / "file.pt"
-    _assert_equal_files(ours, folder / "stock" / "file.pt")
-    (folder / "stock" / "file.pt").unlink()
+    ours = _saved_as_stock_does(obj, folder)
     assert_same_object(ptsave.load(ours), obj)
     assert_same_object(ptsave.load(ours, mmap=True), obj)
 
@@ -1152,12 +1158,7 @@ def test_file_of_more_than_2_gib(folder: Path) -> None:
 def test_file_with_a_storage_of_more_than_4_gib(folder: Path) -> None:
     """Sizes and offsets in 64 bits: longer data descriptors, and extra fields."""
     obj = _wide()
-    for name, save in (("stock", stock_save), ("ptsave", ptsave.save)):
-        (folder / name).mkdir()
-        save(obj, folder / name / "file.pt")
-    ours = folder / "ptsave" / "file.pt"
-    _assert_equal_files(ours, folder / "stock" / "file.pt")
-    (folder / "stock" / "file.pt").unlink()
+    ours = _saved_as_stock_does(obj, folder)
     config.load.calculate_storage_offsets = True
     loaded = stock_load(ours, mmap=True)
     assert_same_object(loaded[1:], obj[1:])

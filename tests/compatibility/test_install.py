@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from _system import in_threads
 from stock_comparison import (
     assert_same_object,
     saved_bytes,
@@ -234,28 +235,19 @@ def test_fallback_does_not_come_back(tmp_path: Path) -> None:
 
 def test_threads() -> None:
     """The count stays right, and no thread ever sees a half of the change."""
-    failures: list[BaseException] = []
     begin = threading.Barrier(8)
 
-    def work() -> None:
-        try:
-            begin.wait()
-            for _ in range(200):
-                with ptsave.installed():
-                    assert functions() == OURS
-                    stream = io.BytesIO()
-                    torch.save([1], stream)
-                    stream.seek(0)
-                    assert torch.load(stream) == [1]
-        except BaseException as error:
-            failures.append(error)
+    def work(_: int) -> None:
+        begin.wait()
+        for _ in range(200):
+            with ptsave.installed():
+                assert functions() == OURS
+                stream = io.BytesIO()
+                torch.save([1], stream)
+                stream.seek(0)
+                assert torch.load(stream) == [1]
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, range(8))
     assert functions() == STOCK
 
 

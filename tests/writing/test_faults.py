@@ -18,12 +18,22 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _system import IS_ROOT, NOBODY, as_nobody, become_nobody, in_child, mounted, needs_root
+from _system import (
+    IS_ROOT,
+    NOBODY,
+    as_nobody,
+    become_nobody,
+    in_child,
+    in_threads,
+    mounted,
+    needs_root,
+)
 
 import ptsave
 
@@ -566,21 +576,12 @@ def test_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
 
 def test_concurrent_saves_from_threads(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    errors: list[BaseException] = []
 
     def save(value: int) -> None:
-        try:
-            for _ in range(20):
-                ptsave.save(large(MIB + value, value), path)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(20):
+            ptsave.save(large(MIB + value, value), path)
 
-    threads = [threading.Thread(target=save, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(save, range(4))
     loaded = ptsave.load(path)
     assert any(same(loaded, large(MIB + value, value)) for value in range(4))
     assert os.listdir(tmp_path) == ["model.pt"]
@@ -594,14 +595,7 @@ def test_concurrent_saves_from_processes(tmp_path: Path) -> None:
         for _ in range(20):
             ptsave.save(contents[value], path)
 
-    threads = [
-        threading.Thread(target=in_child, args=(lambda value=value: save(value),))
-        for value in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda value: in_child(partial(save, value)), range(4))
     loaded = ptsave.load(path)
     assert any(same(loaded, version) for version in contents)
     assert os.listdir(tmp_path) == ["model.pt"]

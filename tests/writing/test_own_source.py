@@ -66,18 +66,26 @@ def wasteful() -> State:
     return {"a": fat[250_000:375_000], "b": fat[875_000:], "c": fat[100:200]}
 
 
+def name_of(place: Path, by: str) -> Path:
+    """Return the name of a file, of a new link to it, or a second one of the same file."""
+    name = place.with_name("link.pt")
+    if by == "name":
+        return place
+    if by == "symbolic link":
+        name.symlink_to(place.name)
+    elif is_mounted(place):
+        return place.with_name("behind.pt")
+    else:
+        name.hardlink_to(place)
+    return name
+
+
 @pytest.mark.parametrize("by", ["name", "symbolic link", "hard link"])
 def test_compact(place: Path, by: str) -> None:
     put(place, wasteful())
-    name = place
-    if by == "symbolic link":
-        name = place.with_name("link.pt")
-        name.symlink_to(place.name)
-    elif by == "hard link":
-        name = place.with_name("second.pt")
-        if is_mounted(place):
-            pytest.skip("a mount point has no second name")
-        name.hardlink_to(place)
+    if by == "hard link" and is_mounted(place):
+        pytest.skip("a mount point has no second name")
+    name = name_of(place, by)
     done = compact(name)
     assert done.is_written
     assert equal(torch.load(name), wasteful())
@@ -138,16 +146,7 @@ def test_compact_without_room_for_a_temporary_file(folder: Path) -> None:
 @pytest.mark.parametrize("by", ["name", "symbolic link", "hard link"])
 def test_convert(place: Path, by: str) -> None:
     before = put(place, wasteful())
-    source = place
-    if by == "symbolic link":
-        source = place.with_name("link.pt")
-        source.symlink_to(place.name)
-    elif by == "hard link":
-        source = place.with_name("second.pt")
-        if is_mounted(place):
-            source = place.with_name("behind.pt")  # the same file
-        else:
-            source.hardlink_to(place)
+    source = name_of(place, by)
     for one, other in [(source, place), (place, source), (place, place)]:
         with pytest.raises(FileExistsError, match="the source itself"):
             convert(one, other, force=True)

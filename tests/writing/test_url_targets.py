@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _system import in_threads
 from stock_comparison import stock_load, stock_save
 from torch import nn
 from url_file_systems import MEMORY, PLAIN, PlainFileSystem, contents, failing
@@ -118,14 +118,7 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_from_a_thread(tmp_path: Path) -> None:
-    threads = [
-        threading.Thread(target=ptsave.save, args=(OBJECT, f"plain://{i}/model.pt"))
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda i: ptsave.save(OBJECT, f"plain://{i}/model.pt"), range(4))
     assert set(contents(PLAIN).values()) == {stock_bytes(tmp_path, OBJECT)}
     assert len(contents(PLAIN)) == 4
 
