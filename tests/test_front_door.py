@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from _corruption import flip
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -256,11 +257,9 @@ def test_compact(opened: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ damage
 
 
-def flip(path: Path) -> None:
+def flip_weight(path: Path) -> None:
     """Change a byte of a tensor."""
-    data = bytearray(path.read_bytes())
-    data[data.index(STATE["layer.weight"].numpy().tobytes()) + 100] ^= 1
-    path.write_bytes(data)
+    flip(path, STATE["layer.weight"].numpy().tobytes())
 
 
 def cut(path: Path) -> None:
@@ -283,8 +282,8 @@ READERS: dict[str, Callable[[Any, Path], object]] = {
     "compact": lambda f, folder: ptsave.compact(f, folder / "out"),
 }
 DAMAGED_FILES = [
-    ("pt", flip),
-    ("pt called .safetensors", flip),
+    ("pt", flip_weight),
+    ("pt called .safetensors", flip_weight),
     ("pt", cut),
     ("pt called .safetensors", cut),
     ("legacy", cut),
@@ -292,7 +291,12 @@ DAMAGED_FILES = [
     ("safetensors", cut),
     ("safetensors called .pt", cut),
 ]
-DAMAGED_SETS = [("pickled shards", flip), ("pickled shards", cut), ("shards", cut), ("index", cut)]
+DAMAGED_SETS = [
+    ("pickled shards", flip_weight),
+    ("pickled shards", cut),
+    ("shards", cut),
+    ("index", cut),
+]
 DAMAGED_CELLS = [(kind, way, damage) for kind, damage in DAMAGED_FILES for way in NAMES | STREAMS]
 DAMAGED_CELLS += [(kind, way, damage) for kind, damage in DAMAGED_SETS for way in NAMES]
 
@@ -313,7 +317,7 @@ def test_damage(tmp_path: Path, kind: str, way: str, damage: Callable[[Path], No
             source.seek(position)
     found = verify_file(source)
     assert found.problems
-    if damage is flip:
+    if damage is flip_weight:
         assert {*(found.whole or [])} == STATE.keys() - {"layer.weight"}
     del caught  # whose traceback holds the buffer of a BytesIO
     if way in STREAMS:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _corruption import flip
 from click.testing import CliRunner
 from stock_comparison import (
     assert_same_object,
@@ -239,9 +240,7 @@ def assert_same_values(found: Any, expected: Any) -> None:
 def test_entries_of_a_damaged_file(tmp_path: Path) -> None:
     """Which are found by making the object on the meta device."""
     path = _written({"a": torch.ones(300), "b": torch.zeros(300)}, tmp_path / "a.pt", _OTHER)
-    data = bytearray(path.read_bytes())
-    data[data.index(b"\x80\x3f\x00\x00" * 8)] ^= 1
-    path.write_bytes(data)
+    flip(path, b"\x80\x3f\x00\x00" * 8)
     with pytest.raises(ptsave.CorruptCheckpointError) as caught:
         ptsave.load(path)
     assert caught.value.entries == ["a"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _corruption import flip, offset_of
 from click.testing import CliRunner, Result
 from torch import Tensor
 
@@ -232,12 +234,9 @@ def test_random_views(tmp_path: Path) -> None:
 def test_damage(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {"whole": torch.ones(50), "part": torch.arange(1000)[:9]})
     for name in ("whole", "part"):
-        with ptsave.open(path) as archive:
-            offset = archive.info(name).offset
-        assert offset is not None
-        data = bytearray(path.read_bytes())
-        data[offset] ^= 4
-        (tmp_path / "damaged.pt").write_bytes(data)
+        shutil.copy(path, tmp_path / "damaged.pt")
+        flip(tmp_path / "damaged.pt", offset_of(path, name))
+        data = (tmp_path / "damaged.pt").read_bytes()
         result = run(tmp_path / "damaged.pt", "--in-place")
         assert result.exit_code == 2
         assert f"used by {name}" in result.stderr

@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from _corruption import flip, offset_of
 from _system import Child, mounted
 from click.testing import CliRunner, Result
 from safetensors import SafetensorError
@@ -456,9 +457,8 @@ def test_urls(tmp_path: Path) -> None:
     assert memory.cat("/convert/new/a.pt") == (tmp_path / "a.pt").read_bytes()
     assert "exists already" in fail(tmp_path / "a.pt", "memory://convert/new/a.pt")
     assert "web servers are only read from" in fail(tmp_path / "a.pt", "http://localhost:1/c.pt")
-    data = bytearray((tmp_path / "a.pt").read_bytes())
-    data[data.index(bytes(bits_of(tensors["a"]).tolist())) + 5] ^= 1
-    memory.pipe("/convert/damaged.pt", bytes(data))
+    flip(tmp_path / "a.pt", bytes(bits_of(tensors["a"]).tolist()))
+    memory.pipe("/convert/damaged.pt", (tmp_path / "a.pt").read_bytes())
     message = fail("memory://convert/damaged.pt", tmp_path / "c.safetensors")
     assert "memory://convert/damaged.pt: record data/0" in message
     assert not (tmp_path / "c.safetensors").exists()
@@ -471,12 +471,7 @@ def damaged(tmp_path: Path, tensors: dict[str, Tensor], name: str) -> Path:
     """Return a file in which one byte of a tensor is another one."""
     path = tmp_path / "damaged.pt"
     torch.save(tensors, path)
-    with ptsave.open(path) as archive:
-        offset = archive.info(name).offset
-    assert offset is not None
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0x10
-    path.write_bytes(data)
+    flip(path, offset_of(path, name))
     return path
 
 

@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from _corruption import flip, offset_of
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from stock_comparison import assert_same_object, stock_load
@@ -218,12 +219,7 @@ def test_missing_and_ambiguous_names(path: Path) -> None:
 
 
 def test_damaged_tensor(path: Path) -> None:
-    with ptsave.open(path) as archive:
-        offset = archive.info("model.a.bias").offset
-    assert offset is not None
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
+    flip(path, offset_of(path, "model.a.bias"))
     result = extract(path, "model.a.bias", "-o", "bias.pt")
     assert result.exit_code == 2
     assert "--no-verify" in result.stderr

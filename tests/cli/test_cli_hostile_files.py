@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import click
 import numpy as np
 import pytest
 import torch
+from _corruption import flip
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from stock_comparison import saved_bytes, zip_records, zipped
@@ -83,11 +83,8 @@ def test_tensors_that_need_their_values(tmp_path: Path) -> None:
 def test_damage_in_any_part_of_a_sparse_tensor(tmp_path: Path, record: str) -> None:
     path = tmp_path / "sparse.pt"
     torch.save(sparse(), path)
-    data = bytearray(path.read_bytes())
-    with zipfile.ZipFile(path) as archive:
-        part = archive.read(f"sparse/{record}")
-    data[data.index(part)] ^= 1
-    path.write_bytes(data)
+    flip(path, zip_records(path.read_bytes())[record])
+    data = path.read_bytes()
     found = verify_file(path)
     assert [problem.entries for problem in found.problems] == [["coo"]]
     assert found.whole == ["a", "b"]

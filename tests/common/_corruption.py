@@ -29,8 +29,10 @@ __all__ = [
     "archive_of",
     "complaint_about",
     "core_of",
+    "flip",
     "flip_middle",
     "flipped",
+    "offset_of",
     "outcome_of",
     "outcomes_all_ways",
     "outcomes_of",
@@ -181,6 +183,22 @@ def flipped(data: bytes, offset: int, bit: int) -> bytes:
     return patched(data, offset, bytes([data[offset] ^ (1 << bit)]))
 
 
+def flip(path: Path, *places: int | bytes) -> None:
+    """Damage one bit at each place of a file: an offset, or the first one with these bytes."""
+    data = path.read_bytes()
+    for place in places:
+        data = flipped(data, data.index(place) if isinstance(place, bytes) else place, 0)
+    path.write_bytes(data)
+
+
+def offset_of(path: Path, name: str) -> int:
+    """Return the position of a tensor in a file."""
+    with ptsave.open(path) as archive:
+        offset = archive.info(name).offset
+    assert offset is not None
+    return offset
+
+
 def flip_middle(path: Path, record: str) -> None:
     """Damage one bit in the middle of a record of a file."""
     with path.open("rb") as file:
@@ -188,7 +206,7 @@ def flip_middle(path: Path, record: str) -> None:
         found = engine.find(record)
         assert found is not None
         where = engine.payload_offset(found) + engine.record(found).nbytes // 2
-    path.write_bytes(flipped(path.read_bytes(), where, 0))
+    flip(path, where)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from _corruption import flip
 from stock_comparison import (
     TORCH_CHECKS_RECORD_SIZES,
     assert_interchangeable,
@@ -596,9 +597,7 @@ def test_mmap_verifies_nothing(path: Path) -> None:
 
 
 def _damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
 
 
 # ------------------------------------------------------------------- options of what is written

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from _corruption import flip
 from safetensors.torch import save_file
 from stock_comparison import (
     assert_same_object,
@@ -491,9 +492,7 @@ def test_scattered_views_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.M
 
 def damaged(folder: Path) -> Path:
     path = write(folder, {"good": torch.ones(100_000), "bad": BIG, "also": torch.ones(5)})
-    data = bytearray(path.read_bytes())
-    data[data.index(BIG[200].numpy().tobytes()) + 1] ^= 4
-    path.write_bytes(data)
+    flip(path, BIG[200].numpy().tobytes())
     return path
 
 
@@ -521,9 +520,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 def test_damaged_pickle(tmp_path: Path) -> None:
     path = write(tmp_path, {"weight": torch.ones(3)})
-    data = bytearray(path.read_bytes())
-    data[data.index(b"weight")] ^= 1
-    path.write_bytes(data)
+    flip(path, b"weight")
     with pytest.raises(ptsave.CorruptCheckpointError, match=r"data\.pkl"):
         ptsave.open(path)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _corruption import flip
 from torch import Tensor, nn
 from url_file_systems import MEMORY, PLAIN, contents, failing
 
@@ -109,9 +110,7 @@ def test_conversions_from_url_to_url(tmp_path: Path) -> None:
 def test_damaged_sources_write_nothing(tmp_path: Path) -> None:
     path = tmp_path / "source.pt"
     ptsave.save(weights(), path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
     for name in ("model.pt", "model.safetensors", "shards"):
         with pytest.raises(ptsave.CorruptCheckpointError):
             convert(path, f"plain://{name}")
