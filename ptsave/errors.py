@@ -127,24 +127,26 @@ class MalformedPickleError(CorruptPickleError):
     @classmethod
     def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
         """Return the error to raise in place of one at `offset`; None to let that one pass."""
+        if not cls.stands_for(error):
+            return None
         where = f"{path}: data.pkl, offset {offset}"
         return cls._in_place_of(error, where, path=path, record="data.pkl", offset=offset)
 
     @classmethod
-    def of_file(cls, error: Exception, path: str) -> MalformedPickleError | None:
-        """Return the same for a file that is no archive, of which no offset is known."""
+    def of_file(cls, error: Exception, path: str) -> MalformedPickleError:
+        """Return the error for a file that is no archive, of which no offset is known."""
         return cls._in_place_of(error, f"{path}: a damaged file, or no checkpoint", path=path)
 
     @classmethod
-    def _in_place_of(
-        cls, error: Exception, where: str, **attributes: Any
-    ) -> MalformedPickleError | None:
+    def stands_for(cls, error: Exception) -> bool:
+        """Return whether there is an error of this type to raise in place of `error`."""
+        return type(error) in _MALFORMED
+
+    @classmethod
+    def _in_place_of(cls, error: Exception, where: str, **attributes: Any) -> MalformedPickleError:
         kind = type(error)
-        malformed_type = _MALFORMED.get(kind)
-        if malformed_type is None:
-            return None
         words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
-        malformed = malformed_type(f"{words} ({where})", **attributes)
+        malformed = _MALFORMED[kind](f"{words} ({where})", **attributes)
         if isinstance(error, UnicodeDecodeError):
             for name in ("encoding", "object", "start", "end", "reason"):
                 setattr(malformed, name, getattr(error, name))

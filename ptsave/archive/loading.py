@@ -192,17 +192,17 @@ def _naming_what_it_is(f: Any, *, runs_no_code: bool) -> Iterator[None]:
         what = what_it_surely_is(head, nbytes)
         path = describe(f)
         if what is None:
-            damage = MalformedPickleError.of_file(error, path)
-            if damage is None or not _tells_of_damage(error, head, nbytes, runs_no_code):
+            if not _tells_of_damage(error, head, nbytes, runs_no_code):
                 raise
-            raise damage from error
+            raise MalformedPickleError.of_file(error, path) from error
         words = "" if is_of_another_program(head) else f"\n{error}"
         raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
 
 
 def _tells_of_damage(error: Exception, head: bytes, nbytes: int, runs_no_code: bool) -> bool:
     """Whether an error of torch's loader is one that a damaged file brings about."""
-    if is_safetensors(head, nbytes) or (is_known(head) and not is_legacy(head)):
+    is_other = is_safetensors(head, nbytes) or (is_known(head) and not is_legacy(head))
+    if is_other or not MalformedPickleError.stands_for(error):
         return False
     return "corrupt" in str(error) if type(error) is RuntimeError else runs_no_code
 
