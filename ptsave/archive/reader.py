@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -55,6 +54,8 @@ class RecordReader:
         Called while waiting, with the bytes read so far.
     wait_for_bytes : bool
         Whether a storage is handed out only when it is filled.
+    small : dict of str to bytes
+        The records that are no storages, by name, as far as they have been read.
     """
 
     def __init__(self, engine: _C.Reader, path: str, limits: Config, *, verify: bool) -> None:
@@ -64,12 +65,12 @@ class RecordReader:
         self.wait_for_bytes = True
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None
-        self._small: dict[str, bytes] = {}
+        self.small: dict[str, bytes] = {}
 
     def close(self) -> None:
         """Let go of the archive, even if something still refers to this reader."""
         del self.engine
-        self._small.clear()
+        self.small.clear()
 
     # ------------------------------------------------------------------- torch's reader interface
 
@@ -80,14 +81,14 @@ class RecordReader:
         return [record.name for record in self.engine.records()]
 
     def get_record(self, name: str) -> bytes:
-        if name not in self._small:
+        if name not in self.small:
             record = self._find(name)
             self.require_small(record)
             try:
-                self._small[name] = self.engine.read(record, verify=self.verify)
+                self.small[name] = self.engine.read(record, verify=self.verify)
             except _C.FormatError as error:
                 raise_corrupt(error, self.path)
-        return self._small[name]
+        return self.small[name]
 
     def get_record_size(self, name: str) -> int:
         return self.engine.record(self._find(name)).nbytes
@@ -135,11 +136,11 @@ class RecordReader:
 
     # -------------------------------------------------------------------------- small records
 
-    def small_records(self) -> Mapping[str, bytes]:
-        """Return by name the records that torch's loader reads: data.pkl and the small ones."""
+    def small_records(self) -> dict[str, bytes]:
+        """Read what torch's loader asks for, data.pkl and the small records, and return `small`."""
         for name in (*filter(self.has_record, SMALL_RECORDS), "data.pkl"):
             self.get_record(name)
-        return self._small
+        return self.small
 
     def check_small_records(self) -> None:
         """Read every record that holds no storage, which verifies its name, header and checksum."""

@@ -65,7 +65,7 @@ class RemoteReader(RecordReader):
         return _C.Reader.open_descriptor(self._file.descriptor, 0, name, direct=False)
 
     def get_record(self, name: str) -> bytes:
-        if name not in self._small:
+        if name not in self.small:
             record = self.find(name)
             if record is not None:
                 self._fetch_records([record])

@@ -96,14 +96,14 @@ def unpickle(
     if overall_storage is not None or not fills or isinstance(reader, StreamReader):
         if fills and isinstance(reader, StreamReader):
             reader.verifies = verifies_storages(reader)
-        shown = _LoadersView(reader) if fills else NativeOrderReader(reader)
+        shown = _LoadersView(reader, reader.small_records()) if fills else NativeOrderReader(reader)
         return load(shown, _faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
     for exact_offsets in (False, True):
         try:
             start_reading(reader, exact_offsets=exact_offsets)
-            view = _LoadersView(reader)
+            view = _LoadersView(reader, reader.small_records())
             data = view.get_record("data.pkl")
             are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
             if are_plain:
@@ -180,7 +180,7 @@ def unpickle_unread(
     _reserve(reader)
     reader.engine.place("cpu", _CPU)
     module = _faster(pickle_module, reader, storages_are_plain=True)
-    return _load(_LoadersView(reader), stay, module, None, {"encoding": "utf-8"})
+    return _load(_LoadersView(reader, reader.small), stay, module, None, {"encoding": "utf-8"})
 
 
 def unpickle_without_bytes(
@@ -208,7 +208,7 @@ def _unpickle_to_places(
     _reserve(reader)
     module = _faster(pickle_module, reader, storages_are_plain=True)
     placement = Placement(reader, map_location, verify=verifies_storages(reader))
-    result = _load(_LoadersView(reader), placement, module, None, pickle_load_args)
+    result = _load(_LoadersView(reader, reader.small), placement, module, None, pickle_load_args)
     placement.finish()
     reader.engine.release_storages()
     return result
@@ -243,8 +243,7 @@ def _load(
 class _LoadersView:
     """An archive as ``torch.serialization._load`` asks for it; small records are read once."""
 
-    def __init__(self, reader: RecordReader) -> None:
-        small = reader.small_records()
+    def __init__(self, reader: RecordReader, small: dict[str, bytes]) -> None:
         self.has_record = small.__contains__
         self.get_record = small.__getitem__
         self.serialization_id = functools.partial(

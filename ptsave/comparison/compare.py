@@ -18,7 +18,7 @@ from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.sources.local import position_kept
 from ptsave.support.progress import progress_bar
-from ptsave.tree.containers import is_container, walk
+from ptsave.tree.containers import CONTAINERS, walk
 from ptsave.tree.names import entry_not_found
 
 __all__ = ["Comparison", "compare"]
@@ -205,7 +205,7 @@ def _objects(
 
 def _holds_more(obj: Any) -> bool:
     """Whether something is in an object, however deep, that is no tensor."""
-    leaves = (value for value in walk(obj, attributes=False) if not is_container(value))
+    leaves = (value for value in walk(obj, attributes=False) if not isinstance(value, CONTAINERS))
     return any(not isinstance(value, Tensor) for value in leaves)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptsave.comparison.numbers import NumberDifference, Tolerance
 from ptsave.support.torch_tensors import untyped_of
-from ptsave.tree.containers import attributes_of, is_container, items_of
+from ptsave.tree.containers import CONTAINERS, attributes_of, items_of
 from ptsave.tree.paths import MAX_DEPTH
 
 __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
@@ -233,7 +233,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     """Return the entries of a container by their keys; None for anything else."""
     if isinstance(value, Tensor):
         return None
-    if is_container(value) and not isinstance(value, torch.Size):
+    if isinstance(value, CONTAINERS) and not isinstance(value, torch.Size):
         parts = dict(items_of(value))
         for name, attribute in attributes_of(value).items():  # such as `_metadata`
             parts[f"__dict__.{name}" if name in parts else name] = attribute

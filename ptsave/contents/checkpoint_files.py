@@ -78,17 +78,20 @@ def find_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> Shar
 def _files_of(
     place: Folder | RangeSource, f: Any, storage_options: Mapping[str, Any]
 ) -> ShardFiles:
-    path = describe(f)
     if isinstance(place, Folder):
-        files = find_shards(place) or _only_checkpoint_in(place)
+        path, files = place.path, find_shards(place) or _only_checkpoint_in(place)
     else:
-        with place.closed_on_error():
+        path = place.name
+        try:
             files = _files_at(place, f, storage_options)
+        except BaseException:
+            place.close()
+            raise
     return replace(files, path=path, storage_options=storage_options)
 
 
 def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> ShardFiles:
-    path = describe(f)
+    path = place.name
     if not is_index(place):
         return ShardFiles([path], source=place)
     if not isinstance(f, (str, os.PathLike)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pickle import UnpicklingError
 from typing import Any, Protocol, TypeAlias
 
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from ptsave.archive.damage import damage_of
 from ptsave.archive.payload_checks import find_damage
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import Span, spans_of
+from ptsave.archive.spans import ArchiveSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
 from ptsave.archive.weights_only import raise_with_advice
@@ -109,9 +110,12 @@ class UnreadContents(OneFile):
             self.obj = unpickle_unread(reader, restricted_unpickler, set(), self._first_at)
         except UnpicklingError as error:
             raise_with_advice(error, restricted_unpickler)
-        self.metadata = metadata_of(reader)
+        self.metadata = metadata_of(reader.small)
         self.kind = self.metadata["format"]
-        self._spans = spans_of(reader)
+
+    @cached_property
+    def _spans(self) -> ArchiveSpans:
+        return spans_of(self.reader)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         engine = self.reader.engine
@@ -265,9 +269,8 @@ class LoadedContents(OneFile):
         """Do nothing: checksums were compared, as far as there are any, when it was loaded."""
 
 
-def metadata_of(reader: RecordReader) -> dict[str, str]:
+def metadata_of(small: Mapping[str, bytes]) -> dict[str, str]:
     """Return the texts of an archive's small records, such as its version."""
-    small = reader.small_records()
     found = {
         text: next((small[name] for name in places if name in small), None)
         for text, *places in ((text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS)

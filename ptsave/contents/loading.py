@@ -14,7 +14,7 @@ from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.safetensors_loading import load_safetensors
 from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.errors import UnsupportedSourceError
-from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors, is_zip
+from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.sources.urls import is_url_source
@@ -120,7 +120,7 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
     if isinstance(source, FsspecFile):
         return _load_remote(source, options)
     with source.closed_on_error():
-        if is_safetensors(source.head, source.nbytes):
+        if source.kind == "safetensors":
             return load_safetensors(source, options)
     source.close()
     return load_file(path, options, reader_for(path, options.mmap, options.verify))
@@ -128,10 +128,10 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
 
 def _load_remote(source: FsspecFile, options: LoadOptions) -> Any:
     _refuse_mmap(source, options)
-    if is_safetensors(source.head, source.nbytes):
+    if source.kind == "safetensors":
         return load_safetensors(source, options)
     with source.stream() as stream:
-        is_archive = is_zip(source.head)
+        is_archive = source.kind == "zip"
         reader = StreamReader(source, verify=options.verify) if is_archive else None
         return load_file(stream, options, reader)
 

@@ -15,12 +15,12 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents, metadata_of
 from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.shard_files import ShardFiles, naming_lost_entries
+from ptsave.contents.shard_files import ShardFiles, name_lost_entries
 from ptsave.contents.sharded import ShardedContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_it_is
+from ptsave.sources.kinds import Kind, what_it_is
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.sources.remote_errors import named_errors
+from ptsave.sources.remote_errors import name_file
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
 
@@ -92,29 +92,39 @@ def open_each(
     files: ShardFiles, *, verify: bool = True, localize: Localizer | None = None
 ) -> Iterator[Contents]:
     """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
-    for source in files.open():
-        with naming_lost_entries(source.name, files):
+    for path in files.paths:
+        source = files.open_one(path)
+        try:
             yield open_file(localize(source) if localize else source, verify=verify)
+        except CorruptCheckpointError as error:
+            name_lost_entries(error, source.name, files)
+            raise
 
 
 def open_file(source: RangeSource, *, verify: bool) -> Contents:
     """Open one file; errors as of `open_contents`."""
-    with source.closed_on_error(), reporting_damage(source.name):
-        require_checkpoint(source)
-        if is_safetensors(source.head, source.nbytes):
-            return SafetensorsContents(source)
-        if is_legacy(source.head):
-            return _load_whole(source, _LEGACY, verify)
-        return _open_zip(source, verify)
+    try:
+        with reporting_damage(source.name):
+            kind = require_checkpoint(source)
+            if kind == "safetensors":
+                return SafetensorsContents(source)
+            if kind == "legacy":
+                return _load_whole(source, _LEGACY, verify)
+            return _open_zip(source, verify)
+    except BaseException:
+        source.close()
+        raise
 
 
 @contextmanager
 def reporting_damage(path: str) -> Iterator[None]:
     """Map errors that torch raises for unexpected damage to `CorruptCheckpointError`."""
     try:
-        with named_errors(path):
-            yield
-    except (CorruptCheckpointError, OSError, ImportError, MemoryError):
+        yield
+    except OSError as error:
+        name_file(error, path)
+        raise
+    except (CorruptCheckpointError, ImportError, MemoryError):
         raise
     except UnpicklingError as error:
         error.path = path  # type: ignore[attr-defined]  # torch's message does not say it
@@ -125,21 +135,20 @@ def reporting_damage(path: str) -> Iterator[None]:
         ) from error
 
 
-def require_checkpoint(source: RangeSource) -> None:
-    """Refuse a file that does not begin as a checkpoint of any kind.
+def require_checkpoint(source: RangeSource) -> Kind:
+    """Return the kind of a checkpoint; refuse a file that does not begin as one of any kind.
 
     Raises
     ------
     NotCheckpointError
         The message names the format of the file.
     """
-    head, nbytes, path = source.head, source.nbytes, source.name
-    if is_legacy(head) or is_safetensors(head, nbytes):
-        return
-    what = what_it_is(head, nbytes)
+    kind = source.kind
+    what = what_it_is(source.head, source.nbytes) if kind in (None, "zip") else None
     if what is not None:
-        raise NotCheckpointError(f"{path} is no checkpoint: {what}", path=path)
-    assert is_zip(head)
+        raise NotCheckpointError(f"{source.name} is no checkpoint: {what}", path=source.name)
+    assert kind is not None
+    return kind
 
 
 def _open_zip(source: RangeSource, verify: bool) -> Contents:
@@ -150,7 +159,7 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
         return _load_whole(source, {"format": "pt, compressed"}, verify)
     reader.check_version()
     if not can_defer_reading(reader, restricted_unpickler):
-        return _load_whole(source, metadata_of(reader), verify)
+        return _load_whole(source, metadata_of(reader.small_records()), verify)
     begin = source.begin if isinstance(source, LocalFile) else 0
     contents = UnreadContents(reader, begin)
     source.close()  # the engine has it open: of many shards each descriptor counts
@@ -159,11 +168,11 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
 
 def require_saved_object(reader: RecordReader) -> None:
     """Refuse an archive that `torch.save` has not written."""
-    if reader.has_record("constants.pkl"):
+    if reader.engine.find("constants.pkl") is not None:
         raise NotCheckpointError(
             f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path
         )
-    if not reader.has_record("data.pkl"):
+    if reader.engine.find("data.pkl") is None:
         raise NotCheckpointError(
             f"{reader.path} is a zip archive that torch.save has not written: it has no data.pkl",
             path=reader.path,

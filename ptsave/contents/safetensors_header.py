@@ -1,19 +1,20 @@
-"""Reads the header of a safetensors file, after its library has judged it sound."""
+"""Reads the header of a safetensors file, which its library has judged sound, and makes one."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ptsave.errors import CorruptCheckpointError, not_checkpoint
 from ptsave.sources.kinds import (
@@ -21,21 +22,23 @@ from ptsave.sources.kinds import (
     MAX_SAFETENSORS_HEADER_NBYTES,
     what_it_surely_is,
 )
-from ptsave.sources.ranges import RangeSource, SparseFile
+from ptsave.sources.ranges import RangeSource
 
 __all__ = [
-    "DTYPES",
     "SafetensorsHeader",
     "StoredTensor",
+    "header_of",
     "let_library_read",
     "read_header",
+    "safetensors_dtypes",
     "stored_shape",
 ]
 
 _LENGTH_NBYTES = 8  # of the number before the header
+_HEADER_ALIGNMENT = 8
 _FIRST_NBYTES = 64 << 10  # fetched at once: most headers are in there
 
-DTYPES = {  # the format's names, and torch's
+_DTYPES = {  # the format's names, and torch's
     "BOOL": "bool",
     "F4": "float4_e2m1fn_x2",
     "U8": "uint8",
@@ -75,16 +78,15 @@ class StoredTensor:
         Dtype of its elements.
     offset : int
         Position of its first byte in the file.
+    nbytes : int
+        Size in bytes.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -231,9 +233,11 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
     # For torch all of the file would be mapped, which the system refuses if it is large.
     framework = "np" if find_spec("numpy") else "pt"
     try:
-        with closing(SparseFile(nbytes)) as stand_in:
-            stand_in.write(0, head)
-            path = f"/proc/self/fd/{stand_in.descriptor}"
+        with open(os.memfd_create("ptsave", os.MFD_CLOEXEC), "wb") as stand_in:
+            stand_in.truncate(nbytes)
+            stand_in.write(head)
+            stand_in.flush()
+            path = f"/proc/self/fd/{stand_in.fileno()}"
             try:
                 with safe_open(path, framework=framework):
                     pass
@@ -259,7 +263,7 @@ def _tensor_cut_off(head: bytes, file_nbytes: int) -> str:
 def _stored_tensor(
     source: RangeSource, name: str, entry: Mapping[str, Any], data_offset: int
 ) -> StoredTensor:
-    dtype = getattr(torch, DTYPES.get(entry["dtype"], ""), None)
+    dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
     shape = None if dtype is None else _shape_in_torch(dtype, entry["shape"])
     if dtype is None or shape is None:
         raise CorruptCheckpointError(
@@ -268,7 +272,7 @@ def _stored_tensor(
             path=source.name,
         )
     begin, end = (data_offset + offset for offset in entry["data_offsets"])
-    tensor = StoredTensor(name, shape, dtype, begin)
+    tensor = StoredTensor(name, shape, dtype, begin, prod(shape) * dtype.itemsize)
     if end - begin != tensor.nbytes or not data_offset <= begin <= end <= source.nbytes:
         raise CorruptCheckpointError(
             f"{source.name}: the header puts tensor {name} where its bytes cannot be",
@@ -276,3 +280,57 @@ def _stored_tensor(
             offset=begin,
         )
     return tensor
+
+
+# ----------------------------------------------------------------------------------- made anew
+
+
+@functools.cache
+def safetensors_dtypes() -> dict[torch.dtype, str]:
+    """Return the dtypes that the library writes, in its order, with its names for them."""
+    try:
+        from safetensors.torch import save
+    except ImportError:
+        raise ImportError(
+            "safetensors files are written with the help of: pip install safetensors"
+        ) from None
+    found = {name: getattr(torch, text, None) for name, text in _DTYPES.items()}
+    dtypes: dict[str, torch.dtype] = {name: dtype for name, dtype in found.items() if dtype}
+    known = {name: dtype for name, dtype in dtypes.items() if _can_write(save, dtype)}
+    data = save({name: torch.empty(0, dtype=dtype) for name, dtype in known.items()})
+    header = json.loads(data[8:])
+    return {known[name]: fields["dtype"] for name, fields in header.items()}
+
+
+def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except Exception:  # it says so in many ways
+        return False
+    return True
+
+
+def header_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[list[Tensor], bytes]:
+    """Return tensors in the order of a file, and its header, as the library writes it.
+
+    Raises
+    ------
+    ValueError
+        If the format has not got the shape of one.
+    """
+    dtypes = safetensors_dtypes()
+    ranks = {dtype: rank for rank, dtype in enumerate(dtypes)}
+    names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        end = begin + tensor.nbytes
+        shape = stored_shape(tensor.dtype, tensor.shape)
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return [tensors[name] for name in names], len(text).to_bytes(_LENGTH_NBYTES, "little") + text

@@ -6,12 +6,11 @@ import errno
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip, what_came_instead
+from ptsave.sources.kinds import what_came_instead
 from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
 from ptsave.tree.containers import items_of
@@ -26,7 +25,7 @@ __all__ = [
     "find_shards",
     "is_index",
     "merged",
-    "naming_lost_entries",
+    "name_lost_entries",
     "numbered_sets",
     "read_index",
     "refuse_what_came_instead",
@@ -113,14 +112,12 @@ class ShardFiles:
 
     def open(self) -> Iterator[RangeSource]:
         """Open the files, one after another."""
-        if self.source is not None:
-            yield self.source
-            return
-        for path in self.paths:
-            yield self.open_one(path)
+        return map(self.open_one, self.paths)
 
     def open_one(self, path: str) -> RangeSource:
         """Open one of the files; the error says so if it is a shard that is missing."""
+        if self.source is not None:
+            return self.source
         try:
             return open_source(path, self.storage_options)
         except FileNotFoundError as error:
@@ -155,8 +152,11 @@ def find_shards(folder: Folder) -> ShardFiles | None:
         If there are several indices.
     """
     names = folder.names()
-    found = (_find_format(folder, names, each) for each in FORMATS.values())
-    return next((files for files in found if files is not None), None)
+    for each in FORMATS.values():
+        files = _find_format(folder, names, each)
+        if files is not None:
+            return files
+    return None
 
 
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
@@ -191,18 +191,13 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
     return kept
 
 
-@contextmanager
-def naming_lost_entries(path: str, files: ShardFiles) -> Iterator[None]:
+def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFiles) -> None:
     """Name the tensors of a shard that is too damaged to name them, if there is an index."""
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        if not error.entries and files.weight_map is not None:
-            error.entries = [name for name, shard in files.weight_map.items() if shard == path]
-            more = ", ..." if len(error.entries) > _N_NAMED else ""
-            named = ", ".join(error.entries[:_N_NAMED]) + more
-            error.args = (f"{error}; {files.index_path} says that it holds {named}",)
-        raise
+    if not error.entries and files.weight_map is not None:
+        error.entries = [name for name, shard in files.weight_map.items() if shard == path]
+        more = ", ..." if len(error.entries) > _N_NAMED else ""
+        named = ", ".join(error.entries[:_N_NAMED]) + more
+        error.args = (f"{error}; {files.index_path} says that it holds {named}",)
 
 
 def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, Any]:
@@ -332,9 +327,9 @@ def is_index(source: RangeSource) -> bool:
     >>> is_index(open_source(io.BytesIO(b'{"weight_map": {"weight": "a.safetensors"}}')))
     True
     """
-    head, nbytes = source.head, source.nbytes
-    if is_zip(head) or is_legacy(head) or is_safetensors(head, nbytes):
+    if source.kind is not None:
         return False
+    head, nbytes = source.head, source.nbytes
     if source.name.endswith(INDEX_SUFFIX):
         return what_came_instead(head, nbytes) is None
     if not head.lstrip().startswith(b"{") or nbytes > _MAX_INDEX_NBYTES:

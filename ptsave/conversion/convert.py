@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from ptsave.contents.opening import open_contents
+from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.models.save_model import (
     FORMAT_FILES,
@@ -35,7 +36,6 @@ from ptsave.streaming.streamed_files import (
     PicklePlan,
     SafetensorsPlan,
     StreamedPlan,
-    safetensors_dtypes,
 )
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.sizes import parse_size

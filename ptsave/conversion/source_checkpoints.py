@@ -41,11 +41,12 @@ class SourceCheckpoint:
         self.path = contents.path
         self.obj = contents.obj
         self.nbytes = contents.nbytes
-        self.paths = [part.path for part in contents.parts]
+        parts = contents.parts
+        self.paths = [part.path for part in parts]
         self.is_safetensors = True
         self.metadata: dict[str, str] = {}
         self.remarks: list[str] = []
-        for part in contents.parts:
+        for part in parts:
             sources.add(part)
             if isinstance(part, SafetensorsContents):
                 self.metadata.update(part.header.metadata)

@@ -15,7 +15,6 @@ from ptsave.archive.opening import open_source_archive
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.opening import require_checkpoint, require_saved_object
 from ptsave.errors import CorruptCheckpointError
-from ptsave.sources.kinds import is_legacy, is_zip
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import RangeSource
 from ptsave.sources.remote_errors import named_errors
@@ -90,11 +89,11 @@ def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None
 
 def _globals_in(source: RangeSource) -> dict[str, str]:
     found: dict[str, str] = {}
-    if is_legacy(source.head):
+    if source.kind == "legacy":
         with source.stream() as stream:
             for _ in range(_N_LEGACY_PICKLES):
                 found |= globals_in_pickle(stream, source.name)
-    elif is_zip(source.head):
+    elif source.kind == "zip":
         found = globals_in_pickle(io.BytesIO(_pickle_of(source)), source.name)
     return found  # of a safetensors file: it has none
 

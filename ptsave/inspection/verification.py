@@ -22,7 +22,6 @@ from ptsave.contents.opening import open_file, reporting_damage, require_saved_o
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.required_globals import globals_in_pickle, unsafe_globals
-from ptsave.sources.kinds import is_zip
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.progress import ProgressCallback, progress_from
@@ -242,7 +241,7 @@ def _as_one(found: DirectoryVerification) -> Verification:
 
 
 def _verify_source(source: RangeSource, progress: ProgressCallback | None) -> Verification:
-    if not is_zip(source.head):
+    if source.kind != "zip":
         return _verify_other(source)
     try:
         reader = open_source_archive(source, verify=True)

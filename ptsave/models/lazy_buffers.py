@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ptsave.models.shards import Entry
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
-from ptsave.support.torch_modules import buffers_of
+from ptsave.support.torch_modules import buffers_of, pre_hooks_of
 
 __all__ = ["LazyBuffers"]
 
@@ -50,25 +50,30 @@ class LazyBuffers:
         The model.
     entries : sequence of Entry
         The checkpoint.  Of two entries of one name the later one decides.
+
+    Attributes
+    ----------
+    changing : list
+        Those that get another tensor, or None.
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry]) -> None:
         by_name = {entry.name: entry for entry in entries}
         found: dict[tuple[int, str], _LazyBuffer] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for hook in lazy_buffer_hooks(module):
+            for hook in lazy_buffer_hooks(module) if pre_hooks_of(module) else ():
                 if hook.name in buffers_of(module):
                     key = (id(module), hook.name)
                     lazy = found.setdefault(key, _LazyBuffer(module, hook.name))
                     full_name = f"{prefix}.{hook.name}" if prefix else hook.name
                     lazy.full_names.append(full_name)
                     lazy.entry = by_name.get(full_name, lazy.entry)
-        self._changing = [lazy for lazy in found.values() if not lazy.stays]
+        self.changing = [lazy for lazy in found.values() if not lazy.stays]
 
     def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a model's tensors by name as they will be, new buffers without values."""
         tensors = dict(tensors)
-        for lazy in self._changing:
+        for lazy in self.changing:
             like = lazy.like()
             for name in lazy.full_names:
                 tensors.pop(name, None)
@@ -79,7 +84,7 @@ class LazyBuffers:
     def allocate(self) -> dict[str, Tensor]:
         """Make the new buffers, where the model is now, and return them by name."""
         tensors = {}
-        for lazy in self._changing:
+        for lazy in self.changing:
             like = lazy.like()
             if like is not None:
                 lazy.new = new_buffer(lazy.module, buffers_of(lazy.module)[lazy.name], like)
@@ -88,5 +93,5 @@ class LazyBuffers:
 
     def put(self) -> None:
         """Let the new tensors, which hold their values, be the buffers."""
-        for lazy in self._changing:
+        for lazy in self.changing:
             buffers_of(lazy.module)[lazy.name] = lazy.new

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
-from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loader_of
+from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loaders_of
 from ptsave.sources.urls import refuse_url
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support.progress import ProgressCallback, progress_bar
@@ -155,17 +155,19 @@ def load_model(
         lazy_buffers = LazyBuffers(model, entries)
         plan = WeightPlan(ModelTensors(model, lazy_buffers), packed, entries)
         plan.check(model, strict=strict)
-        tied_names = {
-            delivery.name: plan.tensors.tied_names(delivery.name) for delivery in plan.deliveries
-        }
+        tied_names = plan.tied_names()
         _move(model, plan, device)
         nbytes = sum(delivery.entry.nbytes for delivery in plan.deliveries)
-        tensors = {**ModelTensors(model).by_name, **lazy_buffers.allocate()}
+        tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors.update(model.named_buffers(remove_duplicate=False))
+        if lazy_buffers.changing:
+            tensors.update(lazy_buffers.allocate())
         with progress_bar(progress, "loading", nbytes) as callback:
             filling = Filling(tensors, plan.deliveries, callback)
             filling.run()
         _renew_ties(tensors, tied_names)
-        lazy_buffers.put()
+        if lazy_buffers.changing:
+            lazy_buffers.put()
     return plan.report
 
 
@@ -271,16 +273,20 @@ class Filling:
         places = Places()
         for delivery in self.deliveries:
             target = self.tensors[delivery.name]
-            if _is_filled_in_place(delivery.entry, target) and places.take(target):
+            has_loader = delivery.name in self._loaders
+            in_place = not has_loader and _is_filled_in_place(delivery.entry, target)
+            if in_place and places.take(target):
                 direct.append(Read(delivery.entry, target.detach()))
             else:
                 others.append(delivery)
         self._read(direct)
         for read in direct:
             _note_change(read.target)
-        self._deliver(others)
+        if others:
+            self._deliver(others)
 
     def __post_init__(self) -> None:
+        self._loaders = loaders_of(self.tensors)
         self._nbytes_left: Counter[Shard] = Counter()
         for delivery in self.deliveries:
             self._nbytes_left[delivery.entry.shard] += delivery.entry.nbytes
@@ -349,7 +355,8 @@ class Filling:
         target, entry = self.tensors[delivery.name], delivery.entry
         n_elements = entry.shape.numel()
         step = max(1, _PIECE_NBYTES // entry.dtype.itemsize)
-        if not _is_filled_piecewise(entry, target) or n_elements <= step:
+        in_pieces = delivery.name not in self._loaders and _is_filled_piecewise(entry, target)
+        if not in_pieces or n_elements <= step:
             yield 0, n_elements
             return
         for begin in range(0, n_elements, step):
@@ -363,7 +370,8 @@ class Filling:
             is_mapped = staged.read.is_mapped
             try:
                 with torch.no_grad():
-                    _put_into(self.tensors[delivery.name], staged)
+                    loader = self._loaders.get(delivery.name)
+                    _put_into(self.tensors[delivery.name], staged, loader)
                 del staged
             except Exception as error:
                 entry = delivery.entry
@@ -406,9 +414,20 @@ def _is_filled_in_place(entry: Entry, target: Tensor) -> bool:
     return (
         type(target) in PLAIN_TYPES
         and target.layout == torch.strided
-        and loader_of(target) is None
         and entry.nbytes > 0
-        and entry.shard.can_fill(entry, target)
+        and not target.is_meta
+        and (not isinstance(entry.shard, SafetensorsShard) or _takes_bytes(entry, target))
+    )
+
+
+def _takes_bytes(entry: Entry, target: Tensor) -> bool:
+    """Whether the bytes of the whole entry are all that a tensor takes."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == entry.dtype
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
     )
 
 
@@ -416,7 +435,6 @@ def _is_filled_piecewise(entry: Entry, target: Tensor) -> bool:
     return (
         isinstance(entry.shard, SafetensorsShard)
         and type(target) in PLAIN_TYPES
-        and loader_of(target) is None
         and target.is_contiguous()
     )
 
@@ -432,9 +450,8 @@ def _stage(memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: i
     return Staged(delivery, Read(entry, memory.tensor(shape, entry.dtype), begin))
 
 
-def _put_into(target: Tensor, staged: Staged) -> None:
+def _put_into(target: Tensor, staged: Staged, loader: Callable[..., Any] | None) -> None:
     tensor, delivery = staged.read.target, staged.delivery
-    loader = loader_of(target)
     if loader is None:
         if tensor.shape != delivery.entry.shape:  # a piece
             target = target.view(-1)[staged.read.begin :][: tensor.numel()]

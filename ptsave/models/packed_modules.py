@@ -93,6 +93,10 @@ class PackedModules:
         """Return the parts that a packed module has."""
         return list(self._shard_ids[packed])
 
+    def routes(self, names: Sequence[str]) -> list[Route | None]:
+        """Return the `route` of each name."""
+        return [self.route(name) for name in names] if self._routes else [None] * len(names)
+
     def route(self, name: str) -> Route | None:
         """Return where a checkpoint's tensor goes, or None if it is not packed.
 

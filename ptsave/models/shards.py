@@ -20,12 +20,11 @@ from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import read_header
 from ptsave.contents.shard_files import (
     ShardFiles,
-    naming_lost_entries,
+    name_lost_entries,
     refuse_what_came_instead,
     those_in_index,
 )
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
-from ptsave.sources.kinds import is_legacy, is_safetensors, is_zip
 from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.sources.urls import is_url
@@ -59,11 +58,8 @@ class Entry:
     shape: torch.Size
     dtype: torch.dtype
     shard: Shard
+    nbytes: int
     stored_nbytes: int  # in the file: its own, or those of the storage that it is a view of
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -85,51 +81,32 @@ class SafetensorsShard:
 
     def __init__(self, file: LocalFile) -> None:
         self.path = file.name
-        self._file = file
+        self.file = file
+        self.close = file.close
         tensors = read_header(file).tensors
         self.entries = [
-            Entry(stored.name, stored.shape, stored.dtype, self, stored.nbytes)
-            for stored in tensors
+            Entry(each.name, each.shape, each.dtype, self, each.nbytes, each.nbytes)
+            for each in tensors
         ]
         self._offsets = {stored.name: stored.offset for stored in tensors}
-
-    @property
-    def for_engine(self) -> tuple[int, bytes]:
-        return self._file.for_engine
 
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
         offset = self._offsets[read.entry.name] + read.begin * read.entry.dtype.itemsize
-        return self._file.begin + offset, read.target
+        return self.file.begin + offset, read.target
 
     def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
         """Return the elements of an entry from `begin` on if the page cache has them at hand."""
         itemsize = entry.dtype.itemsize
         offset = self._offsets[entry.name] + begin * itemsize
-        if (self._file.begin + offset) % itemsize:
+        if (self.file.begin + offset) % itemsize:
             return None
-        memory = self._file.map_cached(offset, shape.numel() * itemsize)
+        memory = self.file.map_cached(offset, shape.numel() * itemsize)
         return None if memory is None else memory.view(entry.dtype).view(shape)
 
     def detach(self, storage: torch.UntypedStorage) -> None:
         """Make a mapped tensor independent of the file, because somebody keeps it."""
         _C.detach_from_file(storage, os.fsencode(self.path))
-
-    def can_fill(self, entry: Entry, target: Tensor) -> bool:
-        """Whether `target` may be that of a `Read` of the whole entry: bytes are all it takes."""
-        return (
-            target.device.type == "cpu"
-            and target.dtype == entry.dtype
-            and target.is_contiguous()
-            and not target.is_conj()
-            and not target.is_neg()
-        )
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
 
 
 class FetchedShard:
@@ -139,13 +116,9 @@ class FetchedShard:
         self.path = source.name
         self._contents: SafetensorsContents | None = SafetensorsContents(source)
         self.entries = [
-            Entry(name, tensor.shape, tensor.dtype, self, tensor.nbytes)
+            Entry(name, tensor.shape, tensor.dtype, self, tensor.nbytes, tensor.nbytes)
             for name, tensor in self._contents.obj.items()
         ]
-
-    def can_fill(self, entry: Entry, target: Tensor) -> bool:
-        """Whether `target` may be that of a `Read`: any that ``copy_`` would fill."""
-        return not target.is_meta
 
     def read(self, reads: Iterable[Read]) -> None:
         """Fetch tensors, some of them at a time, and copy them into their targets."""
@@ -160,9 +133,6 @@ class FetchedShard:
     def close(self) -> None:
         """Let go of the file."""
         self._contents = None
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
 
 
 def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
@@ -194,8 +164,8 @@ class PickledShard:
         self._tensors: dict[str, Tensor] = {}
         self._open()
         self.entries = [
-            Entry(name, tensor.shape, tensor.dtype, self, stored_nbytes_of([tensor]))
-            for name, tensor in self._tensors.items()
+            Entry(name, t.shape, t.dtype, self, prod(t.shape) * t.itemsize, stored_nbytes_of([t]))
+            for name, t in self._tensors.items()
         ]
         is_local = isinstance(f, (str, os.PathLike)) and not is_url(f)
         if is_local and not isinstance(self._copier, FileCopier):
@@ -239,10 +209,6 @@ class PickledShard:
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise TypeError(f"{self.path}: entry {name!r} is not a dense tensor")
         return {name: tensor.detach() for name, tensor in items_of(obj)}
-
-    def can_fill(self, entry: Entry, target: Tensor) -> bool:
-        """Whether `target` may be that of a `Read`: any that ``copy_`` would fill."""
-        return not target.is_meta
 
     def read(self, reads: Iterable[Read]) -> None:
         if self._copier is None:
@@ -310,20 +276,30 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
     """
     is_named = isinstance(f, (str, os.PathLike))
     entries: list[Entry] = []
-    for source in files.open():
-        with naming_lost_entries(source.name, files), source.closed_on_error():
+    for path in files.paths:
+        source = files.open_one(path)
+        try:
             shard = _open_shard(source, source.name if is_named else f, files.storage_options)
-        stack.push(shard.__exit__)
+        except BaseException as error:
+            source.close()
+            if isinstance(error, CorruptCheckpointError):
+                name_lost_entries(error, source.name, files)
+            raise
+        if isinstance(shard, PickledShard):
+            stack.push(shard.__exit__)
+        else:
+            stack.callback(shard.close)
         entries += shard.entries
-    return those_in_index(((entry.name, entry.shard.path, entry) for entry in entries), files)
+    return those_in_index([(entry.name, entry.shard.path, entry) for entry in entries], files)
 
 
 def _open_shard(source: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> Shard:
-    refuse_what_came_instead(source)
-    head = source.head
-    is_torchs = is_zip(head) or is_legacy(head)
-    named_so = source.name.endswith(".safetensors") and not is_torchs  # a damaged one
-    if not (named_so or is_safetensors(head, source.nbytes)):
+    kind: str | None = source.kind
+    if kind is None:
+        refuse_what_came_instead(source)
+        if source.name.endswith(".safetensors"):
+            kind = "safetensors"  # a damaged one
+    if kind != "safetensors":
         source.close()
         if isinstance(source, FileObject):
             source.rewind()
@@ -361,12 +337,13 @@ def _read_ranges(reads: Sequence[Read], progress: ProgressCallback | None) -> No
         shard = read.entry.shard
         assert isinstance(shard, SafetensorsShard)
         ranges.append((numbers.setdefault(shard, len(numbers)), *shard.range_of(read)))
+    limits = config.current()
     try:
         _C.read_ranges(
-            [shard.for_engine for shard in numbers],
+            [(shard.file.descriptor, os.fsencode(shard.path)) for shard in numbers],
             ranges,
-            n_threads=config.current().n_readers,
-            direct=config.current().direct_reads,
+            n_threads=limits.n_readers,
+            direct=limits.direct_reads,
             progress=progress,
         )
     except _C.FormatError as error:  # a file has become shorter; the message has its name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ptsave.state.load_errors import mismatch_message, raise_load_errors
 from ptsave.support.torch_modules import non_persistent_buffers_of
 from ptsave.tree.expansion import ADVICE, default_limit
 
-__all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loader_of"]
+__all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loaders_of"]
 
 
 class LoadedWeights(NamedTuple):
@@ -63,12 +63,12 @@ class ModelTensors:
         Those that a state dict has.
     """
 
-    def __init__(self, model: nn.Module, lazy_buffers: LazyBuffers | None = None) -> None:
+    def __init__(self, model: nn.Module, lazy_buffers: LazyBuffers) -> None:
         self.by_name: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        if lazy_buffers is not None:
+        if lazy_buffers.changing:
             self.by_name = lazy_buffers.in_place_of(self.by_name)
         self.required = set(self.by_name).difference(_left_out_of_state_dicts(model))
         self._names: dict[object, list[str]] = {}
@@ -103,10 +103,10 @@ def _identity(tensor: Tensor) -> object:
     return (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
 
 
-def loader_of(tensor: Tensor) -> Callable[..., Any] | None:
-    """Return a parameter's own function for being loaded."""
-    loader = getattr(tensor, "weight_loader", None)
-    return loader if callable(loader) else None
+def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
+    """Return the functions with which some parameters want to be loaded, by name."""
+    found = {name: getattr(tensor, "weight_loader", None) for name, tensor in tensors.items()}
+    return {name: loader for name, loader in found.items() if callable(loader)}
 
 
 @dataclass(frozen=True)
@@ -128,26 +128,27 @@ class WeightPlan:
         The model.
     packed : PackedModules
         Its packed parameters.
-    entries : iterable of Entry
+    entries : sequence of Entry
         The checkpoint, in the order of its files.
     """
 
     tensors: ModelTensors
     packed: PackedModules
-    entries: Iterable[Entry]
+    entries: Sequence[Entry]
     deliveries: list[Delivery] = field(default_factory=list)
-    report: LoadedWeights = field(default_factory=lambda: LoadedWeights([], [], [], {}))
+    report: LoadedWeights = field(init=False)
 
     def __post_init__(self) -> None:
+        self.report = LoadedWeights([], [], [], {})
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by a tensor's first name
         self._packed_names: dict[str, str] = {}
-        for entry in self.entries:
-            self._add(entry)
+        routes = self.packed.routes([entry.name for entry in self.entries])
+        for entry, route in zip(self.entries, routes, strict=True):
+            self._add(entry, route)
         self._leave_out_tied_copies()
         self._report_what_is_missing()
 
-    def _add(self, entry: Entry) -> None:
-        route = self.packed.route(entry.name)
+    def _add(self, entry: Entry, route: Route | None) -> None:
         if route is not None and route.target in self.tensors.by_name:
             delivery = Delivery(entry, route.target, route.shard_id)
         elif entry.name in self.tensors.by_name:
@@ -204,6 +205,10 @@ class WeightPlan:
                     first = next(name for name in names if name in self._packed_names)
                     self.report.unfilled_shards[first] = absent
 
+    def tied_names(self) -> dict[str, list[str]]:
+        """Return by the name of each delivery all names of its tensor, in the model's order."""
+        return {each.name: self.tensors.tied_names(each.name) for each in self.deliveries}
+
     def check(self, model: nn.Module, *, strict: bool) -> None:
         """Raise one RuntimeError for everything that makes loading impossible or, strictly, wrong.
 
@@ -226,7 +231,7 @@ class WeightPlan:
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         where = f"(file {entry.shard.path}, tensor {entry.name})"
-        if loader_of(target) is not None:
+        if callable(getattr(target, "weight_loader", None)):
             # It checks shapes by itself, but gets memory for all of the tensor first.
             if entry.nbytes > default_limit(entry.stored_nbytes):
                 return (

@@ -8,17 +8,19 @@ import os
 import re
 import stat
 import struct
-from typing import BinaryIO
+from typing import BinaryIO, Literal, TypeAlias
 
 __all__ = [
     "HEAD_NBYTES",
     "MAX_SAFETENSORS_HEADER_NBYTES",
     "ZIP_MAGIC",
+    "Kind",
     "is_known",
     "is_legacy",
     "is_of_another_program",
     "is_safetensors",
     "is_zip",
+    "kind_of",
     "refuse_special_file",
     "refuse_special_stream",
     "regular_only",
@@ -27,6 +29,7 @@ __all__ = [
     "what_it_surely_is",
 ]
 
+Kind: TypeAlias = Literal["zip", "legacy", "safetensors"]
 HEAD_NBYTES = 512
 ZIP_MAGIC = b"PK\x03\x04"
 
@@ -123,6 +126,19 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
         return False
     (header_nbytes,) = struct.unpack_from("<Q", head)
     return bool(header_nbytes <= max(nbytes - 8, MAX_SAFETENSORS_HEADER_NBYTES))
+
+
+def kind_of(head: bytes, nbytes: int) -> Kind | None:
+    r"""Return the kind of checkpoint that a file of `nbytes` bytes begins as; None for no such.
+
+    >>> kind_of(b"PK\x03\x04", 4), kind_of(b"<html>", 6)
+    ('zip', None)
+    """
+    if is_zip(head):
+        return "zip"
+    if is_legacy(head):
+        return "legacy"
+    return "safetensors" if is_safetensors(head, nbytes) else None
 
 
 def what_it_is(head: bytes, nbytes: int) -> str | None:

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 __all__ = ["describe", "position_kept", "real_file"]
@@ -21,13 +21,17 @@ def describe(f: Any) -> str:
     return name if isinstance(name, str) else f"<{type(f).__name__}>"
 
 
+def position_kept(f: Any) -> AbstractContextManager[None]:
+    """Return a context that gives a file object its position back; nothing else has one."""
+    has_one = hasattr(f, "tell") and hasattr(f, "seek")
+    return _position_kept(f) if has_one else nullcontext()
+
+
 @contextmanager
-def position_kept(f: Any) -> Iterator[None]:
-    """Give a file object its position back after the block; nothing else has one."""
+def _position_kept(f: Any) -> Iterator[None]:
     position = None
-    if hasattr(f, "tell") and hasattr(f, "seek"):
-        with suppress(OSError):  # of a pipe or a socket, which opening it refuses
-            position = f.tell()
+    with suppress(OSError):  # of a pipe or a socket, which opening it refuses
+        position = f.tell()
     try:
         yield
     finally:

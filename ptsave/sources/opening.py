@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ptsave.sources.kinds import refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
-from ptsave.sources.remote_errors import named_errors, os_errors
+from ptsave.sources.remote_errors import name_file, os_errors
 from ptsave.sources.urls import is_url, is_url_source
 
 __all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
@@ -97,14 +97,14 @@ def open_folder_or_file(
     f: Any, storage_options: Mapping[str, Any] | None = None
 ) -> Folder | RangeSource:
     """Open anything that may hold a checkpoint: a directory, or a file as `open_source` does."""
-    if is_url(f):
+    if is_url_source(f, storage_options):
         try:
             return FsspecFile(f, dict(storage_options or {}))
         except IsADirectoryError:
             return FsspecFolder(f, storage_options or {})
-    if isinstance(f, (str, os.PathLike)) and not storage_options and os.path.isdir(f):
+    if isinstance(f, (str, os.PathLike)) and os.path.isdir(f):
         return LocalFolder(os.fsdecode(f))
-    return open_source(f, storage_options)
+    return _open_local(f)
 
 
 def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> RangeSource:
@@ -126,10 +126,18 @@ def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> Ran
     """
     if is_url_source(f, storage_options):
         return FsspecFile(f, dict(storage_options or {}))
+    return _open_local(f)
+
+
+def _open_local(f: Any) -> RangeSource:
     path = describe(f)
     if isinstance(f, (str, os.PathLike)):
-        with named_errors(path), io.FileIO(os.fspath(f), opener=regular_only) as stream:
-            return LocalFile(stream, path)
+        try:
+            with io.FileIO(os.fspath(f), opener=regular_only) as stream:
+                return LocalFile(stream, path)
+        except OSError as error:
+            name_file(error, path)
+            raise
     if not all(hasattr(f, method) for method in ("read", "seek", "tell")):
         raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
     if type(f) is io.BytesIO:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.errors import UnsupportedUrlError
-from ptsave.sources.kinds import HEAD_NBYTES, regular_only
-from ptsave.sources.remote_errors import named_errors, os_errors
+from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
+from ptsave.sources.remote_errors import name_file, os_errors
 
 __all__ = [
     "Buffer",
@@ -71,6 +71,11 @@ class RangeSource(Protocol):
         """The first `HEAD_NBYTES` bytes, or all there are, by which kinds of files are known."""
         ...
 
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of checkpoint that it begins as; None if it is no such."""
+        ...
+
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each range (begin, end)."""
         ...
@@ -102,6 +107,11 @@ class _Ranges:
         """The first `HEAD_NBYTES` bytes, or all there are."""
         (head,) = self.read([(0, min(HEAD_NBYTES, self.nbytes))])
         return head
+
+    @cached_property
+    def kind(self) -> Kind | None:
+        """The kind of checkpoint that it begins as; None if it is no such."""
+        return kind_of(self.head, self.nbytes)
 
     def stream(self) -> AbstractContextManager[Any]:
         """Open all of it as a file object, at its beginning."""
@@ -401,8 +411,11 @@ class LocalFile(_OpenFile, _Ranges):
         return self.descriptor, os.fsencode(self.name)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        with named_errors(self.name):
+        try:
             pieces = [self._read(*where) for where in ranges]
+        except OSError as error:
+            name_file(error, self.name)
+            raise
         for piece, where in zip(pieces, ranges, strict=True):
             _check_complete(piece, *where, self)
         return pieces

@@ -87,17 +87,22 @@ def is_url_target(f: Any) -> bool:
     return isinstance(f, str) and _URL.match(f) is not None
 
 
-def refuse_url_target(path: str | bytes | os.PathLike[Any]) -> None:
+def refuse_url_target(
+    path: str | bytes | os.PathLike[Any], storage_options: Mapping[str, Any] | None = None
+) -> None:
     """Refuse to write to a URL, also one that pathlib has collapsed to ``s3:/bucket``.
 
     Raises
     ------
     UnsupportedUrlError
         If it is one.
+    TypeError
+        If it is none and there are options for its file system.
     """
     text = os.fsdecode(path)
     if _looks_like_url(text):
         raise UnsupportedUrlError.of(text)
+    refuse_storage_options(storage_options)
 
 
 def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.spans import memory_of
 from ptsave.archive.views import bytes_of, unfilled_tensors
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
@@ -83,17 +84,15 @@ class Payload(NamedTuple):
         Position of the first byte in it.
     place : StoragePlace or None
         The storage that they are all of.
+    crc : int or None
+        Their CRC-32, if it is known.
     """
 
     nbytes: int
     source: int = 0
     offset: int = 0
     place: StoragePlace | None = None
-
-    @property
-    def crc(self) -> int | None:
-        """Their CRC-32, if it is known."""
-        return None if self.place is None else self.place.crc
+    crc: int | None = None
 
 
 class PayloadSources:
@@ -105,9 +104,15 @@ class PayloadSources:
         Closes the sources.
     folder : str
         Folder for a temporary file, which never has a name.
+
+    Attributes
+    ----------
+    limits : Config
+        Bounds of the machine's resources.
     """
 
     def __init__(self, stack: ExitStack, folder: str) -> None:
+        self.limits = config.current()
         self._stack = stack
         self._folder = folder
         self._items: list[tuple[int, bytes] | tuple[int, int, bytes]] = []
@@ -123,7 +128,7 @@ class PayloadSources:
     def open(self) -> _C.PayloadSources:
         """Return the engine's form of these sources."""
         if self._opened is None:
-            self._opened = _C.PayloadSources(self._items, direct=config.current().direct_reads)
+            self._opened = _C.PayloadSources(self._items, direct=self.limits.direct_reads)
         return self._opened
 
     def add_file(self, fd: int, name: str) -> int:
@@ -180,8 +185,13 @@ class PayloadSources:
 
     def places_of(self, storages: Sequence[torch.UntypedStorage]) -> list[StoragePlace | None]:
         """Return the places of storages; None for those that are in memory, or empty."""
+        return self._places_of(storages, [bytes_of(storage) for storage in storages])
+
+    def _places_of(
+        self, storages: Sequence[torch.UntypedStorage], tensors: list[Tensor]
+    ) -> list[StoragePlace | None]:
+        """Return the places of storages, each given with a tensor over it."""
         places = [self._known.get(storage.data_ptr()) for storage in storages]
-        tensors = [bytes_of(storage) for storage in storages]
         for source, contents in self._unread:
             for i, number in enumerate(contents.reader.engine.records_of(tensors)):
                 if number is not None and places[i] is None and storages[i].nbytes():
@@ -195,7 +205,7 @@ class PayloadSources:
 
         Those that are not are brought into order in the temporary file.
         """
-        places = self.places_of([tensor.untyped_storage() for tensor in tensors])
+        places = self._places_of([tensor.untyped_storage() for tensor in tensors], [*tensors])
         payloads = [
             self._payload_of(tensor.detach(), place)
             for tensor, place in zip(tensors, places, strict=True)
@@ -246,7 +256,9 @@ class PayloadSources:
         offset = int(tensor.storage_offset()) * tensor.itemsize
         is_whole = tensor.nbytes == place.nbytes
         at = place.offset + offset
-        return Payload(tensor.nbytes, place.source, at, place if is_whole else None)
+        if not is_whole:
+            return Payload(tensor.nbytes, place.source, at)
+        return Payload(tensor.nbytes, place.source, at, place, place.crc)
 
     def memory(self, storage: torch.UntypedStorage) -> StoragePlace:
         """Add a storage that is in memory, and return its place."""
@@ -360,9 +372,13 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
     engine = contents.reader.engine
     record = engine.record(number)
     verify = contents.reader.verify and engine.storages_have_crcs
+    try:
+        offset = engine.payload_offset(number)
+    except _C.FormatError as error:
+        raise_corrupt(error, contents.path)
     return StoragePlace(
         source,
-        contents.begin + contents.reader.get_record_offset(record.name),
+        contents.begin + offset,
         record.nbytes,
         record.crc if verify else None,
         contents,

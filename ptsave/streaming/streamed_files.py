@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -17,7 +15,12 @@ from ptsave import _C
 from ptsave.archive.damage import RecordDamage, damage_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.contents.contents import UnreadContents
-from ptsave.contents.safetensors_header import DTYPES, let_library_read, stored_shape
+from ptsave.contents.safetensors_header import (
+    header_of,
+    let_library_read,
+    safetensors_dtypes,
+    stored_shape,
+)
 from ptsave.errors import SaveError
 from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace
 from ptsave.support.progress import ProgressCallback
@@ -31,12 +34,9 @@ __all__ = [
     "SafetensorsPlan",
     "StreamedPlan",
     "check_safetensors",
-    "safetensors_dtypes",
     "write_bytes",
     "write_safetensors",
 ]
-
-_HEADER_ALIGNMENT = 8
 
 
 class StreamedPlan:
@@ -82,6 +82,7 @@ class StreamedPlan:
             atomic=True,
             progress=progress,
             scratch_for=self._sources.scratch_for,
+            limits=self._sources.limits,
         )
         try:
             writer.write_file(self._target)
@@ -156,9 +157,8 @@ class SafetensorsPlan(StreamedPlan):
         if sys.byteorder != "little":
             raise NotImplementedError("safetensors files are little-endian, this machine is not")
         _check_names(tensors)
-        names = sorted(tensors, key=lambda name: _order_of(name, tensors[name]))
-        payloads = sources.payloads_of([tensors[name] for name in names])
-        header = _header({name: tensors[name] for name in names}, metadata)
+        in_order, header = header_of(tensors, metadata)
+        payloads = sources.payloads_of(in_order)
         self._places = {
             i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
         }
@@ -271,38 +271,6 @@ def _packed_plan(
     return _C.PackedPlan(head, sources.open(), each)
 
 
-# ------------------------------------------------------------------------------------- safetensors
-
-
-@functools.cache
-def safetensors_dtypes() -> dict[torch.dtype, str]:
-    """Return the dtypes that the library writes, in its order, with its names for them."""
-    try:
-        from safetensors.torch import save
-    except ImportError:
-        raise ImportError(
-            "safetensors files are written with the help of: pip install safetensors"
-        ) from None
-    found = {name: getattr(torch, text, None) for name, text in DTYPES.items()}
-    dtypes: dict[str, torch.dtype] = {name: dtype for name, dtype in found.items() if dtype}
-    known = {name: dtype for name, dtype in dtypes.items() if _can_write(save, dtype)}
-    data = save({name: torch.empty(0, dtype=dtype) for name, dtype in known.items()})
-    header = json.loads(data[8:])
-    return {known[name]: fields["dtype"] for name, fields in header.items()}
-
-
-def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -> bool:
-    try:
-        save({"": torch.empty(0, dtype=dtype)})
-    except Exception:  # it says so in many ways
-        return False
-    return True
-
-
-def _order_of(name: str, tensor: Tensor) -> tuple[int, bytes]:
-    return list(safetensors_dtypes()).index(tensor.dtype), name.encode()
-
-
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name == "__metadata__":
@@ -313,21 +281,6 @@ def _check_names(names: Iterable[str]) -> None:
             raise ValueError(
                 f"safetensors files have no tensor called {name!r}, which is not Unicode: rename it"
             ) from None
-
-
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file of these tensors, in this order, as the library writes it."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.nbytes
-        dtype = safetensors_dtypes()[tensor.dtype]
-        shape = stored_shape(tensor.dtype, tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _check_header(header: bytes, nbytes: int, path: str) -> None:

@@ -10,18 +10,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "CONTAINERS",
     "attributes_of",
-    "is_container",
     "items_of",
     "set_attributes",
     "values_of",
     "walk",
 ]
 
-
-def is_container(value: Any) -> bool:
-    """Return whether something is a mapping, a list or a tuple."""
-    return isinstance(value, (Mapping, list, tuple))
+# Their instances hold the entries of a saved object.
+CONTAINERS = (Mapping, list, tuple)
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -73,7 +71,7 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
 
 def walk(
     obj: Any,
-    kinds: tuple[type, ...] = (Mapping, list, tuple),
+    kinds: tuple[type, ...] = CONTAINERS,
     *,
     exactly: bool = False,
     keys: bool = False,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.tree.containers import attributes_of, is_container, items_of
-from ptsave.tree.paths import MAX_DEPTH, Path, dotted
+from ptsave.tree.containers import CONTAINERS, attributes_of, items_of
+from ptsave.tree.paths import MAX_DEPTH, Path
 
 __all__ = ["Flattened", "flatten", "some_of"]
 
@@ -62,8 +62,7 @@ def flatten(
     storages: dict[int, str] = {}
     sharing: list[str] = []
     tied: set[tuple[Any, ...]] = set()
-    for path, value in _leaves(obj, result):
-        name = dotted(path)
+    for path, name, value in _leaves(obj, result):
         reason = _reason_against(value, dtypes)
         if reason is None and not path:
             reason = "it has no name: save a dict of it"
@@ -102,27 +101,28 @@ def _remark(result: Flattened, n: int, what: str) -> None:
         result.remarks.append(f"{n} tensor{' is' if n == 1 else 's are'} {what}")
 
 
-def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, Any]]:
-    """Yield leaves with their paths; each container is looked into once."""
-    seen: dict[int, Path] = {}
-    pending: list[tuple[Path, Any]] = [((), obj)]
+def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, str, Any]]:
+    """Yield leaves with their paths and dotted names; each container is looked into once."""
+    seen: dict[int, tuple[Path, str]] = {}
+    pending: list[tuple[Path, str, Any]] = [((), "", obj)]
     while pending:
-        path, value = pending.pop()
-        if not is_container(value):
-            yield path, value
+        path, name, value = pending.pop()
+        if not isinstance(value, CONTAINERS):
+            yield path, name, value
             continue
-        first = seen.setdefault(id(value), path)
+        first, first_name = seen.setdefault(id(value), (path, name))
         if first is not path:
-            result.losses.append(f"{dotted(path)} (it is {dotted(first) or 'the whole'} again)")
+            result.losses.append(f"{name} (it is {first_name or 'the whole'} again)")
             continue
         if len(path) > MAX_DEPTH:
             raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
         if attributes_of(value).get("_metadata"):
-            result.remarks.append(f"_metadata of {dotted(path) or 'the state dict'} is not kept")
+            result.remarks.append(f"_metadata of {name or 'the state dict'} is not kept")
         items = list(items_of(value))
         if not items and path:
-            result.losses.append(f"{dotted(path)} (an empty {type(value).__name__})")
-        pending += [((*path, key), child) for key, child in reversed(items)]
+            result.losses.append(f"{name} (an empty {type(value).__name__})")
+        prefix = f"{name}." if path else ""
+        pending += [((*path, k), f"{prefix}{k!s}", child) for k, child in reversed(items)]
 
 
 def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
-from ptsave.tree.containers import is_container, items_of
+from ptsave.tree.containers import CONTAINERS, items_of
 from ptsave.tree.paths import MAX_DEPTH, Path, dotted
 from ptsave.tree.tree import EntryTree
 
@@ -105,7 +105,7 @@ class EntryNames:
     def _follow(self, path: Path) -> Any:
         value = self._obj
         for key in path:
-            if not is_container(value):
+            if not isinstance(value, CONTAINERS):
                 raise self._missing(path)
             try:
                 if isinstance(value, Mapping) and key not in value:  # a Counter has all
@@ -127,7 +127,7 @@ def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryN
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    return items_of(value) if is_container(value) else ()
+    return items_of(value) if isinstance(value, CONTAINERS) else ()
 
 
 def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
@@ -142,7 +142,7 @@ def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
         for key, value in items:
             if isinstance(value, Tensor):
                 yield f"{prefix}{key}", (*path, key), value
-            elif is_container(value) and id(value) not in seen:
+            elif isinstance(value, CONTAINERS) and id(value) not in seen:
                 if len(pending) > MAX_DEPTH:
                     raise ValueError(
                         f"{file}: containers are nested deeper than {MAX_DEPTH} levels"

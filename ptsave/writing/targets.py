@@ -165,6 +165,8 @@ class FileWriter:
     scratch_for : callable, optional
         Returns the descriptor of an empty file if the plan reads from the file that has this
         status, which therefore cannot be overwritten meanwhile; else None.
+    limits : Config, optional
+        Bounds of the machine's resources, by default those of now.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class FileWriter:
         atomic: bool,
         progress: ProgressCallback | None,
         scratch_for: Callable[[os.stat_result], int | None] = lambda _: None,
+        limits: config.Config | None = None,
     ) -> None:
         self._plan = plan
         self._compute_crcs = compute_crcs
@@ -183,7 +186,7 @@ class FileWriter:
         self._atomic = atomic
         self._progress = progress
         self._scratch_for = scratch_for
-        self._config = config.current()
+        self._config = config.current() if limits is None else limits
 
     def write_file(self, target: FileTarget) -> None:
         """Write to a path or a URL."""

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
-from ptsave.sources.urls import is_url_target, refuse_storage_options, refuse_url_target
+from ptsave.sources.urls import is_url_target, refuse_url_target
 
 __all__ = ["ByteSink", "UrlTarget", "resolve", "save_errors"]
 
@@ -280,8 +280,7 @@ def resolve(
     """
     if is_url_target(f):
         return _resolve_url(str(f), storage_options)
-    refuse_url_target(f)
-    refuse_storage_options(storage_options)
+    refuse_url_target(f, storage_options)
     path = os.fsdecode(f)
     if not path:
         raise SaveError(errno.ENOENT, "invalid file name: it is empty", path)

@@ -214,7 +214,7 @@ class Subject:
         return self._outcome(data, module)
 
     def _outcome(self, data: bytes, module: Any) -> Outcome:
-        self.reader._small["data.pkl"] = data
+        self.reader.small["data.pkl"] = data
         torch.storage._warn_typed_storage_removal.__dict__["has_warned"] = True
         value, error = None, None
         with warnings.catch_warnings(record=True) as caught:

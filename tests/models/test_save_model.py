@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ptsave
+from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.models import save_model as sharded_saving
-from ptsave.streaming.streamed_files import safetensors_dtypes
 from ptsave.support.sizes import parse_size
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
