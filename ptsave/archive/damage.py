@@ -9,8 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ptsave import _C
-from ptsave.archive.byte_order import NativeOrderReader
-from ptsave.archive.reader import RecordReader
+from ptsave.archive.reader import LOADERS_RECORDS, RecordReader, UnfilledView
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.torch_serialization import (
     META_LOADS_KEEP_OFFSETS,
@@ -18,7 +17,7 @@ from ptsave.support.torch_serialization import (
     options,
     restricted_unpickler,
 )
-from ptsave.support.torch_tensors import checkpoint_offset_of, parts_of_sparse_coo, storage_id_of
+from ptsave.support.torch_tensors import CHECKPOINT_OFFSET, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
 __all__ = [
@@ -29,7 +28,7 @@ __all__ = [
     "entries_with_records",
 ]
 
-# A map_location that keeps the storages of `_PlainReader`; for "meta", torch before 2.11 would make
+# A map_location that keeps the storages of `_PlainView`; for "meta", torch before 2.11 would make
 # others.
 _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
 
@@ -92,7 +91,7 @@ def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[
         names: dict[int | None, str] = {
             reader.get_record_header_offset(name): name for name in records
         }
-        plain = _PlainReader(reader)
+        plain = _PlainView(reader, [*filter(".format_version".__ne__, LOADERS_RECORDS)])
         obj = load_archive(plain, _NOWHERE, restricted_unpickler)
         found = _collect(obj, names.keys(), _offset)
     except Exception:  # the message is better without entries than not raised
@@ -115,7 +114,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
     return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id_of))]
 
 
-class _PlainReader(NativeOrderReader):
+class _PlainView(UnfilledView):
     """The archive without the record that makes torch compute offsets instead of asking.
 
     Offsets are those of headers, which are known without the file: that may be cut short, or give
@@ -124,9 +123,6 @@ class _PlainReader(NativeOrderReader):
 
     def get_record_offset(self, name: str) -> int:
         return int(self._reader.get_record_header_offset(name))
-
-    def has_record(self, name: str) -> bool:
-        return name != ".format_version" and super().has_record(name)
 
 
 def _collect(
@@ -157,6 +153,6 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _offset(tensor: torch.Tensor) -> int | None:
     try:
-        return checkpoint_offset_of(tensor.untyped_storage())
+        return getattr(tensor.untyped_storage(), CHECKPOINT_OFFSET, None)
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
         return None

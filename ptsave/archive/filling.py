@@ -1,8 +1,15 @@
-"""Fills the storages of an archive in the background, or of chosen records at once."""
+"""Fills the storages of an archive that are to be read, in CPU memory or on their devices.
+
+Storages are placed on devices by torch's rules, asked once for each location, before any bytes.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from typing import Any
+
+import torch
 
 from ptsave import _C
 from ptsave.archive.damage import damage_of
@@ -10,11 +17,13 @@ from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.torch_serialization import location_rules, restore_location
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["fill", "start_reading", "storages_were_left_out", "verifies_storages"]
+__all__ = ["Placement", "fill", "may_reach_accelerator", "verifies_storages"]
 
 _ID_N_DIGITS = 20  # of names, and then of checksums
+_CPU = torch.device("cpu")
 
 
 def verifies_storages(reader: RecordReader) -> bool:
@@ -44,16 +53,6 @@ def storages_were_left_out(reader: RecordReader) -> bool:
     return reader.serialization_id()[_ID_N_DIGITS:] == f"{_folded(crcs):0{_ID_N_DIGITS}}"
 
 
-def start_reading(reader: RecordReader, *, exact_offsets: bool) -> None:
-    """Begin to fill the storages of all tensors, until ``reader.engine.cancel()``."""
-    reader.engine.start(
-        None,
-        n_threads=reader.limits.n_readers,
-        verify=verifies_storages(reader),
-        exact_offsets=exact_offsets,
-    )
-
-
 def fill(
     reader: RecordReader, records: Iterable[int], *, verify: bool, progress: ProgressCallback | None
 ) -> None:
@@ -78,3 +77,97 @@ def _folded(crcs: Iterable[int]) -> int:
     for crc in crcs:
         seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFF_FFFF_FFFF_FFFF
     return seed
+
+
+# ----------------------------------------------------------------------------------- devices
+
+
+def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
+    """Whether storages of an archive may have to go to this process's accelerator.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    map_location : Any
+        As for :func:`torch.load`.  A callable wants to see the storages on the CPU first.
+    """
+    accelerator = torch.accelerator.current_accelerator()  # of torch's build: nothing starts
+    if accelerator is None or not _follows_torchs_rules():
+        return False
+    name = accelerator.type
+    if type(map_location) in (str, torch.device):
+        return str(map_location).startswith(name)
+    if map_location is None:
+        return name.encode() in reader.get_record("data.pkl")
+    return type(map_location) is dict and (
+        name.encode() in reader.get_record("data.pkl")
+        or any(str(device).startswith(name) for device in map_location.values())
+    )
+
+
+def _follows_torchs_rules() -> bool:
+    """Whether nobody has registered a way of their own to bring storages to devices."""
+    return all(
+        _function_of(deserialize).__module__ == "torch.serialization"
+        for _, _, deserialize in location_rules
+    )
+
+
+def _function_of(deserialize: Any) -> Any:
+    return deserialize.func if isinstance(deserialize, functools.partial) else deserialize
+
+
+class Placement:
+    """A callable `map_location` for torch's loader, for storages that are not read yet.
+
+    Storages for accelerators are made there at once, and filled by the next ``engine.fill()``.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive, with all storages reserved.
+    map_location : None, str, torch.device or dict
+        As for :func:`ptsave.load`.
+    verify : bool
+        Whether records are compared with their checksums.
+    """
+
+    def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
+        self._reader = reader
+        self._verify = verify
+        self._restore = restore_location(map_location)
+        self._devices: dict[str, torch.device] = {}
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
+        if storage.nbytes() == 0:
+            return self._restore(storage, location)
+        device = self._device_of(location)
+        if device == _CPU:
+            return storage
+        engine = self._reader.engine
+        tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        record = engine.record_of(tensor)
+        if record is not None and _C.can_stage(device):
+            return engine.placed_storage(record, device)
+        if record is not None:
+            self._fill([record])
+        return self._restore(storage, location)
+
+    def finish(self) -> None:
+        """Read the bytes of all storages that anybody has."""
+        self._fill(self._reader.engine.referenced())
+
+    def _fill(self, records: list[int]) -> None:
+        fill(self._reader, records, verify=self._verify, progress=self._reader.progress)
+
+    def _device_of(self, location: str) -> torch.device:
+        device = self._devices.get(location)
+        if device is None:
+            # torch moves an empty storage to the right device, or raises its error for the
+            # location.
+            device = self._restore(torch.UntypedStorage(0), location).device
+            self._devices[location] = device
+            if device == _CPU or _C.can_stage(device):
+                self._reader.engine.place(location, device)
+        return device

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import NoReturn
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch.serialization import LoadEndianness
@@ -14,16 +16,22 @@ from ptsave.archive.format_errors import MINIZ_ADVICE, raise_corrupt
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
 
-__all__ = ["ID_RECORD", "SMALL_RECORDS", "RecordReader"]
+__all__ = [
+    "ID_RECORD",
+    "LOADERS_RECORDS",
+    "SMALL_RECORDS",
+    "_BYTE_ORDER",
+    "LoadersView",
+    "RecordReader",
+]
 
 _BYTE_ORDER = "byteorder"
 ID_RECORD = ".data/serialization_id"
-# torch writes at most 40 bytes into each of these.
-SMALL_RECORDS = (
-    *(".format_version", _BYTE_ORDER, ".storage_alignment", "version", ".data/version"),
-    ID_RECORD,
-)
+# Those that torch's loader asks for, and all; torch writes at most 40 bytes into each.
+LOADERS_RECORDS = (".format_version", _BYTE_ORDER, ".storage_alignment", ID_RECORD)
+SMALL_RECORDS = (*LOADERS_RECORDS, "version", ".data/version")
 _MAX_SMALL_NBYTES = 64 << 10
 # The file format versions that torch reads (caffe2/serialize/versions.h).
 _MIN_VERSION = 1
@@ -135,6 +143,10 @@ class RecordReader:
         return record
 
     # -------------------------------------------------------------------------- small records
+
+    def for_loader(self) -> LoadersView:
+        """Return the archive as torch's loader asks for it."""
+        return LoadersView(self, self.small_records())
 
     def small_records(self) -> dict[str, bytes]:
         """Read what torch's loader asks for, data.pkl and the small records, and return `small`."""
@@ -250,3 +262,52 @@ class RecordReader:
         return CorruptCheckpointError(
             f"{self.path}: record {record}: {message}", path=self.path, record=record
         )
+
+
+class LoadersView:
+    """An archive as ``torch.serialization._load`` asks for it.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive, which is asked for storages and their places.
+    small : mapping of str to bytes
+        `LOADERS_RECORDS`, as far as they are there, and data.pkl.
+    """
+
+    def __init__(self, reader: Any, small: Mapping[str, bytes]) -> None:
+        self._reader = reader
+        self.has_record = small.__contains__
+        self.get_record = small.__getitem__
+        self.serialization_id = partial(str, small.get(ID_RECORD, b""), "ascii", "replace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+class UnfilledView(LoadersView):
+    """An archive whose storages are made without bytes, so that none can be swapped.
+
+    :func:`torch.load` swaps the bytes of storages on the meta device, too, and ends in a
+    segmentation fault.  A record that names no byte order is shown as it is: torch refuses it.
+
+    Parameters
+    ----------
+    reader : RecordReader or torch._C.PyTorchFileReader
+        The archive.
+    names : iterable of str
+        Those of `LOADERS_RECORDS` that are shown.
+    """
+
+    def __init__(self, reader: Any, names: Iterable[str] = LOADERS_RECORDS) -> None:
+        small = {name: reader.get_record(name) for name in names if reader.has_record(name)}
+        small["data.pkl"] = reader.get_record("data.pkl")
+        if small.get(_BYTE_ORDER) in (None, b"little", b"big"):
+            small[_BYTE_ORDER] = sys.byteorder.encode()
+        super().__init__(reader, small)
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
+        """Make a storage as torch does for the meta device, where an older torch would read it."""
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        setattr(tensor.untyped_storage(), CHECKPOINT_OFFSET, self.get_record_offset(name))
+        return tensor

@@ -25,12 +25,10 @@ from typing import Any
 import torch
 
 from ptsave import _C
-from ptsave.archive.byte_order import NativeOrderReader
 from ptsave.archive.damage import damage_of
-from ptsave.archive.filling import start_reading, verifies_storages
+from ptsave.archive.filling import Placement, may_reach_accelerator, verifies_storages
 from ptsave.archive.format_errors import raise_corrupt
-from ptsave.archive.placing import Placement, may_reach_accelerator
-from ptsave.archive.reader import ID_RECORD, RecordReader
+from ptsave.archive.reader import RecordReader, UnfilledView
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.errors import MalformedPickleError
 from ptsave.support.torch_serialization import (
@@ -96,14 +94,19 @@ def unpickle(
     if overall_storage is not None or not fills or isinstance(reader, StreamReader):
         if fills and isinstance(reader, StreamReader):
             reader.verifies = verifies_storages(reader)
-        shown = _LoadersView(reader, reader.small_records()) if fills else NativeOrderReader(reader)
+        shown = reader.for_loader() if fills else UnfilledView(reader)
         return load(shown, _faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
     for exact_offsets in (False, True):
         try:
-            start_reading(reader, exact_offsets=exact_offsets)
-            view = _LoadersView(reader, reader.small_records())
+            reader.engine.start(
+                None,
+                n_threads=reader.limits.n_readers,
+                verify=verifies_storages(reader),
+                exact_offsets=exact_offsets,
+            )
+            view = reader.for_loader()
             data = view.get_record("data.pkl")
             are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
             if are_plain:
@@ -180,7 +183,7 @@ def unpickle_unread(
     _reserve(reader)
     reader.engine.place("cpu", _CPU)
     module = _faster(pickle_module, reader, storages_are_plain=True)
-    return _load(_LoadersView(reader, reader.small), stay, module, None, {"encoding": "utf-8"})
+    return _load(reader.for_loader(), stay, module, None, {"encoding": "utf-8"})
 
 
 def unpickle_without_bytes(
@@ -195,7 +198,7 @@ def unpickle_without_bytes(
     map_location, pickle_module, pickle_load_args
         As for `unpickle`.
     """
-    return _load(NativeOrderReader(archive), map_location, pickle_module, None, pickle_load_args)
+    return _load(UnfilledView(archive), map_location, pickle_module, None, pickle_load_args)
 
 
 def _unpickle_to_places(
@@ -208,7 +211,7 @@ def _unpickle_to_places(
     _reserve(reader)
     module = _faster(pickle_module, reader, storages_are_plain=True)
     placement = Placement(reader, map_location, verify=verifies_storages(reader))
-    result = _load(_LoadersView(reader, reader.small), placement, module, None, pickle_load_args)
+    result = _load(reader.for_loader(), placement, module, None, pickle_load_args)
     placement.finish()
     reader.engine.release_storages()
     return result
@@ -238,21 +241,6 @@ def _load(
     finally:
         # torch leaves it behind when unpickling fails.
         options.map_location = None
-
-
-class _LoadersView:
-    """An archive as ``torch.serialization._load`` asks for it; small records are read once."""
-
-    def __init__(self, reader: RecordReader, small: dict[str, bytes]) -> None:
-        self.has_record = small.__contains__
-        self.get_record = small.__getitem__
-        self.serialization_id = functools.partial(
-            str, small.get(ID_RECORD, b""), "ascii", "replace"
-        )
-        self.get_storage_from_record = reader.get_storage_from_record
-        self.get_record_offset = reader.get_record_offset
-        self.get_record_header_offset = reader.get_record_header_offset
-        self.get_record_offset_no_read = reader.get_record_offset_no_read
 
 
 def fills_storages(map_location: Any) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ptsave.archive.checks import find_damage
 from ptsave.archive.damage import damage_of
-from ptsave.archive.payload_checks import find_damage
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import ArchiveSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -350,9 +351,8 @@ def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
     CorruptCheckpointError
         If the index is damaged.
     """
-    with source.closed_on_error():
+    with closing(source):
         weight_map = {name: folder.join(shard) for name, shard in _weight_map_in(source).items()}
-    source.close()
     files = ShardFiles(sorted({*weight_map.values()}), weight_map, source.name)
     for shard in files.paths:
         if not folder.exists(shard):

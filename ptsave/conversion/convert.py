@@ -52,6 +52,7 @@ __all__ = ["Conversion", "Format", "convert"]
 Format: TypeAlias = Literal["pt", "safetensors"]
 
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_SHARD_NBYTES = 5 * 10**9  # of shards, if nobody says
 _N_NAMED = 8
 # transformers looks for this in a safetensors file.
 _PLAIN_METADATA = {"format": "pt"}
@@ -190,7 +191,9 @@ def convert(
     place = _target_of(target, format, target_storage_options)
     if max_shard_size is not None and not place.is_directory:
         raise ValueError(f"{place.path}: max_shard_size is for directories")
-    limit = parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
+    limit = _SHARD_NBYTES
+    if max_shard_size is not None:
+        limit = parse_size(max_shard_size, "max_shard_size")
     _check_target(place, describe(source), force=force)
     with position_kept(source), ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)

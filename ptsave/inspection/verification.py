@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
+from ptsave.archive.checks import find_damage
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
 from ptsave.archive.format_errors import bare_message
 from ptsave.archive.opening import open_source_archive
-from ptsave.archive.payload_checks import find_damage
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import spans_of
 from ptsave.archive.unpickling import can_defer_reading

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -40,11 +40,6 @@ __all__ = [
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
 _STREAM_NBYTES = 4 << 20  # fetched at once where all of a file is read
-# Records that opening an archive looks at.
-_SMALL_RECORDS = (
-    *("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"),
-    *(".data/version", ".data/serialization_id"),
-)
 
 
 def expect_no_more_reads(descriptor: int) -> None:
@@ -52,7 +47,7 @@ def expect_no_more_reads(descriptor: int) -> None:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
-class RangeSource(Protocol):
+class RangeSource:
     """A source of ranges of bytes; safe for concurrent use.
 
     Attributes
@@ -66,45 +61,13 @@ class RangeSource(Protocol):
     name: str
     nbytes: int
 
-    @property
-    def head(self) -> bytes:
-        """The first `HEAD_NBYTES` bytes, or all there are, by which kinds of files are known."""
-        ...
-
-    @property
-    def kind(self) -> Kind | None:
-        """The kind of checkpoint that it begins as; None if it is no such."""
-        ...
-
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each range (begin, end)."""
-        ...
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """Open all of it as a file object, at its beginning."""
-        ...
-
-    def close(self) -> None:
-        """Close the files that were opened for it."""
-        ...
-
-    def closed_on_error(self) -> AbstractContextManager[None]:
-        """Close it if the block raises."""
-        ...
-
-
-class _Ranges:
-    """The parts of a `RangeSource` that follow from its ranges."""
-
-    name: str
-    nbytes: int
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         raise NotImplementedError
 
     @cached_property
     def head(self) -> bytes:
-        """The first `HEAD_NBYTES` bytes, or all there are."""
+        """The first `HEAD_NBYTES` bytes, or all there are, by which kinds of files are known."""
         (head,) = self.read([(0, min(HEAD_NBYTES, self.nbytes))])
         return head
 
@@ -130,7 +93,7 @@ class _Ranges:
             raise
 
 
-class FsspecFile(_Ranges):
+class FsspecFile(RangeSource):
     """A file of any file system that fsspec knows.
 
     Parameters
@@ -209,7 +172,7 @@ class _RangeStream(io.RawIOBase):
         return len(piece)
 
 
-class FileObject(_Ranges):
+class FileObject(RangeSource):
     """A seekable file object; the archive is all of it from its current position on.
 
     Parameters
@@ -327,7 +290,7 @@ def _lent(stream: Any, begin: int) -> Iterator[Any]:
         stream.seek(position)
 
 
-class Buffer(_Ranges):
+class Buffer(RangeSource):
     """The bytes of an :class:`io.BytesIO` from its position on, which may not change.
 
     Attributes
@@ -371,7 +334,7 @@ class _OpenFile:
     __del__ = close
 
 
-class LocalFile(_OpenFile, _Ranges):
+class LocalFile(_OpenFile, RangeSource):
     """A real file, from a position on.
 
     Parameters

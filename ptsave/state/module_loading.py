@@ -166,7 +166,7 @@ class Loading:
         """Load a module's own entries; returns whether its children come next."""
         entries, prefix = part.entries, part.prefix
         found = begin_plainly(module, entries, prefix, metadata)
-        if found is None or (found.has_extra_state and not self.calls_others):
+        if found is None or (found[1] and not self.calls_others):
             return self._load_by_others(module, part, metadata)
         own, has_extra_state = found
         assigns = metadata.get("assign_to_params_buffers", False)

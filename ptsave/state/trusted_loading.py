@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from ptsave.support.torch_modules import (
 )
 
 __all__ = [
-    "PlainModule",
     "assigns_plainly",
     "begin_plainly",
     "gives_lists_away",
@@ -96,24 +95,9 @@ def own_tensors(
     return own
 
 
-class PlainModule(NamedTuple):
-    """A module whose own entries are copied into its tensors, and nothing else before that.
-
-    Attributes
-    ----------
-    own : dict of str to Tensor
-        Its parameters and persistent buffers.
-    has_extra_state : bool
-        Whether it sets extra state afterwards.
-    """
-
-    own: dict[str, Tensor]
-    has_extra_state: bool
-
-
 def begin_plainly(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> PlainModule | None:
+) -> tuple[dict[str, Tensor], bool] | None:
     """Take the first step of loading a module if nothing but trusted code comes before the copies.
 
     That is `run_trusted_code`, and the hooks of lazy buffers, which see no tensors but plain ones.
@@ -127,8 +111,9 @@ def begin_plainly(
 
     Returns
     -------
-    PlainModule or None
-        None if the module's own code has to load it, which has not been run.
+    (dict of str to Tensor, bool) or None
+        Its `own_tensors`, and whether it sets extra state afterwards; None if the module's own code
+        has to load it, which has not been run.
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
         return None
@@ -136,7 +121,7 @@ def begin_plainly(
         if not _is_trusted_hook(hook, module, entries, prefix):
             return None
     run_trusted_code(module, entries, prefix, metadata)
-    return PlainModule(own_tensors(module), sets_extra_state(module))
+    return own_tensors(module), sets_extra_state(module)
 
 
 def runs_torchs_method(

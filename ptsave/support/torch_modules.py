@@ -69,6 +69,9 @@ LOAD_METHOD = "_load_from_state_dict"
 load_method_of: Callable[[Any], Any] = attrgetter(LOAD_METHOD)
 private(_module, LOAD_METHOD)
 
+# Registers a load pre-hook that is not given the module; returns its handle.
+register_pre_hook: Callable[[nn.Module, Callable[..., None]], Any]
+register_pre_hook = private(nn.Module, "_register_load_state_dict_pre_hook")
 lazy_load_hook: Any = private(lazy.LazyModuleMixin, "_lazy_load_hook")
 # Of all modules: who is asked when a parameter or a buffer is set.
 registration_hooks: tuple[dict[int, Any], ...] = (
@@ -88,8 +91,3 @@ METADATA = "_metadata"
 def optimizer_policy() -> Callable[..., Tensor]:
     """Return the method that casts values of an optimizer's state; users may have replaced it."""
     return Optimizer._process_value_according_to_param_policy
-
-
-def register_pre_hook(module: nn.Module, hook: Callable[..., None]) -> Any:
-    """Register a load pre-hook that is not given the module; returns its handle."""
-    return module._register_load_state_dict_pre_hook(hook)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ptsave.support.torch_version import private
 
 __all__ = [
-    "checkpoint_offset_of",
+    "CHECKPOINT_OFFSET",
     "dispatch_keys_of",
     "has_internal_overlap",
     "is_alias_of",
@@ -27,7 +27,6 @@ __all__ = [
     "negated_view",
     "numel_of_typed",
     "parts_of_sparse_coo",
-    "set_checkpoint_offset",
     "set_grad_enabled",
     "storage_id",
     "storage_id_of",
@@ -63,7 +62,8 @@ _transforms: Any = private(torch._C, "_functorch")
 # With `raw_repr()`, a number; `names_of_keys` says which they are.
 dispatch_keys_of: Callable[[Tensor], Any] = private(torch._C, "_dispatch_keys")
 _DispatchKeySet: Any = private(torch._C, "DispatchKeySet")
-_OFFSET = "_checkpoint_offset"
+# The attribute of a storage on the meta device that says where in the file it lies.
+CHECKPOINT_OFFSET = "_checkpoint_offset"
 
 
 def storage_id_of(tensor: Tensor) -> int | None:
@@ -96,13 +96,3 @@ def names_of_keys(dispatch_keys: int) -> set[str]:
 def parts_of_sparse_coo(tensor: Tensor) -> list[Tensor]:
     """Return indices and values of a COO tensor, coalesced or not."""
     return [tensor._indices(), tensor._values()]
-
-
-def checkpoint_offset_of(storage: Any) -> int | None:
-    """Return where a storage on the meta device lies in the file; None if nobody has said."""
-    return getattr(storage, _OFFSET, None)
-
-
-def set_checkpoint_offset(storage: Any, offset: int) -> None:
-    """Say where a storage on the meta device lies in the file."""
-    setattr(storage, _OFFSET, offset)
