@@ -12,7 +12,7 @@ from ptsave.sources.kinds import refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file, os_errors
-from ptsave.sources.urls import is_url, is_url_source
+from ptsave.sources.urls import is_url, is_url_source, options_of
 
 __all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
 
@@ -99,9 +99,9 @@ def open_folder_or_file(
     """Open anything that may hold a checkpoint: a directory, or a file as `open_source` does."""
     if is_url_source(f, storage_options):
         try:
-            return FsspecFile(f, dict(storage_options or {}))
+            return FsspecFile(f, options_of(storage_options))
         except IsADirectoryError:
-            return FsspecFolder(f, storage_options or {})
+            return FsspecFolder(f, options_of(storage_options))
     if isinstance(f, (str, os.PathLike)) and os.path.isdir(f):
         return LocalFolder(os.fsdecode(f))
     return _open_local(f)
@@ -125,7 +125,7 @@ def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> Ran
         If it is none of these, or `storage_options` are given for a local file.
     """
     if is_url_source(f, storage_options):
-        return FsspecFile(f, dict(storage_options or {}))
+        return FsspecFile(f, options_of(storage_options))
     return _open_local(f)
 
 

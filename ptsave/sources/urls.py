@@ -13,6 +13,7 @@ __all__ = [
     "is_url",
     "is_url_source",
     "is_url_target",
+    "options_of",
     "refuse_storage_options",
     "refuse_url",
     "refuse_url_target",
@@ -85,6 +86,23 @@ def is_url_target(f: Any) -> bool:
     (True, False)
     """
     return isinstance(f, str) and _URL.match(f) is not None
+
+
+def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments for the file system of a URL.
+
+    Raises
+    ------
+    TypeError
+        If they are something else than names and values.
+    """
+    found: Any = {} if storage_options is None else storage_options
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise TypeError(
+            "storage_options must be a dict of arguments of the URL's file system, such as "
+            f'{{"anon": True}}, not {found!r:.80}'
+        )
+    return dict(found)
 
 
 def refuse_url_target(

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
-from ptsave.sources.urls import is_url_target, refuse_url_target
+from ptsave.sources.urls import is_url_target, options_of, refuse_url_target
 
 __all__ = ["ByteSink", "UrlTarget", "resolve", "save_errors"]
 
@@ -300,7 +300,7 @@ def _resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | U
     scheme = url.partition(":")[0]
     if scheme in _READ_ONLY:
         raise UnsupportedUrlError.of_target(url, _READ_ONLY[scheme])
-    file_system, path = _file_system(url, dict(storage_options or {}))
+    file_system, path = _file_system(url, options_of(storage_options))
     protocols = _protocols_of(file_system)
     if not protocols & _LOCAL:
         return UrlTarget(url, file_system, path)

@@ -362,3 +362,19 @@ def test_a_directory_called_as_a_scheme() -> None:
             operation("s3://bucket/run" if name == "AsyncCheckpointer" else url)
     assert Path(url).read_bytes() == before
     assert sorted(os.listdir("s3:/bucket")) == ["model.pt", "run"]
+
+
+@pytest.mark.parametrize("options", ["anon", ["anon"], {1: True}, True])
+@pytest.mark.parametrize("url", ["memory://options/model.pt", "file:///no/such/model.pt"])
+def test_storage_options_that_are_none(url: str, options: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: ptsave.load(url, storage_options=options),
+        lambda: ptsave.open(url, storage_options=options),
+        lambda: ptsave.save([1], url, storage_options=options),
+        lambda: ptsave.save_model({"a": torch.ones(2)}, url, storage_options=options),
+        lambda: convert("local.pt", url, target_storage_options=options),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="storage_options must be a dict"):
+            call()
+    assert os.listdir() == []
