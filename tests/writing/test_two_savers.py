@@ -274,12 +274,17 @@ def test_mapping_of_a_file_that_is_replaced(tmp_path: Path, shared: bool) -> Non
 
 def test_verification_of_a_file_that_is_replaced(tmp_path: Path) -> None:
     """One file is verified from beginning to end, though another has its name by then."""
-    path = tmp_path / "model.pt"
+    path, other = tmp_path / "model.pt", tmp_path / "other.pt"
+
+    def replace() -> None:
+        torch.save(3, other)
+        other.rename(path)
+
     n = 0
     while True:
         n += 1
         ptsave.save(OLD, path)
-        with meanwhile(lambda: torch.save(3, path), n, *_OPENERS) as calls:
+        with meanwhile(replace, n, *_OPENERS) as calls:
             found = verify_file(path)
         assert found.problems == [], f"call {n}"
         assert (found.tensors or []) in (["weight"], [])
