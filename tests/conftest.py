@@ -17,6 +17,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils.serialization import config as _config
 
+from ptsave import _C
+
 config: Any = _config  # a module with methods, which type checkers do not know
 
 pytest.register_assert_rewrite("stock_comparison")
@@ -53,6 +55,7 @@ def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Isolate tests: seeds, safe globals, device registry, options, environment, installation."""
     for variable in _ENVIRONMENT:
         monkeypatch.delenv(variable, raising=False)
+    _C.finish_releases()  # of files that the test before has replaced
     torch.manual_seed(0)
     serialization = torch.serialization
     functions = (torch.save, torch.load, serialization.save, serialization.load)
@@ -102,4 +105,5 @@ def _leaves_nothing_open() -> Iterator[None]:
 
 
 def _n_descriptors() -> int:
+    _C.finish_releases()  # of files that were replaced
     return len(os.listdir("/proc/self/fd"))

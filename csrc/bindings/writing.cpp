@@ -17,6 +17,7 @@
 #include "bindings/file_plans.h"
 #include "bindings/gil.h"
 #include "core/io/file.h"
+#include "core/io/late_release.h"
 #include "core/write/archive_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/side_streams.h"
@@ -174,6 +175,11 @@ void bind_writing(py::module_& module) {
         return target ? std::optional<py::bytes>(*target) : std::nullopt;
       },
       py::arg("path"));
+  module.def(
+      "remove_file",
+      [](const std::string& path) { return without_gil([&] { return remove_file(path); }); },
+      py::arg("path"));
+  module.def("finish_releases", [] { return without_gil([] { return finish_releases(); }); });
   module.def(
       "remove_leftovers",
       [](const std::string& path) { without_gil([&] { remove_leftovers(path); }); },

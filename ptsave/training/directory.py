@@ -210,7 +210,7 @@ class CheckpointDirectory:
         return open(os.fspath(path), "rb")
 
     def _remove(self, name: str) -> None:
-        Path(self.path, name).unlink(missing_ok=True)
+        _C.remove_file(os.path.join(os.fsencode(self.path), os.fsencode(name)))
 
     def _locked(self) -> AbstractContextManager[bool]:
         """Return a context that yields whether no other process prunes."""

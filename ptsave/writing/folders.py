@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 from ptsave import _C
@@ -44,14 +43,17 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.file(name))
+        _C.remove_file(os.fsencode(self.file(name)))
 
     def check_room(self, nbytes: int) -> None:
         """Refuse files that do not fit on the disk, as far as that tells."""
+        if self._has_room(nbytes) or (_C.finish_releases() and self._has_room(nbytes)):
+            return
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+
+    def _has_room(self, nbytes: int) -> bool:
         disk = os.statvfs(self.name)
-        if disk.f_blocks and nbytes > disk.f_bavail * disk.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+        return not disk.f_blocks or nbytes <= disk.f_bavail * disk.f_frsize
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
         """Remove temporary files of killed processes that were writing one of our files."""

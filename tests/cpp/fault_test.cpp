@@ -160,7 +160,7 @@ const std::string& whole_archive() {
 
 // Calls whose failure a save survives: they make it better, not possible.
 bool is_optional(const std::string& call) {
-  static const Names kOptional{"flock", "fchown", "fcntl", "fstatat", "unlinkat"};
+  static const Names kOptional{"flock", "fchown", "fcntl", "fstatat", "open_path", "unlinkat"};
   return kOptional.contains(call);
 }
 

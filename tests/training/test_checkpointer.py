@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.serialization import config as torch_config
 
 import ptsave
+from ptsave import _C
 from ptsave.training.checkpoint import restore_entries
 from ptsave.training.directory import CheckpointDirectory
 
@@ -356,13 +357,13 @@ def test_old_checkpoints_go_when_the_save_has_succeeded(
     checkpointer = ptsave.AsyncCheckpointer(tmp_path, keep=1)
     save_all(checkpointer, 1)
     seen: list[tuple[bool, list[int]]] = []
-    unlink = Path.unlink
+    remove_file = _C.remove_file
 
-    def remove(path: Path, missing_ok: bool = False) -> None:
+    def remove(path: bytes) -> bool:
         seen.append((future.done(), checkpointer.steps()))
-        unlink(path, missing_ok)
+        return remove_file(path)
 
-    monkeypatch.setattr(Path, "unlink", remove)
+    monkeypatch.setattr(_C, "remove_file", remove)
     future = checkpointer.save(2, weight=torch.ones(4 * MIB))
     checkpointer.wait()
     assert seen == [(True, [1, 2])]
@@ -421,11 +422,11 @@ def test_what_cannot_be_removed_is_a_warning(
     checkpointer = ptsave.AsyncCheckpointer(tmp_path, keep=1)
     save_all(checkpointer, 1)
 
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+    def refuse(path: bytes) -> bool:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), os.fsdecode(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(_C, "remove_file", refuse)
         with pytest.warns(ptsave.CheckpointWarning, match=f"cannot be removed.*{name_of(1)}"):
             save_all(checkpointer, 2)
     assert checkpointer.steps() == [1, 2]

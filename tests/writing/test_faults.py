@@ -120,6 +120,29 @@ def test_full_disk_leaves_the_old_file(
     assert_holds(path, NEW)
 
 
+@pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9), (9, 9, 13, 9, 13), (20, 2, 20, 2, 20)])
+def test_room_of_replaced_files_counts(small_disk: Path, sizes: tuple[int, ...]) -> None:
+    """Blocks that nobody has waited for are free when the next save needs them."""
+    path = small_disk / "model.pt"
+    for nbytes in sizes:
+        with suppress(ptsave.SaveError):  # both do not fit: it has to go first
+            ptsave.save(large(nbytes * MIB), path)
+            continue
+        path.unlink()
+        ptsave.save(large(nbytes * MIB), path)
+
+
+def test_replaced_files_are_let_go_of_before_a_fork(tmp_path: Path) -> None:
+    def no_file_without_a_name_is_open() -> None:
+        descriptors = Path("/proc/self/fd")
+        names = [os.readlink(each) for each in descriptors.iterdir() if each.is_symlink()]
+        assert not [name for name in names if name.startswith(str(tmp_path))], names
+
+    for _ in range(5):
+        ptsave.save(large(32 * MIB), tmp_path / "model.pt")
+        in_child(no_file_without_a_name_is_open)
+
+
 def test_full_disk_without_preallocation(small_disk: Path) -> None:
     # Holes are not reserved, so the disk fills while they are jumped over.
     path = small_disk / "model.pt"

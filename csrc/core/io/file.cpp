@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "core/base/error.h"
+#include "core/io/late_release.h"
 #include "core/io/system.h"
 #include "core/memory/pages.h"
 
@@ -198,9 +199,14 @@ void File::write_at(std::uint64_t offset, const void* data, std::size_t nbytes) 
 }
 
 void File::preallocate(std::uint64_t nbytes) const {
-  const int result =
-      retry_interrupted([&] { return sys::fallocate(fd(), static_cast<off_t>(nbytes)); });
-  if (result != 0 && !unsupported(errno)) fail("fallocate", path_);
+  const auto reserve = [&] {
+    return retry_interrupted([&] { return sys::fallocate(fd(), static_cast<off_t>(nbytes)); });
+  };
+  if (reserve() == 0 || unsupported(errno)) return;
+  const int errnum = errno;
+  if (errnum == ENOSPC && finish_releases() && reserve() == 0) return;
+  errno = errnum;
+  fail("fallocate", path_);
 }
 
 void File::truncate(std::uint64_t nbytes) const {
@@ -310,6 +316,17 @@ SplitPath split_path(const std::string& path) {
 
 }  // namespace
 
+bool remove_file(const std::string& path) {
+  const SplitPath split = split_path(path);
+  const Descriptor directory = open_directory(split.directory, path);
+  Descriptor removed = hold_blocks(directory.get(), split.name);
+  const int result =
+      retry_interrupted([&] { return sys::unlinkat(directory.get(), split.name.c_str()); });
+  if (result != 0 && errno != ENOENT) fail("unlink", path);
+  release_later(std::move(removed));
+  return result == 0;
+}
+
 void remove_leftovers(const std::string& path) {
   const SplitPath split = split_path(path);
   remove_leftovers(open_directory(split.directory, path).get(), split.name);
@@ -396,11 +413,13 @@ void AtomicFile::commit(bool durable) {
   } else {
     file_.flush();
   }
+  Descriptor replaced = hold_blocks(directory_.get(), name_);
   const int renamed = retry_interrupted(
       [&] { return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str()); });
   if (renamed != 0) fail("rename", display_);
   temporary_name_.clear();
   if (durable) sync_directory();
+  release_later(std::move(replaced));
 }
 
 void AtomicFile::sync_directory() {

@@ -127,7 +127,8 @@ class AtomicFile {
 
   File& file() { return file_; }
   // Publishes the new file.  With `durable`, file and directory are synced, so that the new
-  // file survives power loss once commit() has returned.
+  // file survives power loss once commit() has returned.  The blocks of the replaced file are freed
+  // later (core/io/late_release.h).
   void commit(bool durable);
 
  private:
@@ -176,6 +177,9 @@ class InPlaceFile {
 // The name that a file gets which replaces `path`: at the end of the symbolic links that it may be.
 // Nothing if that is a link of /proc (fd/3, exe): it is an open file, whatever that is called.
 std::optional<std::string> resolve_links(const std::string& path);
+
+// Removes a file without waiting for its blocks (core/io/late_release.h); false if there is none.
+bool remove_file(const std::string& path);
 
 // Removes the temporary files that killed writers of `path` have left, as constructing an
 // AtomicFile does.  A directory that cannot be listed keeps them; one that cannot be opened is an

@@ -39,6 +39,10 @@ inline constexpr bool fault(const char* /*call*/, std::size_t* /*nbytes*/ = null
 inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
   return fault("openat") ? -1 : ::openat(dir_fd, path, flags, mode);
 }
+// A descriptor that only stands for the file: no permission on it is needed.
+inline int open_path(int dir_fd, const char* path) {
+  return fault("open_path") ? -1 : ::openat(dir_fd, path, O_PATH | O_NOFOLLOW | O_CLOEXEC);
+}
 inline int close(int fd) {
   return ::close(fd);  // never injected: a failed close leaves no fd that a retry could use
 }

@@ -1,0 +1,150 @@
+#include "core/io/late_release.h"
+
+#include <linux/magic.h>
+#include <pthread.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "core/io/system.h"
+
+namespace ptsave {
+namespace {
+
+// Freed in about a millisecond; starting a thread is not worth it.
+constexpr std::uint64_t kMinNbytes = std::uint64_t{8} << 20;
+constexpr std::uint32_t kMaxPending = 4;
+
+constexpr long kXfs = 0x58465342;  // <linux/magic.h> has no name for it
+constexpr std::array kFreeAtLastClose{
+    static_cast<long>(EXT4_SUPER_MAGIC),  kXfs,
+    static_cast<long>(BTRFS_SUPER_MAGIC), static_cast<long>(F2FS_SUPER_MAGIC),
+    static_cast<long>(TMPFS_MAGIC),       static_cast<long>(OVERLAYFS_SUPER_MAGIC)};
+
+bool frees_at_last_close(const struct statfs& disk) {
+  return std::ranges::find(kFreeAtLastClose, static_cast<long>(disk.f_type)) !=
+         kFreeAtLastClose.end();
+}
+
+// A tmpfs without a limit has no blocks to tell of.
+bool has_room_beside(const struct statfs& disk, std::uint64_t nbytes) {
+  return disk.f_blocks == 0 ||
+         std::uint64_t{disk.f_bavail} * static_cast<std::uint64_t>(disk.f_bsize) >= nbytes;
+}
+
+// Files whose blocks are being freed, one after the other, by a thread that ends with the last.
+class Releases {
+ public:
+  // Never destroyed: its thread may outlive the static objects of the process.
+  static Releases& instance() {
+    static auto* const releases = new Releases;
+    return *releases;
+  }
+
+  void add(Descriptor held) {
+    const std::lock_guard lock(mutex_);
+    if (n_pending_.load() >= kMaxPending || !ensure_running()) return;
+    waiting_.push_back(std::move(held));
+    n_pending_.fetch_add(1);
+  }
+
+  bool finish() noexcept {
+    const bool some = n_pending_.load() > 0;
+    while (const std::uint32_t n = n_pending_.load()) n_pending_.wait(n);
+    return some;
+  }
+
+ private:
+  Releases() {
+    static_cast<void>(std::atexit([] { instance().finish(); }));
+    // A child would hold the files as long as it lives.
+    const auto unlock = [] { instance().mutex_.unlock(); };
+    if (::pthread_atfork([] { instance().lock_when_idle(); }, unlock, unlock) != 0) {
+      throw std::bad_alloc();
+    }
+  }
+
+  bool ensure_running() {
+    if (is_running_) return true;
+    try {
+      std::thread([this] { run(); }).detach();  // waits for the lock
+    } catch (const std::system_error&) {
+      return false;  // out of threads
+    }
+    return is_running_ = true;
+  }
+
+  void lock_when_idle() {
+    for (;;) {
+      finish();
+      mutex_.lock();
+      if (n_pending_.load() == 0) return;
+      mutex_.unlock();
+    }
+  }
+
+  void run() {
+    for (;;) {
+      Descriptor held;
+      {
+        const std::lock_guard lock(mutex_);
+        is_running_ = !waiting_.empty();
+        if (!is_running_) return;
+        held = std::move(waiting_.front());
+        waiting_.pop_front();
+      }
+      held.reset();
+      n_pending_.fetch_sub(1);
+      n_pending_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::deque<Descriptor> waiting_;
+  bool is_running_ = false;
+  std::atomic<std::uint32_t> n_pending_{0};
+};
+
+}  // namespace
+
+Descriptor hold_blocks(int directory, const std::string& name) {
+  Descriptor held(sys::open_path(directory, name.c_str()));
+  if (!held) return {};
+  constexpr std::uint64_t kBlockNbytes = 512;  // of st_blocks, on every file system
+  struct stat status{};
+  struct statfs disk{};
+  if (::fstat(held.get(), &status) != 0 || ::fstatfs(held.get(), &disk) != 0) return {};
+  const std::uint64_t nbytes = static_cast<std::uint64_t>(status.st_blocks) * kBlockNbytes;
+  const bool is_last_name = S_ISREG(status.st_mode) && status.st_nlink == 1;
+  const bool is_worth_it = is_last_name && nbytes >= kMinNbytes;
+  if (!is_worth_it || !frees_at_last_close(disk) || !has_room_beside(disk, nbytes)) return {};
+  return held;
+}
+
+void release_later(Descriptor held) noexcept {
+  if (!held) return;
+  try {
+    Releases::instance().add(std::move(held));
+  } catch (const std::bad_alloc&) {
+    return;  // the descriptor is closed already
+  }
+}
+
+bool finish_releases() noexcept {
+  try {
+    return Releases::instance().finish();
+  } catch (const std::bad_alloc&) {
+    return false;  // nothing was ever released in the background
+  }
+}
+
+}  // namespace ptsave
