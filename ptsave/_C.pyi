@@ -140,6 +140,9 @@ class PackedPlan:
         sources: PayloadSources,
         payloads: Sequence[tuple[int, int, int, int | None]],
     ) -> None: ...
+    # Of contiguous tensors, on accelerators that can_stage() or in CPU memory, as they are now.
+    @staticmethod
+    def of_tensors(header: bytes, tensors: Sequence[torch.Tensor]) -> PackedPlan: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -351,15 +354,22 @@ def unpickle_weights_only(
     storages: StorageSource | None,
 ) -> Any: ...
 
-# Fills contiguous CPU tensors: (number of the file, offset, tensor).  Ranges of a file do not
-# overlap, nor do tensors.  A file is a descriptor, which stays the caller's, and its name.
+# Fills contiguous tensors, in CPU memory or on accelerators that can_stage(): (number of the file,
+# offset, tensor).  Ranges of a file do not overlap, nor do tensors.  A file is a descriptor, which
+# stays the caller's, and its name.
 def read_ranges(
     files: Sequence[tuple[int, bytes]],
     ranges: Sequence[tuple[int, int, torch.Tensor]],
     *,
     n_threads: int,
     direct: bool,
+    max_pinned_nbytes: int,
     progress: Progress,
+) -> None: ...
+
+# Copies the bytes of a contiguous CPU tensor to one of that size that can_stage() on its device.
+def copy_to_device(
+    source: torch.Tensor, target: torch.Tensor, *, n_threads: int, max_pinned_nbytes: int
 ) -> None: ...
 
 # How many hold the storage in C++; its Python object is one of them.

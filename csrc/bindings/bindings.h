@@ -1,6 +1,7 @@
 // Helpers of the Python module's parts: convert arguments, release the GIL, map errors.
 #pragma once
 
+#include <ATen/core/ATen_fwd.h>
 #include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
@@ -20,6 +21,9 @@ c10::Device unpack_device(const pybind11::handle& device);
 // The memory of a tensor on the CPU that holds its elements as a file does, one after the other;
 // TypeError for anything else.
 std::span<std::byte> writable_bytes(const pybind11::handle& tensor);
+// A contiguous tensor in CPU memory or on an accelerator that SideStreams supports; TypeError for
+// anything else.
+const at::Tensor& unpack_bytes_of(const pybind11::handle& tensor);
 
 void register_errors(pybind11::module_& module);
 void bind_writing(pybind11::module_& module);

@@ -13,6 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/file_plans.h"
 #include "core/write/packed_plan.h"
+#include "device/accelerator_payloads.h"
 
 namespace py = pybind11;
 
@@ -50,6 +51,21 @@ std::unique_ptr<PackedPlan> make_packed_plan(std::string header, const PayloadSo
       std::make_unique<SourcedPayloads>(sources.get(), std::move(sourced)));
 }
 
+std::unique_ptr<PackedPlan> make_plan_of_tensors(std::string header,
+                                                 const std::vector<py::object>& tensors) {
+  std::vector<std::uint64_t> sizes;
+  AcceleratorStager::Sources sources;
+  for (const py::object& object : tensors) {
+    const at::Tensor& tensor = unpack_bytes_of(object);
+    const auto offset = static_cast<std::uint64_t>(tensor.storage_offset()) * tensor.itemsize();
+    sources.emplace(sizes.size(),
+                    AcceleratorStager::Source{tensor.storage(), offset, tensor.nbytes()});
+    sizes.push_back(tensor.nbytes());
+  }
+  return std::make_unique<PackedPlan>(std::move(header), std::move(sizes),
+                                      std::make_unique<AcceleratorPayloads>(std::move(sources)));
+}
+
 std::vector<std::pair<std::size_t, std::uint32_t>> damaged_payloads_of(const PackedPlan& plan) {
   std::vector<std::pair<std::size_t, std::uint32_t>> result;
   for (const auto& [payload, crc] : plan.damaged()) result.emplace_back(payload, crc);
@@ -72,6 +88,7 @@ void bind_packing(py::module_& module) {
            py::kw_only(), py::arg("direct"));
   py::class_<PackedPlan> plan(module, "PackedPlan");
   plan.def(py::init(&make_packed_plan), py::arg("header"), py::arg("sources"), py::arg("payloads"))
+      .def_static("of_tensors", &make_plan_of_tensors, py::arg("header"), py::arg("tensors"))
       .def_property_readonly("damaged", &damaged_payloads_of);
   bind_file_plan(plan);
 }

@@ -16,8 +16,9 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "core/io/file.h"
-#include "core/io/range_read.h"
+#include "device/side_streams.h"
 #include "storage/mapped_range.h"
+#include "storage/range_targets.h"
 
 namespace py = pybind11;
 
@@ -32,26 +33,53 @@ std::span<std::byte> writable_bytes(const py::handle& object) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
 
+const at::Tensor& unpack_bytes_of(const py::handle& object) {
+  if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  const bool in_reach = tensor.is_cpu() || SideStreams::are_supported(tensor.device());
+  if (!in_reach || tensor.layout() != at::kStrided || !tensor.is_contiguous() || tensor.is_conj() ||
+      tensor.is_neg()) {
+    throw py::type_error("expected a contiguous tensor in CPU memory or on an accelerator");
+  }
+  return tensor;
+}
+
 namespace {
 
 void read_ranges(const std::vector<std::pair<int, std::string>>& files,
                  const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
-                 std::size_t n_threads, bool direct, const py::object& callback) {
-  std::vector<FileRange> file_ranges;
-  file_ranges.reserve(ranges.size());
+                 std::size_t n_threads, bool direct, std::size_t max_pinned_nbytes,
+                 const py::object& callback) {
+  std::vector<TensorRange> targets;
+  targets.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
-    const std::span<std::byte> memory = writable_bytes(object);
-    file_ranges.push_back({file, offset, memory.size(), memory.data()});
+    targets.push_back({file, offset, unpack_bytes_of(object)});
   }
-  // Only C++ objects are used without the GIL; `ranges` keeps the tensors alive.
+  // Only C++ objects are used without the GIL.
   std::vector<ByteSource> sources;
   sources.reserve(files.size());
   for (const auto& [fd, name] : files) {
     sources.emplace_back(File::reopen_for_reading(fd, name), 0, direct_reads(direct));
   }
-  RangeRead read(std::move(sources), std::move(file_ranges));
+  RangeTargets read(std::move(sources), targets);
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
-  without_gil([&] { read.run(n_threads, poll); });
+  without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
+}
+
+// target.copy_(source) of as many bytes, from CPU memory to an accelerator.
+void copy_to_device(const py::handle& source, const py::handle& target, std::size_t n_threads,
+                    std::size_t max_pinned_nbytes) {
+  const at::Tensor from = unpack_bytes_of(source);
+  const at::Tensor to = unpack_bytes_of(target);
+  if (!from.is_cpu() || from.nbytes() != to.nbytes()) {
+    throw py::type_error("expected a source in CPU memory, as large as its target");
+  }
+  std::vector<ByteSource> sources;
+  sources.emplace_back(static_cast<const std::byte*>(from.const_data_ptr()), from.nbytes(),
+                       "memory");
+  RangeTargets read(std::move(sources), {{0, 0, to}});
+  const Poll poll = make_poll([&] { return read.nbytes_read(); }, py::none());
+  without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
 }
 
 py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
@@ -86,7 +114,10 @@ std::size_t storage_use_count(const py::object& storage) {
 
 void bind_ranges(py::module_& module) {
   module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
-             py::arg("n_threads"), py::arg("direct"), py::arg("progress"));
+             py::arg("n_threads"), py::arg("direct"), py::arg("max_pinned_nbytes"),
+             py::arg("progress"));
+  module.def("copy_to_device", &copy_to_device, py::arg("source"), py::arg("target"), py::kw_only(),
+             py::arg("n_threads"), py::arg("max_pinned_nbytes"));
   module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
              py::arg("offset"), py::arg("nbytes"));
   module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),

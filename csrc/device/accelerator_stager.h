@@ -13,6 +13,7 @@
 #include <c10/core/Storage.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -29,8 +30,14 @@ namespace ptsave {
 // device and cross the bus together.  Keeps the storages alive.
 class AcceleratorStager final : public Stager {
  public:
-  // Payloads by record.
-  using Sources = std::unordered_map<std::size_t, c10::Storage>;
+  // Bytes of a storage, on an accelerator or in CPU memory, which is copied beside.
+  struct Source {
+    c10::Storage storage;
+    std::uint64_t offset = 0;
+    std::uint64_t nbytes = 0;
+  };
+  // Payloads by record, at least one of them on an accelerator.
+  using Sources = std::unordered_map<std::size_t, Source>;
 
   // Bounds of the host memory at a time: at most `max_count` chunks, which more workers than that
   // must not need, with up to `max_nbytes` bytes to stage in each.

@@ -15,23 +15,26 @@
 namespace ptsave {
 namespace {
 
-// A copy takes about as long to launch as the bus takes for this much.
-constexpr std::size_t kDistributeNbytes = std::size_t{256} << 10;
-// Bytes between two small pieces that may cross the bus with them.
+// Bytes between two pieces that may cross the bus with them.
 constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
 
-// With memory for what is small to arrive in, at most a lease of it.
+// With memory for what crosses the bus together to arrive in, at most a lease of it.
 std::vector<SideStreams::Part> parts_of(const std::vector<at::Tensor>& targets,
                                         std::size_t lease_nbytes) {
-  std::map<c10::DeviceIndex, std::size_t> small_nbytes;
+  struct Total {
+    std::size_t n_targets = 0;
+    std::size_t nbytes = 0;
+  };
+  std::map<c10::DeviceIndex, Total> totals;
   std::vector<SideStreams::Part> parts;
   for (const at::Tensor& target : targets) {
-    const auto [known, is_new] = small_nbytes.try_emplace(target.device().index());
-    if (is_new) parts.push_back({target.device()});
-    if (target.nbytes() < kDistributeNbytes) known->second += target.nbytes() + kMaxGapNbytes;
+    Total& total = totals[target.device().index()];
+    if (total.n_targets++ == 0) parts.push_back({target.device()});
+    total.nbytes += target.nbytes() + kMaxGapNbytes;
   }
   for (SideStreams::Part& part : parts) {
-    part.scratch_nbytes = std::min(small_nbytes.at(part.device.index()), lease_nbytes);
+    const Total& total = totals.at(part.device.index());
+    if (total.n_targets > 1) part.scratch_nbytes = std::min(total.nbytes, lease_nbytes);
   }
   return parts;
 }
@@ -124,8 +127,7 @@ void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> 
   const std::size_t room = scratch.defined() ? static_cast<std::size_t>(scratch.numel()) : 0;
   for (std::size_t i = 0; i < pieces.size();) {
     std::size_t end = i;
-    while (end < pieces.size() && pieces[end].nbytes < kDistributeNbytes &&
-           pieces[end].at + pieces[end].nbytes - pieces[i].at <= room &&
+    while (end < pieces.size() && pieces[end].at + pieces[end].nbytes - pieces[i].at <= room &&
            (end == i ||
             pieces[end].at - (pieces[end - 1].at + pieces[end - 1].nbytes) <= kMaxGapNbytes)) {
       ++end;

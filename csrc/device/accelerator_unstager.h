@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -22,8 +23,8 @@
 
 namespace ptsave {
 
-// Copies on side streams while the next chunks are read.  Small neighbours cross the bus together
-// and are distributed on their device.
+// Copies on side streams while the next chunks are read.  Neighbours cross the bus together and are
+// distributed on their device, where that costs next to nothing.
 class AcceleratorUnstager final : public Unstager {
  public:
   // `targets` are contiguous bytes on accelerators, which stay alive as long as this.  Copies come
@@ -32,6 +33,12 @@ class AcceleratorUnstager final : public Unstager {
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                       std::size_t max_leases);
   ~AcceleratorUnstager() override;
+
+  // How many leases are of use to `n_threads` workers, of which each holds one while it reads: one
+  // more, from which copies are under way; but no more than `max_leases`, and at least one.
+  static std::size_t n_leases(std::size_t n_threads, std::size_t max_leases) {
+    return std::clamp<std::size_t>(max_leases, 1, 2 * std::max<std::size_t>(n_threads, 1));
+  }
 
   std::unique_ptr<Lease> lease(std::size_t nbytes) override;
   void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) override;

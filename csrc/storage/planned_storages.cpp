@@ -21,7 +21,8 @@ void add_storages(const StorageList& list, PlannedRecords& records,
       in_memory->push_back(storage);
     } else {
       records.add_staged(std::move(name), storage.nbytes());
-      if (storage.nbytes() > 0) on_accelerators.emplace(first + i, storage);
+      if (storage.nbytes() == 0) continue;
+      on_accelerators.emplace(first + i, AcceleratorStager::Source{storage, 0, storage.nbytes()});
     }
   }
   records.keep(std::move(in_memory));

@@ -80,10 +80,8 @@ std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
 std::vector<DamagedRecord> Restore::fill(std::vector<Destination> destinations,
                                          const Options& options, const Poll& poll) {
   if (destinations.empty()) return {};
-  // One that a worker fills, and one from which copies are under way.
-  const std::size_t useful_leases = 2 * std::max<std::size_t>(options.n_threads, 1);
   const std::size_t max_leases =
-      std::clamp<std::size_t>(options.max_pinned_nbytes / kMaxChunkNbytes, 1, useful_leases);
+      AcceleratorUnstager::n_leases(options.n_threads, options.max_pinned_nbytes / kMaxChunkNbytes);
   const std::unique_ptr<Unstager> unstager = unstager_for(destinations, max_leases);
   if (unstager == nullptr) {
     return reader_.fill(destinations, options.n_threads, options.verify, poll);

@@ -10,20 +10,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.damage import damage_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
+from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_serialization import location_rules, restore_location
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["Placement", "fill", "may_reach_accelerator", "verifies_storages"]
+__all__ = [
+    "Placement",
+    "accelerator_of",
+    "fill",
+    "may_reach_accelerator",
+    "to_device",
+    "verifies_storages",
+]
 
 _ID_N_DIGITS = 20  # of names, and then of checksums
 _CPU = torch.device("cpu")
+_MIN_PINNED_NBYTES = 1 << 20  # below this threads and streams cost more than they save
 
 
 def verifies_storages(reader: RecordReader) -> bool:
@@ -80,6 +90,46 @@ def _folded(crcs: Iterable[int]) -> int:
 
 
 # ----------------------------------------------------------------------------------- devices
+
+
+def accelerator_of(map_location: Any) -> torch.device | None:
+    """Return the accelerator that all storages certainly go to, if it can be filled directly.
+
+    Parameters
+    ----------
+    map_location : Any
+        As for :func:`torch.load`.
+    """
+    if type(map_location) not in (str, torch.device) or not _follows_torchs_rules():
+        return None
+    device = restore_location(map_location)(torch.UntypedStorage(0), "cpu").device
+    return device if _C.can_stage(device) else None
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return ``tensor.to(device)``.
+
+    What is large goes from CPU memory to an accelerator in chunks of page-locked memory.
+    """
+    is_bytes = (
+        type(tensor) is Tensor
+        and tensor.device == _CPU
+        and not tensor.requires_grad
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+    if not is_bytes or tensor.nbytes < _MIN_PINNED_NBYTES:
+        return tensor.to(device)
+    target = torch.empty(0, device=device).device
+    if not _C.can_stage(target):
+        return tensor.to(device)
+    result = torch.empty_like(tensor, device=target)
+    limits = config.current()
+    _C.copy_to_device(
+        tensor, result, n_threads=limits.n_readers, max_pinned_nbytes=limits.max_pinned_nbytes
+    )
+    return result
 
 
 def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptsave.archive.filling import to_device
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, list_tensors, pausing_garbage_collection
@@ -147,7 +148,7 @@ class Archive:
         """
         contents, tensor = self._contents, self._tensor(name)
         (result,) = contents.read([tensor], self._verify if verify is None else verify)
-        return result if device is None else result.to(device)
+        return result if device is None else to_device(result, device)
 
     def get_slice(self, name: str | Path, *, verify: bool | None = None) -> TensorSlice:
         """Return a stand-in for a tensor whose parts are read when it is indexed.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.filling import accelerator_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.unpickling import fills_storages, is_meta_location
@@ -21,6 +22,8 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restore_location
 
 __all__ = ["load_safetensors"]
+
+_CPU = torch.device("cpu")
 
 
 def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
@@ -69,7 +72,7 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     if isinstance(source, LocalFile) and not options.mmap:
         stored = read_header(source).tensors
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
-            values = _read(source, stored, callback)
+            values = _read(source, stored, accelerator_of(location) or _CPU, callback)
         return {each.name: value for each, value in zip(stored, values, strict=True)}
     contents = SafetensorsContents(source)
     values = contents.read(list(contents.obj.values()), None)
@@ -77,9 +80,12 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
 
 
 def _read(
-    file: LocalFile, stored: Sequence[StoredTensor], progress: ProgressCallback | None
+    file: LocalFile,
+    stored: Sequence[StoredTensor],
+    device: torch.device,
+    progress: ProgressCallback | None,
 ) -> list[Tensor]:
-    values = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in stored]
+    values = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored]
     ranges = [
         (0, file.begin + each.offset, value)
         for each, value in zip(stored, values, strict=True)
@@ -92,6 +98,7 @@ def _read(
             ranges,
             n_threads=limits.n_readers,
             direct=limits.direct_reads,
+            max_pinned_nbytes=limits.max_pinned_nbytes,
             progress=progress,
         )
     except _C.FormatError as error:  # the file has become shorter

@@ -3,8 +3,9 @@
 * Everything is known before anything moves: every file is open, its size agrees with its header,
   the index with the files, and each tensor has one place.  The files stay open, so a set that is
   replaced meanwhile is read to its end.
-* Bytes that fit as they are are read straight into parameters, from all files over one cursor.
-* Other tensors (a ``weight_loader``, another dtype, layout or device, memory that overlaps) are
+* Bytes that fit as they are are read straight into parameters, from all files over one cursor:
+  those on an accelerator through page-locked memory.  Another dtype is converted there.
+* Other tensors (a ``weight_loader``, another dtype or layout, memory that overlaps) are
   read in batches of half the budget, while the batch before is delivered on the calling thread, in
   the order of the files.  Conversions come in pieces of 32 MiB; a loader gets the whole tensor.
 * Cached parts of such tensors are mapped privately instead of read, so the loader's copy is the
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptsave import _C
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.models.lazy_buffers import LazyBuffers
@@ -49,6 +51,7 @@ __all__ = ["load_model"]
 # are being read meanwhile.
 _MAX_AHEAD_NBYTES = 128 << 20
 _MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
+_CPU = torch.device("cpu")
 _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
 
 
@@ -270,12 +273,12 @@ class Filling:
         """Fill the model: first the tensors read straight into it, then the rest in order."""
         direct: list[Read] = []
         others: list[Delivery] = []
-        places = Places()
+        places: defaultdict[torch.device, Places] = defaultdict(Places)
         for delivery in self.deliveries:
             target = self.tensors[delivery.name]
             has_loader = delivery.name in self._loaders
             in_place = not has_loader and _is_filled_in_place(delivery.entry, target)
-            if in_place and places.take(target):
+            if in_place and places[target.device].take(target):
                 direct.append(Read(delivery.entry, target.detach()))
             else:
                 others.append(delivery)
@@ -313,7 +316,7 @@ class Filling:
                 nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
                 if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:
                     self._put(previous)
-                staged = [_stage(memory, *item) for item in batch]
+                staged = [self._stage(memory, *item) for item in batch]
                 self._put_while_reading(previous, staged, reader)
                 previous = staged
                 if self.progress is not None:
@@ -323,17 +326,28 @@ class Filling:
     def _put_while_reading(
         self, batch: list[Staged], staged: list[Staged], reader: ThreadPool
     ) -> None:
-        reads = [item.read for item in staged]
+        reads = [item.read for item in staged if item.read.target.device.type == "cpu"]
         nbytes = sum(read.target.nbytes for read in reads if not read.is_mapped)
         if nbytes < _MIN_AHEAD_NBYTES:
             self._read(reads)
             self._put(batch)
-            return
-        pending = reader.submit(self._read, reads)
-        try:
-            self._put(batch)
-        finally:
-            pending.result()
+        else:
+            pending = reader.submit(self._read, reads)
+            try:
+                self._put(batch)
+            finally:
+                pending.result()
+        # On this thread, whose streams the memory of these belongs to.
+        self._read([item.read for item in staged if item.read.target.device.type != "cpu"])
+
+    def _stage(
+        self, memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int
+    ) -> Staged:
+        target = self.tensors[delivery.name]
+        has_loader = delivery.name in self._loaders
+        converts_there = not has_loader and _is_converted_there(delivery.entry, target)
+        device = target.device if converts_there else _CPU
+        return _stage(device, memory, delivery, begin, n_elements)
 
     def _batches(self, deliveries: Iterable[Delivery]) -> Iterator[list[tuple[Delivery, int, int]]]:
         """Yield batches to read together: half of the budget, or one tensor."""
@@ -423,7 +437,7 @@ def _is_filled_in_place(entry: Entry, target: Tensor) -> bool:
 def _takes_bytes(entry: Entry, target: Tensor) -> bool:
     """Whether the bytes of the whole entry are all that a tensor takes."""
     return (
-        target.device.type == "cpu"
+        (target.device == _CPU or _C.can_stage(target.device))
         and target.dtype == entry.dtype
         and target.is_contiguous()
         and not target.is_conj()
@@ -439,15 +453,33 @@ def _is_filled_piecewise(entry: Entry, target: Tensor) -> bool:
     )
 
 
-def _stage(memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int) -> Staged:
+def _stage(
+    device: torch.device,
+    memory: RecycledMemory,
+    delivery: Delivery,
+    begin: int,
+    n_elements: int,
+) -> Staged:
     entry, shard = delivery.entry, delivery.entry.shard
     is_whole = n_elements == entry.shape.numel()
     shape = entry.shape if is_whole else torch.Size([n_elements])
+    if device != _CPU:
+        there = torch.empty(shape, dtype=entry.dtype, device=device)
+        return Staged(delivery, Read(entry, there, begin))
     if isinstance(shard, SafetensorsShard) and shape.numel() * entry.dtype.itemsize >= MIN_NBYTES:
         mapped = shard.map_cached(entry, begin, shape)
         if mapped is not None:
             return Staged(delivery, Read(entry, mapped, begin, is_mapped=True))
     return Staged(delivery, Read(entry, memory.tensor(shape, entry.dtype), begin))
+
+
+def _is_converted_there(entry: Entry, target: Tensor) -> bool:
+    """Whether a tensor goes to the device as the file has it: half of the bytes, often."""
+    return (
+        isinstance(entry.shard, SafetensorsShard)
+        and type(target) in PLAIN_TYPES
+        and _C.can_stage(target.device)
+    )
 
 
 def _put_into(target: Tensor, staged: Staged, loader: Callable[..., Any] | None) -> None:

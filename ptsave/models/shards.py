@@ -344,6 +344,7 @@ def _read_ranges(reads: Sequence[Read], progress: ProgressCallback | None) -> No
             ranges,
             n_threads=limits.n_readers,
             direct=limits.direct_reads,
+            max_pinned_nbytes=limits.max_pinned_nbytes,
             progress=progress,
         )
     except _C.FormatError as error:  # a file has become shorter; the message has its name

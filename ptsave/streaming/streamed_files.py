@@ -137,7 +137,7 @@ class SafetensorsPlan(StreamedPlan):
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor
-        Strided ones, of dtypes that the format has.
+        Strided ones, of dtypes that the format has; contiguous if one is on an accelerator.
     target : str or UrlTarget
         The file.
     sources : PayloadSources
@@ -158,12 +158,16 @@ class SafetensorsPlan(StreamedPlan):
             raise NotImplementedError("safetensors files are little-endian, this machine is not")
         _check_names(tensors)
         in_order, header = header_of(tensors, metadata)
-        payloads = sources.payloads_of(in_order)
-        self._places = {
-            i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
-        }
-        self._plan = _packed_plan(header, sources, payloads)
-        self._has_crcs = any(payload.crc is not None for payload in payloads)
+        self._places, self._has_crcs = {}, False
+        if any(tensor.device.type != "cpu" for tensor in in_order):
+            self._plan = _C.PackedPlan.of_tensors(header, in_order)
+        else:
+            payloads = sources.payloads_of(in_order)
+            self._places = {
+                i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
+            }
+            self._plan = _packed_plan(header, sources, payloads)
+            self._has_crcs = any(payload.crc is not None for payload in payloads)
         self.nbytes = self._plan.nbytes
         _check_header(header, self.nbytes, self.path)
 
@@ -207,7 +211,7 @@ def write_safetensors(
     check_safetensors(tensors)
     with ExitStack() as stack:
         sources = PayloadSources(stack, scratch_folder(target))
-        plain = {name: _in_host_memory(tensor) for name, tensor in tensors.items()}
+        plain = {name: _in_reach(tensor) for name, tensor in tensors.items()}
         SafetensorsPlan(plain, target, sources, metadata).write(fsync=fsync, progress=None)
 
 
@@ -260,7 +264,15 @@ def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
             raise TypeError(f"{name!r} has no memory for its values: nothing to write")
 
 
-def _in_host_memory(tensor: Tensor) -> Tensor:
+def _in_reach(tensor: Tensor) -> Tensor:
+    """Return a tensor whose bytes are the file's, in CPU memory or where they can be staged."""
+    if (
+        tensor.device.type != "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and _C.can_stage(tensor.device)
+    ):
+        return tensor.detach()
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 

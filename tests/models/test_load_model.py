@@ -362,9 +362,9 @@ def test_memory_that_is_read_ahead_is_bounded(
     peak = 0
     make = weights._stage
 
-    def stage(memory: Any, delivery: Any, begin: int, n_elements: int) -> Any:
+    def stage(device: Any, memory: Any, delivery: Any, begin: int, n_elements: int) -> Any:
         nonlocal peak
-        staged = make(memory, delivery, begin, n_elements)
+        staged = make(device, memory, delivery, begin, n_elements)
         number = len(alive) + 1000 * n_elements + begin
         alive.add(number)
 

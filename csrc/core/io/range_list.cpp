@@ -53,53 +53,69 @@ void RangeList::cut() {
   }
 }
 
+std::vector<Unstager::Piece> RangeList::pieces_to_send(std::size_t i) const {
+  const Stretch& stretch = stretches_[i];
+  std::vector<Unstager::Piece> pieces;
+  for (std::size_t k = stretch.first_range; k < stretch.end_range; ++k) {
+    const FileRange& range = ranges_[k];
+    const std::uint64_t from = std::max(range.offset, stretch.begin);
+    const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
+    if (!range.target || from >= to) continue;
+    pieces.push_back({*range.target, from - range.offset, from - stretch.begin, to - from});
+  }
+  return pieces;
+}
+
 // Cached bytes come from the page cache, straight into place; at the first gap the rest comes from
 // the disk.
-void RangeList::read(std::size_t i, BufferPool& buffers) const {
+void RangeList::read(std::size_t i, BufferPool& buffers, std::byte* lease) const {
   const Stretch& stretch = stretches_[i];
   const ByteSource& file = files_[stretch.file];
   std::uint64_t at = stretch.begin;
-  if (file.may_be_cached(at, stretch.end - at)) at = read_cached(stretch);
-  if (at < stretch.end && !read_direct(stretch, at, buffers)) {
+  if (file.may_be_cached(at, stretch.end - at)) at = read_cached(stretch, lease);
+  if (at < stretch.end && !read_direct(stretch, at, buffers, lease)) {
     file.read_ahead(at, stretch.end - at);
-    for_each_piece(stretch, at, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
-      file.read_at(offset, place, nbytes);
-      return true;
-    });
+    for_each_piece(stretch, at, lease,
+                   [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+                     file.read_at(offset, place, nbytes);
+                     return true;
+                   });
   }
 }
 
 // Returns the offset of the first byte that is not in place yet.
-std::uint64_t RangeList::read_cached(const Stretch& stretch) const {
+std::uint64_t RangeList::read_cached(const Stretch& stretch, std::byte* lease) const {
   std::uint64_t at = stretch.begin;
-  for_each_piece(stretch, at, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
-    const std::size_t n = files_[stretch.file].read_cached(offset, place, nbytes);
-    at = offset + n;
-    return n == nbytes;
-  });
+  for_each_piece(stretch, at, lease,
+                 [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+                   const std::size_t n = files_[stretch.file].read_cached(offset, place, nbytes);
+                   at = offset + n;
+                   return n == nbytes;
+                 });
   return at;
 }
 
 // Through a buffer: direct reads take whole blocks, and disks write faster into memory that is in
 // use already.
-bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin,
-                            BufferPool& buffers) const {
+bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
+                            std::byte* lease) const {
   const std::size_t block = files_[stretch.file].block_nbytes();
   const std::uint64_t buffer_begin = align_down(begin, block);
   const BufferPool::Lease buffer(buffers);
   const std::uint64_t nbytes_wanted = align_up(stretch.end, block) - buffer_begin;
   if (!files_[stretch.file].read_direct(buffer_begin, buffer.data(), nbytes_wanted)) return false;
-  for_each_piece(stretch, begin, [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
-    stream_copy(place, buffer.data() + (offset - buffer_begin), nbytes);
-    return true;
-  });
+  for_each_piece(stretch, begin, lease,
+                 [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+                   stream_copy(place, buffer.data() + (offset - buffer_begin), nbytes);
+                   return true;
+                 });
   return true;
 }
 
 // Calls take(offset, place, nbytes) for the ranges in the stretch from `begin` on, until it returns
 // false.
 template <class Take>
-void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin,
+void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
                                const Take& take) const {
   for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
     const FileRange& range = ranges_[i];
@@ -107,7 +123,9 @@ void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin,
     const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
     if (from >= to) continue;
     const auto nbytes = static_cast<std::size_t>(to - from);
-    if (!take(from, range.place + (from - range.offset), nbytes)) return;
+    std::byte* const place =
+        range.target ? lease + (from - stretch.begin) : range.place + (from - range.offset);
+    if (!take(from, place, nbytes)) return;
   }
 }
 

@@ -3,20 +3,24 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
+#include "core/pipeline/stager.h"
 
 namespace ptsave {
 
-// A part of a file and the memory it belongs in.
+// A part of a file and the memory it belongs in: a place on the host, or the target of this number
+// that an Unstager has.
 struct FileRange {
   std::size_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t nbytes = 0;
   std::byte* place = nullptr;
+  std::optional<std::size_t> target = std::nullopt;
 };
 
 // Ranges in the order of files and offsets.  Safe for concurrent use: each stretch is read by
@@ -37,9 +41,13 @@ class RangeList {
     return stretches_[i].end - stretches_[i].begin;
   }
 
-  // Puts the bytes of stretch i in their places; past the page cache they go through a buffer of
-  // kWindowNbytes.  IoError.
-  void read(std::size_t i, BufferPool& buffers) const;
+  // The bytes of stretch i that go on to accelerators, each as far from the beginning of a lease as
+  // it is from that of the stretch.
+  std::vector<Unstager::Piece> pieces_to_send(std::size_t i) const;
+
+  // Puts the bytes of stretch i in their places, those that go on into `lease`; past the page cache
+  // they go through a buffer of kWindowNbytes.  IoError.
+  void read(std::size_t i, BufferPool& buffers, std::byte* lease = nullptr) const;
 
  private:
   // Ranges, or parts of them, that are read together: [begin, end) of one file.
@@ -53,10 +61,12 @@ class RangeList {
 
   void check() const;
   void cut();
-  std::uint64_t read_cached(const Stretch& stretch) const;
-  bool read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers) const;
+  std::uint64_t read_cached(const Stretch& stretch, std::byte* lease) const;
+  bool read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
+                   std::byte* lease) const;
   template <class Take>
-  void for_each_piece(const Stretch& stretch, std::uint64_t begin, const Take& take) const;
+  void for_each_piece(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
+                      const Take& take) const;
 
   std::span<const ByteSource> files_;
   std::vector<FileRange> ranges_;

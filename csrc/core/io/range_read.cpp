@@ -1,6 +1,7 @@
 #include "core/io/range_read.h"
 
 #include <algorithm>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <utility>
@@ -27,16 +28,26 @@ RangeRead::RangeRead(std::vector<ByteSource> files, std::vector<FileRange> range
   refuse_overlaps(ranges_.ranges());
 }
 
-void RangeRead::run(std::size_t n_threads, const Poll& poll) {
+void RangeRead::read(std::size_t stretch, BufferPool& buffers, Unstager* unstager) const {
+  if (unstager == nullptr) return ranges_.read(stretch, buffers);
+  const std::vector<Unstager::Piece> pieces = ranges_.pieces_to_send(stretch);
+  if (pieces.empty()) return ranges_.read(stretch, buffers);
+  std::unique_ptr<Lease> lease = unstager->lease(ranges_.stretch_nbytes(stretch));
+  ranges_.read(stretch, buffers, lease->data());
+  unstager->send(std::move(lease), pieces);
+}
+
+void RangeRead::run(std::size_t n_threads, const Poll& poll, Unstager* unstager) {
   std::uint64_t nbytes = 0;
   for (std::size_t i = 0; i < ranges_.n_stretches(); ++i) nbytes += ranges_.stretch_nbytes(i);
   n_threads = nbytes < kThreadedNbytes ? 0 : std::min(n_threads, ranges_.n_stretches());
   BufferPool buffers(std::max<std::size_t>(n_threads, 1), RangeList::kWindowNbytes);
   ChunkPipeline pipeline(ranges_.n_stretches(), n_threads, [&](ChunkPipeline&, std::size_t i) {
-    ranges_.read(i, buffers);
+    read(i, buffers, unstager);
     nbytes_read_.fetch_add(ranges_.stretch_nbytes(i), std::memory_order_relaxed);
   });
   pipeline.finish(poll);
+  if (unstager != nullptr) unstager->drain();
 }
 
 }  // namespace ptsave

@@ -17,15 +17,21 @@ namespace ptsave {
 // nbytes_read().
 class RangeRead {
  public:
+  static constexpr std::size_t kLeaseNbytes = RangeList::kWindowNbytes;
+
   // std::invalid_argument for a range of no file and for ranges that overlap in a file; IoError for
   // one beyond the end of its file.  (Places must not overlap either; nobody checks that.)
   RangeRead(std::vector<ByteSource> files, std::vector<FileRange> ranges);
 
-  // Returns when all bytes are in their places.  IoError.
-  void run(std::size_t n_threads, const Poll& poll);
+  // Returns when all bytes are in their places.  IoError.  `unstager`, which may be null, is for
+  // ranges with targets; each thread holds a lease of at most kLeaseNbytes of it.  Copies that it
+  // has been sent may still be under way if this throws.
+  void run(std::size_t n_threads, const Poll& poll, Unstager* unstager = nullptr);
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
 
  private:
+  void read(std::size_t stretch, BufferPool& buffers, Unstager* unstager) const;
+
   const std::vector<ByteSource> files_;
   const RangeList ranges_;
   std::atomic<std::uint64_t> nbytes_read_{0};

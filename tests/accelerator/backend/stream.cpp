@@ -49,7 +49,8 @@ void StreamQueue::enqueue_undelayed(Operation operation) {
 
 void StreamQueue::push(Entry entry) {
   const std::lock_guard lock(mutex_);
-  n_captured_ += capturing_ ? 1 : 0;
+  // Allocators that poison what is freed are this backend's business.
+  n_captured_ += capturing_ && entry.kind != Kind::kBookkeeping ? 1 : 0;
   n_unfinished_ += entry.kind == Kind::kMarker ? 0 : 1;
   entries_.push_back(std::move(entry));
   if (!has_thread_) {

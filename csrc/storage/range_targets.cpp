@@ -1,0 +1,38 @@
+#include "storage/range_targets.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "device/accelerator_unstager.h"
+#include "device/bytes.h"
+
+namespace ptsave {
+
+RangeTargets::RangeTargets(std::vector<ByteSource> files, const std::vector<TensorRange>& ranges)
+    : read_(std::move(files), file_ranges(ranges)) {}
+
+std::vector<FileRange> RangeTargets::file_ranges(const std::vector<TensorRange>& ranges) {
+  std::vector<FileRange> result;
+  result.reserve(ranges.size());
+  for (const auto& [file, offset, target] : ranges) {
+    const std::uint64_t nbytes = target.nbytes();
+    if (target.is_cpu()) {
+      result.push_back({file, offset, nbytes, static_cast<std::byte*>(target.mutable_data_ptr())});
+    } else {
+      result.push_back({file, offset, nbytes, nullptr, targets_.size()});
+      const auto begin = static_cast<std::size_t>(target.storage_offset()) * target.itemsize();
+      targets_.push_back(bytes_of(target.storage(), begin, nbytes));
+    }
+  }
+  return result;
+}
+
+void RangeTargets::run(std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll) {
+  if (targets_.empty()) return read_.run(n_threads, poll);
+  const std::size_t n_leases =
+      AcceleratorUnstager::n_leases(n_threads, max_pinned_nbytes / RangeRead::kLeaseNbytes);
+  AcceleratorUnstager unstager(targets_, RangeRead::kLeaseNbytes, n_leases);
+  read_.run(std::min(n_threads, n_leases), poll, &unstager);
+}
+
+}  // namespace ptsave

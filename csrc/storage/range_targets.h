@@ -1,0 +1,42 @@
+// Reads parts of files into tensors that exist already, on the host or on accelerators.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/io/range_read.h"
+#include "core/io/source.h"
+
+namespace ptsave {
+
+// A part of a file, from `offset` on, that is all bytes of a contiguous tensor, which is in CPU
+// memory or on a device that SideStreams supports.
+struct TensorRange {
+  std::size_t file = 0;
+  std::uint64_t offset = 0;
+  at::Tensor target;
+};
+
+// One reading of many ranges.  One thread at a time, but for nbytes_read().
+class RangeTargets {
+ public:
+  // Errors are those of RangeRead.
+  RangeTargets(std::vector<ByteSource> files, const std::vector<TensorRange>& ranges);
+
+  // Returns when all bytes are in their tensors.  Those for accelerators go through at most
+  // `max_pinned_nbytes` of page-locked memory, and come after the work that the current streams of
+  // this thread have.  IoError, at::Error.
+  void run(std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll);
+  std::uint64_t nbytes_read() const { return read_.nbytes_read(); }
+
+ private:
+  std::vector<FileRange> file_ranges(const std::vector<TensorRange>& ranges);
+
+  std::vector<at::Tensor> targets_;  // on accelerators
+  RangeRead read_;
+};
+
+}  // namespace ptsave

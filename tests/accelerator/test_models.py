@@ -1,0 +1,168 @@
+"""Weights between files and accelerators: through a bounded pinned memory, in few large copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ptsave
+
+MIB = 1 << 20
+BUDGET = 12 * MIB
+KINDS: list[Literal["safetensors", "pt"]] = ["safetensors", "pt"]
+
+
+def weights() -> dict[str, Tensor]:
+    """Return 40 MiB: large tensors and small ones, at odd places of their files."""
+    torch.manual_seed(0)
+    tensors = {}
+    for i in range(8):
+        tensors[f"layers.{i}.weight"] = torch.randn(1024, 1024)
+        tensors[f"layers.{i}.up.weight"] = torch.randn(500, 407)
+        tensors |= {f"layers.{i}.norm{k}": torch.randn(33 + k) for k in range(20)}
+    return tensors
+
+
+def model_of(tensors: dict[str, Tensor], device: str, dtype: torch.dtype | None = None) -> Any:
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        zeros = torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+        module.register_parameter(last, nn.Parameter(zeros))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", "3")
+    monkeypatch.setenv("PTSAVE_MAX_PINNED_BYTES", str(BUDGET))
+
+
+@contextmanager
+def few_large_copies(fake: Any, direction: str, nbytes: int) -> Iterator[None]:
+    """Expect `nbytes` to cross the bus inside, through pinned memory, in two copies of 4 MiB each.
+
+    One more for each of 8 files, whose last one may be smaller.
+    """
+    fake.reset()
+    before = fake.stats()["pinned_bytes"]
+    yield
+    stats = fake.stats()
+    assert sum(stats[direction]) >= nbytes
+    assert len(stats[direction]) <= 2 * nbytes / (4 * MIB) + 8
+    assert 0 < stats["pinned_peak"] - before <= BUDGET
+    assert stats["busy_waits"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_model_of_8_shards(
+    devices: list[str], tmp_path: Path, fake: Any, kind: Literal["safetensors", "pt"]
+) -> None:
+    tensors = weights()
+    ptsave.save_model(tensors, tmp_path, max_shard_size="6MB", format=kind)
+    assert len(list(tmp_path.glob("*-of-*"))) == 8
+    model = model_of(tensors, devices[-1])
+    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+        ptsave.load_model(model, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_load_model_of_another_dtype(
+    devices: list[str], tmp_path: Path, fake: Any, dtype: torch.dtype
+) -> None:
+    """The bytes of the file cross the bus, and are converted on the device."""
+    tensors = weights()
+    ptsave.save_model(tensors, tmp_path)
+    model = model_of(tensors, devices[-1], dtype)
+    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+        ptsave.load_model(model, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.to(dtype)), name
+
+
+def test_load_model_from_a_side_stream(devices: list[str], tmp_path: Path, fake: Any) -> None:
+    """Memory for conversions belongs to the caller's stream, and so does what used it before."""
+    tensors = weights()
+    ptsave.save_model(tensors, tmp_path)
+    model = model_of(tensors, devices[-1], torch.float64)
+    fake.set_delay(500, 1000)
+    with torch.Stream(devices[-1]) as stream:
+        spoilt = [torch.full((1024, 1024), 7.0, device=devices[-1]) for _ in range(3)]
+        copies = [tensor.clone() for tensor in spoilt]
+        del spoilt
+        ptsave.load_model(model, tmp_path)
+    stream.synchronize()
+    fake.set_delay(0, 0)
+    for copy in copies:
+        assert (copy.cpu() == 7.0).all()
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.double()), name
+
+
+def test_weight_loaders_get_tensors_on_the_cpu(devices: list[str], tmp_path: Path) -> None:
+    tensors = weights()
+    ptsave.save_model(tensors, tmp_path)
+    model = model_of(tensors, devices[-1])
+    seen = []
+
+    def weight_loader(parameter: Tensor, tensor: Tensor) -> None:
+        seen.append(tensor.device.type)
+        parameter.data.copy_(tensor)
+
+    for parameter in model.parameters():
+        parameter.weight_loader = weight_loader
+    ptsave.load_model(model, tmp_path)
+    assert set(seen) == {"cpu"}
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
+
+
+def test_save_model(devices: list[str], tmp_path: Path, fake: Any) -> None:
+    tensors = weights()
+    there = {name: tensor.to(devices[-1]) for name, tensor in tensors.items()}
+    ptsave.save_model(tensors, tmp_path / "host", max_shard_size="9MB")
+    with few_large_copies(fake, "d2h", sum(t.nbytes for t in tensors.values())):
+        ptsave.save_model(there, tmp_path / "there", max_shard_size="9MB")
+    for path in (tmp_path / "host").iterdir():
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_get_tensor(devices: list[str], tmp_path: Path, fake: Any, kind: str) -> None:
+    tensor = torch.randn(3000, 3333)
+    ptsave.save_model({"a": tensor, "b": tensor[7].clone()}, tmp_path, format=kind)  # type: ignore[arg-type]
+    (file,) = tmp_path.iterdir()
+    with ptsave.open(file) as archive:
+        with few_large_copies(fake, "h2d", tensor.nbytes):
+            found = archive.get_tensor("a", device=devices[-1])
+        small = archive.get_tensor("b", device=torch.device(devices[-1]))
+    assert found.device == small.device == torch.device(devices[-1])
+    assert found.stride() == tensor.stride()
+    assert torch.equal(found.cpu(), tensor)
+    assert torch.equal(small.cpu(), tensor[7])
+
+
+@pytest.mark.parametrize("locate", [str, torch.device], ids=["string", "device"])
+def test_load_of_safetensors(
+    devices: list[str], tmp_path: Path, fake: Any, locate: Callable[[str], Any]
+) -> None:
+    tensors = weights()
+    ptsave.save_model(tensors, tmp_path)
+    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+        loaded = ptsave.load(tmp_path / "model.safetensors", locate(devices[-1]))
+    for name, tensor in tensors.items():
+        assert loaded[name].device == torch.device(devices[-1])
+        assert torch.equal(loaded[name].cpu(), tensor), name
