@@ -68,7 +68,7 @@ def convert_with_libraries(source: Path, middle: Path, target: Path) -> None:
 
 
 def convert_with_ptsave(source: Path, middle: Path, target: Path) -> None:
-    from ptsave.conversion.convert import convert
+    from ptsave.conversion.converting import convert
 
     convert(source, middle)
     convert(middle, target)

@@ -8,8 +8,8 @@ from ptsave.background.save_future import SaveFuture
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.contents.archive import Archive, open  # noqa: A004 - named as Python's
 from ptsave.contents.tensor_info import TensorInfo
-from ptsave.conversion.compact import Compaction, compact
-from ptsave.conversion.convert import Conversion, convert
+from ptsave.conversion.compacting import Compaction, compact
+from ptsave.conversion.converting import Conversion, convert
 from ptsave.errors import (
     CheckpointWarning,
     CorruptCheckpointError,

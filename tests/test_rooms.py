@@ -138,9 +138,12 @@ def test_cpp_rooms_include_only_those_below() -> None:
 
 
 def test_packages_import_nothing() -> None:
-    """What a room holds is asked for by its module: importing one does not import the others."""
+    """What a room holds is asked for by its module: importing one does not import the others.
+
+    ``ptsave.conversion.convert`` was public before the module became a room.
+    """
     for name, path in modules().items():
-        if name.endswith(".__init__"):
+        if name.endswith(".__init__") and name != "conversion.__init__":
             assert not list(imports_of(name, path)), name
 
 

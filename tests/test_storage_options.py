@@ -21,8 +21,8 @@ from ptsave.cli.commands import commands
 from ptsave.cli.completing import complete_names
 from ptsave.cli.ls import command as ls
 from ptsave.comparison.compare import compare
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries, write_entries
 from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals

@@ -51,7 +51,7 @@ def command(
     A view that was saved has taken its whole storage along.  Views that overlap go on sharing
     memory; those of one storage that are a KiB or more apart share none afterwards.
     """
-    from ptsave.conversion.compact import compact
+    from ptsave.conversion.compacting import compact
 
     if in_place == (output is not None) and not (dry_run and output is None and not in_place):
         raise click.UsageError("pass one of --output OUT, --in-place and --dry-run")

@@ -64,7 +64,7 @@ def command(
     .bin, .ckpt, .safetensors) or, with no suffix or a slash at its end, a directory of shards.
     Bytes are copied from file to file, and compared with their checksums on the way.
     """
-    from ptsave.conversion.convert import convert
+    from ptsave.conversion.converting import convert
 
     begin = time.perf_counter()
     conversion = convert(

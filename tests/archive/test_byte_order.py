@@ -31,8 +31,8 @@ from torch.serialization import LoadEndianness, set_default_load_endianness, ski
 import ptsave
 from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
 from ptsave.inspection.required_globals import required_globals
 from ptsave.inspection.verification import verify_file

@@ -63,7 +63,7 @@ _CHILD = """
 import ctypes, errno, json, sys, warnings
 import torch, ptsave
 from ptsave.comparison.compare import compare
-from ptsave.conversion.convert import convert
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
 from ptsave.inspection.listing import list_file
 from ptsave.inspection.verification import verify_file

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import ptsave
 from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
 from ptsave.inspection.verification import verify_file
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.conversion.compact import Compaction, compact
+from ptsave.conversion.compacting import Compaction, compact
 from ptsave.errors import CorruptCheckpointError
 
 

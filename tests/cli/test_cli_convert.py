@@ -34,8 +34,8 @@ import ptsave
 from ptsave.archive.views import unfilled_tensors
 from ptsave.cli.commands import commands
 from ptsave.contents.safetensors_header import let_library_read
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.errors import CorruptCheckpointError
 from ptsave.streaming import payload_sources
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.comparison.compare import compare
-from ptsave.conversion.convert import convert
+from ptsave.conversion.converting import convert
 from ptsave.inspection.verification import verify_file
 from ptsave.tree.view_blocks import blocks_of
 

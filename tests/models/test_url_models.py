@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from url_file_systems import MEMORY, PLAIN, contents, failing
 
 import ptsave
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import write_entries
 
 REMOTE = [MEMORY, PLAIN]

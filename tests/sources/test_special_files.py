@@ -19,8 +19,8 @@ import torch
 
 import ptsave
 from ptsave.comparison.compare import compare
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
 from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals

@@ -22,8 +22,8 @@ from ptsave.bench.disk import plan_disk
 from ptsave.cli.bench import command as bench_command
 from ptsave.cli.commands import commands as main
 from ptsave.comparison.compare import compare
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries, write_entries
 from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals

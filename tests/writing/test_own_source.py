@@ -22,8 +22,8 @@ from click.testing import CliRunner
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.conversion.compact import compact
-from ptsave.conversion.convert import convert
+from ptsave.conversion.compacting import compact
+from ptsave.conversion.converting import convert
 
 State = dict[str, torch.Tensor]
 

@@ -25,7 +25,7 @@ from _system import Child
 
 import ptsave
 from ptsave.contents import checkpoint_files, opening
-from ptsave.conversion.convert import convert
+from ptsave.conversion.converting import convert
 from ptsave.inspection import verification
 from ptsave.inspection.verification import verify_file
 from ptsave.sources import opening as source_opening

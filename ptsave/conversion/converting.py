@@ -181,7 +181,7 @@ def convert(
     Examples
     --------
     >>> import os, tempfile, torch, ptsave
-    >>> from ptsave.conversion.convert import convert
+    >>> from ptsave.conversion.converting import convert
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "model")
     ...     ptsave.save({"layer": {"weight": torch.ones(3)}}, path + ".pt")

@@ -150,7 +150,7 @@ def compact(
     Examples
     --------
     >>> import os, tempfile, torch, ptsave
-    >>> from ptsave.conversion.compact import compact
+    >>> from ptsave.conversion.compacting import compact
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "row.pt")
     ...     ptsave.save(torch.ones(1000, 1000)[0], path)
