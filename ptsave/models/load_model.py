@@ -34,11 +34,13 @@ from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
+from ptsave.models.pinned_memory import PinnedMemory
 from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
 from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loaders_of
 from ptsave.sources.urls import refuse_url
 from ptsave.state.plain_copies import PLAIN_TYPES
+from ptsave.support import config
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.support.torch_modules import buffers_of, parameters_of
@@ -70,8 +72,9 @@ def load_model(
     Before the first byte of the model changes all files are opened, and names, shapes, headers and
     sizes are checked.  Then every byte is read once, by several threads: straight into the
     parameter where that is all it takes, and otherwise ahead of its use, into tensors of at most
-    128 MiB together (or the largest tensor that a ``weight_loader`` gets).  Parts of a safetensors
-    file that the page cache holds are not read ahead, but used where they are.
+    128 MiB together (or the largest tensor that a ``weight_loader`` gets; what one is to copy to an
+    accelerator is in page-locked memory, as far as ``PTSAVE_MAX_PINNED_BYTES`` reaches).  Parts of
+    a safetensors file that the page cache holds are not read ahead, but used where they are.
 
     Parameters
     ----------
@@ -290,6 +293,7 @@ class Filling:
 
     def __post_init__(self) -> None:
         self._loaders = loaders_of(self.tensors)
+        self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
         self._nbytes_left: Counter[Shard] = Counter()
         for delivery in self.deliveries:
             self._nbytes_left[delivery.entry.shard] += delivery.entry.nbytes
@@ -307,14 +311,15 @@ class Filling:
             if self._nbytes_left[shard] == 0:
                 shard.close()  # it may hold all of its tensors
 
-    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+    def _deliver(self, deliveries: list[Delivery]) -> None:
         """Read one batch while the one before is delivered, on this thread."""
         previous: list[Staged] = []
-        memory = RecycledMemory(_MAX_AHEAD_NBYTES)
+        max_nbytes = self._max_ahead_nbytes(deliveries)
+        memory = RecycledMemory(max_nbytes)
         with ThreadPool(1, "ptsave-read") as reader:
-            for batch in self._batches(deliveries):
+            for batch in self._batches(deliveries, max_nbytes // 2):
                 nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
-                if nbytes + sum(item.nbytes for item in previous) > _MAX_AHEAD_NBYTES:
+                if nbytes + sum(item.nbytes for item in previous) > max_nbytes:
                     self._put(previous)
                 staged = [self._stage(memory, *item) for item in batch]
                 self._put_while_reading(previous, staged, reader)
@@ -344,19 +349,33 @@ class Filling:
         self, memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int
     ) -> Staged:
         target = self.tensors[delivery.name]
-        has_loader = delivery.name in self._loaders
-        converts_there = not has_loader and _is_converted_there(delivery.entry, target)
-        device = target.device if converts_there else _CPU
-        return _stage(device, memory, delivery, begin, n_elements)
+        if delivery.name not in self._loaders:
+            converts_there = _is_converted_there(delivery.entry, target)
+            device = target.device if converts_there else _CPU
+            return _stage(device, memory, delivery, begin, n_elements)
+        if _C.can_stage(target.device):
+            pinned = self._pinned.tensor(delivery.entry.shape, delivery.entry.dtype)
+            if pinned is not None:
+                return Staged(delivery, Read(delivery.entry, pinned, begin))
+        return _stage(_CPU, memory, delivery, begin, n_elements)
 
-    def _batches(self, deliveries: Iterable[Delivery]) -> Iterator[list[tuple[Delivery, int, int]]]:
-        """Yield batches to read together: half of the budget, or one tensor."""
+    def _max_ahead_nbytes(self, deliveries: list[Delivery]) -> int:
+        """Return the budget: page-locked memory's, if loaders are to copy to accelerators."""
+        loaded = (self.tensors[each.name] for each in deliveries if each.name in self._loaders)
+        if any(_C.can_stage(tensor.device) for tensor in loaded):
+            return min(_MAX_AHEAD_NBYTES, config.current().max_pinned_nbytes)
+        return _MAX_AHEAD_NBYTES
+
+    def _batches(
+        self, deliveries: Iterable[Delivery], max_nbytes: int
+    ) -> Iterator[list[tuple[Delivery, int, int]]]:
+        """Yield batches to read together: `max_nbytes`, or one tensor."""
         batch: list[tuple[Delivery, int, int]] = []
         nbytes = 0
         for delivery in deliveries:
             itemsize = delivery.entry.dtype.itemsize
             for begin, count in self._pieces(delivery):
-                if batch and nbytes + count * itemsize > _MAX_AHEAD_NBYTES // 2:
+                if batch and nbytes + count * itemsize > max_nbytes:
                     yield batch
                     batch, nbytes = [], 0
                 batch.append((delivery, begin, count))

@@ -112,20 +112,33 @@ def test_load_model_from_a_side_stream(devices: list[str], tmp_path: Path, fake:
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.double()), name
 
 
-def test_weight_loaders_get_tensors_on_the_cpu(devices: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader", ["waits", "does not wait", "keeps"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_loaders(
+    devices: list[str], tmp_path: Path, fake: Any, kind: Any, loader: str
+) -> None:
+    """They get what is large in page-locked memory, which is not reused while they copy from it."""
     tensors = weights()
-    ptsave.save_model(tensors, tmp_path)
+    ptsave.save_model(tensors, tmp_path, format=kind)
     model = model_of(tensors, devices[-1])
-    seen = []
+    n_pinned, kept = 0, []
 
     def weight_loader(parameter: Tensor, tensor: Tensor) -> None:
-        seen.append(tensor.device.type)
-        parameter.data.copy_(tensor)
+        nonlocal n_pinned
+        assert tensor.device.type == "cpu"
+        n_pinned += tensor.is_pinned()
+        parameter.data.copy_(tensor, non_blocking=loader != "waits")
+        if loader == "keeps":
+            kept.append(tensor)
 
     for parameter in model.parameters():
         parameter.weight_loader = weight_loader
+    fake.reset()
+    fake.set_delay(1000, 2000)
     ptsave.load_model(model, tmp_path)
-    assert set(seen) == {"cpu"}
+    fake.set_delay(0, 0)
+    assert n_pinned == (3 if loader == "keeps" else 8)  # of 4 MiB
+    assert fake.stats()["pinned_peak"] <= BUDGET
     for name, tensor in tensors.items():
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
 
