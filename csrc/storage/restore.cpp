@@ -1,18 +1,50 @@
 #include "storage/restore.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "device/accelerator_unstager.h"
 #include "device/bytes.h"
+#include "device/side_streams.h"
+#include "storage/range_targets.h"
 
 namespace ptsave {
 namespace {
 
 // Bytes in memory at a time, or one record, of copies that are no reads into place.
 constexpr std::uint64_t kBatchNbytes = std::uint64_t{32} << 20;
+// Below this threads and streams cost more than they save.
+constexpr std::uint64_t kMinPinnedNbytes = std::uint64_t{1} << 20;
+
+// Between these the host and any device convert alike: not from numbers with fractions to integers,
+// where those that do not fit become anything.
+bool convert_alike(c10::ScalarType from, c10::ScalarType to) {
+  return from == to || c10::isIntegralType(from, /*includeBool=*/true) ||
+         !c10::isIntegralType(to, /*includeBool=*/true);
+}
+
+// The source's values on the target's device, if that is an accelerator and this takes no
+// rearranging; else the source itself.
+at::Tensor moved(const at::Tensor& source, const at::Tensor& target,
+                 const Restore::Options& options, const Poll& poll) {
+  const c10::Device device = target.device();
+  const bool is_large = source.nbytes() >= kMinPinnedNbytes;
+  if (!is_large || !convert_alike(source.scalar_type(), target.scalar_type()) ||
+      !source.is_contiguous() || source.is_conj() || source.is_neg() ||
+      !SideStreams::are_supported(device)) {
+    return source;
+  }
+  at::Tensor there = at::empty(source.sizes(), source.options().device(device));
+  std::vector<ByteSource> memory;
+  memory.emplace_back(static_cast<const std::byte*>(source.const_data_ptr()), source.nbytes(),
+                      "memory");
+  RangeTargets targets(std::move(memory), {{0, 0, there}});
+  targets.run(options.n_threads, options.max_pinned_nbytes, poll);
+  return there;
+}
 
 }  // namespace
 
@@ -130,7 +162,7 @@ std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& 
     std::vector<DamagedRecord> damaged = fill(destinations, options, poll);
     if (!damaged.empty()) return damaged;
     for (; begin != end; ++begin) {
-      copy(copies_[*begin]);
+      copy(copies_[*begin], options, poll);
       const std::optional<std::size_t> record = copies_[*begin].record;
       if (record && --n_uses[*record] == 0 && !stays[*record]) {
         reader_.discard(*record);
@@ -141,14 +173,17 @@ std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& 
   return {};
 }
 
-void Restore::copy(const TensorCopy& copy) {
+void Restore::copy(const TensorCopy& copy, const Options& options, const Poll& poll) {
   const at::NoGradGuard no_grad;
-  if (copy.record) {
-    has_changed_[*copy.record] = true;
-    copy.target.copy_(copy.source_in(storage_of_(*copy.record)));
-  } else {
+  if (!copy.record) {
     copy.target.copy_(copy.source);
+    return;
   }
+  const at::Tensor source = copy.source_in(storage_of_(*copy.record));
+  // What is to be converted crosses the bus as it is, in chunks of page-locked memory.
+  const at::Tensor there = moved(source, copy.target, options, poll);
+  has_changed_[*copy.record] = true;
+  copy.target.copy_(there);
 }
 
 std::vector<std::size_t> Restore::changed() const {

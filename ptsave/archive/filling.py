@@ -25,6 +25,7 @@ from ptsave.support.user_warnings import warn_user
 __all__ = [
     "Placement",
     "accelerator_of",
+    "convert_alike",
     "fill",
     "may_reach_accelerator",
     "to_device",
@@ -130,6 +131,19 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
         tensor, result, n_threads=limits.n_readers, max_pinned_nbytes=limits.max_pinned_nbytes
     )
     return result
+
+
+def convert_alike(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the CPU and accelerators convert all values alike.
+
+    They do not from floating point to integers, where what does not fit becomes anything; and torch
+    converts on the CPU what comes from there.
+
+    >>> convert_alike(torch.float32, torch.bfloat16), convert_alike(torch.float32, torch.int8)
+    (True, False)
+    """
+    has_fractions = source.is_floating_point or source.is_complex
+    return source == target or not has_fractions or target.is_floating_point or target.is_complex
 
 
 def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:

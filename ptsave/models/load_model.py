@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ptsave import _C
+from ptsave.archive.filling import convert_alike
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.models.lazy_buffers import LazyBuffers
@@ -498,6 +499,7 @@ def _is_converted_there(entry: Entry, target: Tensor) -> bool:
         isinstance(entry.shard, SafetensorsShard)
         and type(target) in PLAIN_TYPES
         and _C.can_stage(target.device)
+        and convert_alike(entry.dtype, target.dtype)
     )
 
 

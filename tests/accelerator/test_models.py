@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,16 +80,20 @@ def test_load_model_of_8_shards(
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "stream"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_load_model_of_another_dtype(
-    devices: list[str], tmp_path: Path, fake: Any, dtype: torch.dtype
+    devices: list[str], tmp_path: Path, fake: Any, kind: Any, dtype: torch.dtype
 ) -> None:
     """The bytes of the file cross the bus, and are converted on the device."""
-    tensors = weights()
-    ptsave.save_model(tensors, tmp_path)
+    tensors = {name: t for name, t in weights().items() if t.nbytes > MIB or kind == "safetensors"}
+    source: Any = tmp_path
+    ptsave.save_model(tensors, tmp_path, format="pt" if kind == "pt" else "safetensors")
+    if kind == "stream":
+        source = io.BytesIO((tmp_path / "model.safetensors").read_bytes())
     model = model_of(tensors, devices[-1], dtype)
     with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
-        ptsave.load_model(model, tmp_path)
+        ptsave.load_model(model, source)
     for name, tensor in tensors.items():
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.to(dtype)), name
 
@@ -141,6 +146,16 @@ def test_weight_loaders(
     assert fake.stats()["pinned_peak"] <= BUDGET
     for name, tensor in tensors.items():
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
+
+
+def test_load_into_another_dtype(devices: list[str], tmp_path: Path, fake: Any) -> None:
+    tensors = {name: tensor for name, tensor in weights().items() if tensor.nbytes > MIB}
+    torch.save(tensors, tmp_path / "file.pt")
+    model = model_of(tensors, devices[-1], torch.bfloat16)
+    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+        ptsave.load_into(tmp_path / "file.pt", model)
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.bfloat16()), name
 
 
 def test_save_model(devices: list[str], tmp_path: Path, fake: Any) -> None:
