@@ -69,6 +69,12 @@ _CALLS = """
     ptsave.save_model(host, shards, max_shard_size="2MB")
     ptsave.save_model(host, folder + "/bin", max_shard_size="2MB", format="pt")
 
+    ptsave.save_model(host, folder + "/one")
+    half = module().half()
+    loading = torch.nn.ParameterDict({{name: t.clone() for name, t in tensors.items()}})
+    for parameter in loading.values():
+        parameter.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
+
     def get_tensors():
         with ptsave.open(file) as archive:
             for name in tensors:
@@ -90,6 +96,9 @@ _CALLS = """
         "load_checkpoint": lambda: ptsave.load_checkpoint(folder + "/checkpoint.pt", model=model),
         "load_model": lambda: ptsave.load_model(model, shards),
         "load_model of .bin": lambda: ptsave.load_model(model, folder + "/bin"),
+        "load_model, another dtype": lambda: ptsave.load_model(half, shards),
+        "load_model by loaders": lambda: ptsave.load_model(loading, shards),
+        "load of safetensors": lambda: ptsave.load(folder + "/one/model.safetensors", "fake:1"),
         "save_model": lambda: ptsave.save_model(model, folder + "/saved"),
         "get_tensor": get_tensors,
         "release_staging_memory": ptsave.release_staging_memory,

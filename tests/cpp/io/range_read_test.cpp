@@ -5,6 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -80,6 +84,65 @@ TEST_P(RangeReadFrom, PutsEveryByteInItsPlaceAndTouchesNoOther) {
     }
     RangeRead read(open(), ranges);
     read.run(n_threads, [] {});
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      const std::string& content = contents_[ranges[i].file];
+      EXPECT_EQ(places[i], "#" + content.substr(ranges[i].offset, ranges[i].nbytes) + "#") << i;
+    }
+  }
+}
+
+// Targets are strings, which get their bytes at once.
+class UnstagerDouble final : public Unstager {
+ public:
+  explicit UnstagerDouble(std::vector<std::string>& targets) : targets_(targets) {}
+
+  std::unique_ptr<Lease> lease(std::size_t nbytes) override {
+    EXPECT_LE(nbytes, RangeRead::kLeaseNbytes);
+    return std::make_unique<Buffer>(nbytes);
+  }
+  void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_FALSE(drained) << "drained before everything was sent";
+    for (const Piece& piece : pieces) {
+      std::memcpy(targets_[piece.target].data() + 1 + piece.offset, lease->data() + piece.at,
+                  piece.nbytes);
+    }
+  }
+  void drain() override { drained = true; }
+
+  bool drained = false;
+
+ private:
+  struct Buffer final : Lease {
+    explicit Buffer(std::size_t nbytes) : bytes(nbytes) {}
+    std::byte* data() override { return bytes.data(); }
+    std::vector<std::byte> bytes;
+  };
+
+  std::vector<std::string>& targets_;
+  std::mutex mutex_;
+};
+
+TEST_P(RangeReadFrom, SendsWhatGoesOnAndPutsTheRestInItsPlace) {
+  for (const std::size_t n_threads : {std::size_t{0}, std::size_t{3}}) {
+    std::vector<std::string> places;
+    std::vector<FileRange> ranges;
+    for (std::size_t file = 0; file < paths_.size(); ++file) {
+      for (const auto& [offset, nbytes] : kRanges) {
+        places.emplace_back(nbytes + 2, '#');
+        ranges.push_back({file, offset, nbytes, nullptr});
+      }
+    }
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      if (i % 3 == 0) {
+        ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
+      } else {
+        ranges[i].target = i;
+      }
+    }
+    UnstagerDouble unstager(places);
+    RangeRead(open(), ranges).run(n_threads, [] {}, &unstager);
+    EXPECT_TRUE(unstager.drained);
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       const std::string& content = contents_[ranges[i].file];
       EXPECT_EQ(places[i], "#" + content.substr(ranges[i].offset, ranges[i].nbytes) + "#") << i;
