@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -63,6 +64,8 @@ class Workload:
         Whether a load maps the file.
     on_tmpfs : bool
         Whether a save goes to the folder in memory.
+    replaces : bool
+        Whether a save replaces an older file of the same size.
     """
 
     title: str
@@ -73,6 +76,7 @@ class Workload:
     page_cache: str = "warm"
     mmap: bool = False
     on_tmpfs: bool = False
+    replaces: bool = False
 
     def limit_label(self) -> str:
         """Return the label of the row with the limit."""
@@ -213,6 +217,9 @@ class Bench:
 
     def _run_save(self, workload: Workload, contender: str, results: Results) -> None:
         path = self._saved_file(workload, contender)
+        if workload.replaces:
+            shutil.copyfile(self.loaded_file(contender), path)
+            os.sync()
         task = Task("save", contender, str(path), self._nbytes, workload.fsync)
         results.add(contender, _run_worker(task))
         is_first = len(results.figures[contender]) == 1
