@@ -11,7 +11,9 @@ bool CoReaders::absent(const File& file, std::uint64_t nbytes) {
     if (announcement_) sys::lock_byte(announcement_.get(), F_RDLCK, kReadersByte);
   });
   if (nbytes_.fetch_add(nbytes, std::memory_order_relaxed) < kSharedStartNbytes) return false;
-  return !announcement_ || sys::byte_is_locked(announcement_.get(), kReadersByte) != 1;
+  if (!announcement_ || sys::byte_is_locked(announcement_.get(), kReadersByte) != 1) return true;
+  found_.store(true, std::memory_order_relaxed);
+  return false;
 }
 
 }  // namespace ptsave

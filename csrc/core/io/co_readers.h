@@ -26,11 +26,14 @@ class CoReaders {
 
   // Whether the next `nbytes` of `file` (always the same one) are better read past the page cache.
   bool absent(const File& file, std::uint64_t nbytes);
+  // Whether absent() has ever found another reader.
+  bool found() const { return found_.load(std::memory_order_relaxed); }
 
  private:
   std::once_flag announced_;
   Descriptor announcement_;
   std::atomic<std::uint64_t> nbytes_{0};
+  std::atomic<bool> found_{false};
 };
 
 }  // namespace ptsave

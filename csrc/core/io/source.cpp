@@ -16,6 +16,8 @@ namespace {
 // Devices take no more than this from one request to read ahead (their max_sectors_kb and
 // read_ahead_kb decide), and drop the rest without a word.
 constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
+// Pieces of less than half of this are not worth fetching all of it.
+constexpr std::size_t kFolioNbytes = std::size_t{2} << 20;
 
 // Whether direct reads may begin at any page of the archive, into buffers at any page of memory.
 bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
@@ -26,7 +28,11 @@ bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
 }  // namespace
 
 ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct)
-    : file_(std::move(file)), base_offset_(base_offset), name_(file_->path()) {
+    : file_(std::move(file)),
+      is_told_(direct == DirectReads::kNever),
+      cache_filler_(std::make_unique<PageCacheFiller>()),
+      base_offset_(base_offset),
+      name_(file_->path()) {
   const std::uint64_t file_nbytes = file_->nbytes();
   nbytes_ = file_nbytes > base_offset ? file_nbytes - base_offset : 0;
   if (direct == DirectReads::kNever) return;
@@ -68,6 +74,10 @@ std::size_t ByteSource::read_cached(std::uint64_t offset, void* data, std::size_
 
 void ByteSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
   if (memory_ != nullptr) return;
+  if (is_shared() && nbytes >= kFolioNbytes / 2 &&
+      cache_filler_->fill(*file_, base_offset_ + offset, nbytes)) {
+    return;
+  }
   while (nbytes > 0) {
     const std::size_t piece = std::min(nbytes, kReadAheadNbytes);
     // A hint: whatever it cannot do, the reads that follow do.

@@ -9,6 +9,7 @@
 
 #include "core/io/co_readers.h"
 #include "core/io/file.h"
+#include "core/io/page_cache.h"
 
 namespace ptsave {
 
@@ -43,7 +44,8 @@ class ByteSource {
   bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
   // Reads bytes that the page cache holds, without waiting; returns their number (possibly 0).
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
-  // Has the file system fetch these bytes into the page cache; does not wait for them.
+  // Has the file system fetch these bytes into the page cache.  Waits for large pieces of a file
+  // that others read as well; of another one it would fetch more than that.
   void read_ahead(std::uint64_t offset, std::size_t nbytes) const;
   // Direct reads begin and end at multiples of this, which is no more than a page.
   std::size_t block_nbytes() const { return block_nbytes_; }
@@ -53,10 +55,14 @@ class ByteSource {
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:
+  bool is_shared() const { return is_told_ || (co_readers_ && co_readers_->found()); }
+
   std::optional<File> file_;
   Descriptor direct_;
   std::size_t block_nbytes_ = DirectIoAlignment::kMinBlockNbytes;
-  std::unique_ptr<CoReaders> co_readers_;  // DirectReads::kAlone
+  bool is_told_ = false;                           // DirectReads::kNever
+  std::unique_ptr<CoReaders> co_readers_;          // DirectReads::kAlone
+  std::unique_ptr<PageCacheFiller> cache_filler_;  // of a file
   const std::byte* memory_ = nullptr;
   std::uint64_t base_offset_ = 0;
   std::uint64_t nbytes_ = 0;

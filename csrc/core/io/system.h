@@ -114,6 +114,10 @@ inline int byte_is_locked(int fd, off_t offset) {
 inline ssize_t read_ahead(int fd, off_t offset, std::size_t nbytes) {
   return ::readahead(fd, offset, nbytes);
 }
+// A mapping for reading; MAP_FAILED with errno set where there is none.
+inline void* map_file(int fd, std::size_t nbytes) {
+  return fault("mmap") ? MAP_FAILED : ::mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, fd, 0);
+}
 inline int flock(int fd, int operation) { return fault("flock") ? -1 : ::flock(fd, operation); }
 inline int renameat(int dir_fd, const char* from, const char* to) {
   return fault("renameat") ? -1 : ::renameat(dir_fd, from, dir_fd, to);

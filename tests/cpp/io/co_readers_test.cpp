@@ -8,12 +8,14 @@
 #include <array>
 #include <csignal>
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "common/scratch.h"
 #include "core/io/file.h"
+#include "core/io/page_cache.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
 
@@ -169,14 +171,43 @@ TEST_F(ColdSource, IsReadThroughThePageCacheWhereThatIsAskedFor) {
   EXPECT_FALSE(reads_direct(source));
 }
 
-TEST_F(ColdSource, IsFetchedAhead) {
-  const ByteSource source(open(), 0);
+class FetchedAhead : public ColdSource, public testing::WithParamInterface<DirectReads> {};
+
+TEST_P(FetchedAhead, BytesAreInThePageCacheOnceTheyWereRead) {
+  const ByteSource source(open(), 0, GetParam());
   const std::uint64_t nbytes = std::uint64_t{4} << 20;
   source.read_ahead(0, nbytes);
   std::string bytes(nbytes, '\0');
   source.read_at(0, bytes.data(), bytes.size());
   EXPECT_EQ(bytes, scratch::noise(kNbytes, 0).substr(0, nbytes));
   EXPECT_TRUE(open().is_cached(0, nbytes));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, FetchedAhead,
+                         testing::Values(DirectReads::kAlone, DirectReads::kNever));
+
+TEST_F(ColdSource, IsFetchedByLargePiecesWhereOthersReadIt) {
+  const ByteSource source(open(), 0, DirectReads::kNever);
+  source.read_ahead(kHugePageNbytes / 2, kHugePageNbytes);
+  EXPECT_TRUE(open().is_cached(kHugePageNbytes / 2, kHugePageNbytes)) << "it waits for them";
+}
+
+TEST_F(ColdSource, EndsWhereTheFileHasBeenCut) {
+  PageCacheFiller filler;
+  const File file = open();
+  EXPECT_TRUE(filler.fill(file, kHugePageNbytes, 1));
+  EXPECT_TRUE(file.is_cached(kHugePageNbytes, 1));
+  EXPECT_TRUE(filler.fill(file, kNbytes - 1, kHugePageNbytes)) << "up to the end";
+  EXPECT_FALSE(filler.fill(file, kNbytes, 1));
+  std::filesystem::resize_file(path_, 0);
+  EXPECT_FALSE(filler.fill(file, kHugePageNbytes, kHugePageNbytes));
+}
+
+TEST(PageCacheFillerOfAFile, CannotMapAnEmptyOne) {
+  const scratch::Folder folder;
+  scratch::write_file(folder / "empty.pt", "");
+  PageCacheFiller filler;
+  EXPECT_FALSE(filler.fill(File::open_for_reading(folder / "empty.pt"), 0, 1));
 }
 
 }  // namespace
