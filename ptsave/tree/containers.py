@@ -6,20 +6,36 @@ One that is called ``items`` takes the method's place in ``value.items()``; it d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from ptsave.tree.paths import MAX_DEPTH, Path
 
 __all__ = [
     "CONTAINERS",
+    "Visit",
     "attributes_of",
+    "is_container",
     "items_of",
     "set_attributes",
     "values_of",
     "walk",
+    "walk_entries",
 ]
 
 # Their instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
+
+# Path and prefix ("a.b.") of a container, key and value of a part of it, whether that is itself a
+# container, and if it is one that has been met before, its name there.
+Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
+
+
+def is_container(value: Any) -> bool:
+    """Whether something is a dict, a list or a tuple."""
+    return isinstance(value, CONTAINERS)
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -112,3 +128,43 @@ def walk(
             pending += reversed(parts)
         found.append(value)
     return found
+
+
+def walk_entries(
+    obj: Any, is_container: Callable[[Any], bool] = is_container, *, whole: str = ""
+) -> Iterator[Visit]:
+    """Yield every part of a container and of those in it, in order, before its own parts.
+
+    A container is looked into where it is met first, down to `MAX_DEPTH` levels: one below, which
+    is yielded with a path of that length, is not.
+
+    Parameters
+    ----------
+    obj : mapping, list or tuple
+        The outermost container.
+    is_container : callable, optional
+        Whether a value that is no tensor is looked into.
+    whole : str, optional
+        The name of `obj` itself, where it contains itself.
+
+    Examples
+    --------
+    >>> [f"{prefix}{key}" for _, prefix, key, _, _, _ in walk_entries({"a": [1, 2]})]
+    ['a', 'a.0', 'a.1']
+    """
+    seen = {id(obj): whole}
+    pending: list[tuple[Iterator[tuple[Any, Any]], Path, str]] = [(iter(items_of(obj)), (), "")]
+    while pending:
+        items, path, prefix = pending[-1]
+        for key, value in items:
+            if isinstance(value, Tensor) or not is_container(value):
+                yield path, prefix, key, value, False, None
+                continue
+            again = seen.get(id(value))
+            yield path, prefix, key, value, True, again
+            if again is None and len(path) < MAX_DEPTH:
+                seen[id(value)] = f"{prefix}{key}"
+                pending.append((iter(items_of(value)), (*path, key), f"{prefix}{key}."))
+                break
+        else:
+            pending.pop()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.tree.containers import CONTAINERS, attributes_of, items_of
+from ptsave.tree.containers import attributes_of, is_container, walk_entries
 from ptsave.tree.paths import MAX_DEPTH, Path
 
 __all__ = ["Flattened", "flatten", "some_of"]
@@ -103,26 +103,28 @@ def _remark(result: Flattened, n: int, what: str) -> None:
 
 def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, str, Any]]:
     """Yield leaves with their paths and dotted names; each container is looked into once."""
-    seen: dict[int, tuple[Path, str]] = {}
-    pending: list[tuple[Path, str, Any]] = [((), "", obj)]
-    while pending:
-        path, name, value = pending.pop()
-        if not isinstance(value, CONTAINERS):
-            yield path, name, value
+    if not is_container(obj):
+        yield (), "", obj
+        return
+    _remark_on_metadata(obj, "the state dict", result)
+    for path, prefix, key, value, is_inner, again in walk_entries(obj, whole="the whole"):
+        name = f"{prefix}{key}"
+        if not is_inner:
+            yield (*path, key), name, value
             continue
-        first, first_name = seen.setdefault(id(value), (path, name))
-        if first is not path:
-            result.losses.append(f"{name} (it is {first_name or 'the whole'} again)")
+        if again is not None:
+            result.losses.append(f"{name} (it is {again} again)")
             continue
-        if len(path) > MAX_DEPTH:
+        if len(path) >= MAX_DEPTH:
             raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
-        if attributes_of(value).get("_metadata"):
-            result.remarks.append(f"_metadata of {name or 'the state dict'} is not kept")
-        items = list(items_of(value))
-        if not items and path:
+        _remark_on_metadata(value, name, result)
+        if not len(value):
             result.losses.append(f"{name} (an empty {type(value).__name__})")
-        prefix = f"{name}." if path else ""
-        pending += [((*path, k), f"{prefix}{k!s}", child) for k, child in reversed(items)]
+
+
+def _remark_on_metadata(container: Any, name: str, result: Flattened) -> None:
+    if attributes_of(container).get("_metadata"):
+        result.remarks.append(f"_metadata of {name} is not kept")
 
 
 def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str | None:

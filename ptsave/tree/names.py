@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
-from ptsave.tree.containers import CONTAINERS, items_of
+from ptsave.tree.containers import is_container, walk_entries
 from ptsave.tree.paths import MAX_DEPTH, Path, dotted
 from ptsave.tree.tree import EntryTree
 
@@ -105,7 +105,7 @@ class EntryNames:
     def _follow(self, path: Path) -> Any:
         value = self._obj
         for key in path:
-            if not isinstance(value, CONTAINERS):
+            if not is_container(value):
                 raise self._missing(path)
             try:
                 if isinstance(value, Mapping) and key not in value:  # a Counter has all
@@ -126,32 +126,18 @@ def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryN
     return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    return items_of(value) if isinstance(value, CONTAINERS) else ()
-
-
 def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
     """Yield dotted name, path and value of every tensor."""
     if isinstance(obj, Tensor):
         yield "", (), obj
         return
-    seen = {id(obj)}
-    pending: list[tuple[Iterator[tuple[Any, Any]], Path, str]] = [(iter(_items(obj)), (), "")]
-    while pending:
-        items, path, prefix = pending[-1]
-        for key, value in items:
-            if isinstance(value, Tensor):
-                yield f"{prefix}{key}", (*path, key), value
-            elif isinstance(value, CONTAINERS) and id(value) not in seen:
-                if len(pending) > MAX_DEPTH:
-                    raise ValueError(
-                        f"{file}: containers are nested deeper than {MAX_DEPTH} levels"
-                    )
-                seen.add(id(value))
-                pending.append((iter(_items(value)), (*path, key), f"{prefix}{key}."))
-                break
-        else:
-            pending.pop()
+    if not is_container(obj):
+        return
+    for path, prefix, key, value, is_inner, again in walk_entries(obj):
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", (*path, key), value
+        elif is_inner and again is None and len(path) >= MAX_DEPTH:
+            raise ValueError(f"{file}: containers are nested deeper than {MAX_DEPTH} levels")
 
 
 def _paths_to(obj: Any, name: str) -> Iterator[Path]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ptsave.tree.containers import items_of
+from ptsave.tree.containers import walk_entries
 from ptsave.tree.paths import MAX_DEPTH, Path, path_in
 
 __all__ = ["EntryTree", "Node", "is_plain"]
@@ -97,30 +97,25 @@ class EntryTree:
     def _walk(self, obj: Any) -> None:
         nodes, tensors = self.nodes, self.tensors
         new = tuple.__new__  # Node() takes three times as long, and there may be 100,000
-        seen = {id(obj): "the whole object"}
-        pending: list[tuple[Iterator[tuple[Any, Any]], int, str]] = [(_items(obj), -1, "")]
-        while pending:
-            items, parent, prefix = pending[-1]
-            depth = len(pending) - 1
-            for key, value in items:
-                if isinstance(value, Tensor):
-                    nodes.append(new(Node, (depth, parent, prefix, key, value, len(tensors), None)))
-                    tensors.append(value)
-                    continue
-                is_container = _is_container(value)
-                again = seen.get(id(value)) if is_container else None
-                nodes.append(Node(depth, parent, prefix, key, value, -1, again))
-                if not is_container or again is not None:
-                    continue
+        around = [-1]  # the numbers of the containers around an entry, from outside
+        for path, prefix, key, value, is_inner, again in walk_entries(
+            obj, _is_container, whole="the whole object"
+        ):
+            depth = len(path)
+            while len(around) > depth + 1:
+                self._ends[around.pop()] = len(nodes)
+            if isinstance(value, Tensor):
+                nodes.append(new(Node, (depth, around[-1], prefix, key, value, len(tensors), None)))
+                tensors.append(value)
+                continue
+            nodes.append(Node(depth, around[-1], prefix, key, value, -1, again))
+            if is_inner and again is None:
                 if depth >= MAX_DEPTH:
                     self.is_whole = False
                 else:
-                    seen[id(value)] = f"{prefix}{key}"
-                    pending.append((_items(value), len(nodes) - 1, f"{prefix}{key}."))
-                    break
-            else:
-                pending.pop()
-                self._ends[parent] = len(nodes)
+                    around.append(len(nodes) - 1)
+        while around:
+            self._ends[around.pop()] = len(nodes)
 
     @cached_property
     def tensor_nodes(self) -> list[int]:
@@ -195,7 +190,3 @@ def _is_container(value: Any) -> bool:
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, (list, tuple)) and not is_plain(value)
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(items_of(value))
