@@ -46,8 +46,8 @@ class Releases {
  public:
   // Never destroyed: its thread may outlive the static objects of the process.
   static Releases& instance() {
-    static auto* const releases = new Releases;
-    return *releases;
+    static auto* const kInstance = new Releases;
+    return *kInstance;
   }
 
   void add(Descriptor held) {
