@@ -3,6 +3,7 @@
 from ptsave.support import torch_version as _torch_version  # first: it may refuse the torch
 
 # isort: split
+from ptsave.appending.archive_writer import ArchiveWriter
 from ptsave.background.async_save import async_save, release_staging_memory
 from ptsave.background.save_future import SaveFuture
 from ptsave.comparison.compare import Comparison, compare
@@ -37,6 +38,7 @@ __version__: str = _torch_version.VERSION
 
 __all__ = [
     "Archive",
+    "ArchiveWriter",
     "AsyncCheckpointer",
     "CheckpointWarning",
     "Compaction",

@@ -22,7 +22,7 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
-from ptsave.writing.targets import ArchiveWriter, resolve_file, resolve_target
+from ptsave.writing.targets import TargetWriter, resolve_file, resolve_target
 from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["load", "save"]
@@ -116,7 +116,7 @@ def save(
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     plan = plan_archive(f, data, storages, _disable_byteorder_record)
     with progress_bar(progress, "saving", plan.nbytes) as callback:
-        writer = ArchiveWriter(
+        writer = TargetWriter(
             plan,
             compute_crcs=get_crc32_options(),
             fsync=fsync,

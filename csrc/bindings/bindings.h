@@ -33,5 +33,6 @@ void bind_pickling(pybind11::module_& module);
 void bind_staging(pybind11::module_& module);
 void bind_ranges(pybind11::module_& module);
 void bind_packing(pybind11::module_& module);
+void bind_appending(pybind11::module_& module);
 
 }  // namespace ptsave

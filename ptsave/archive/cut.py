@@ -29,9 +29,12 @@ class CutRecord:
     """A record, as far as it is there."""
 
     name: str
+    header_offset: int
     payload_offset: int
     nbytes: int  # as far as they are there
     is_whole: bool  # it has its end, and its checksum is right
+    crc: int  # as its end has it
+    end: int  # where the next record begins
 
 
 class CutArchive:
@@ -48,11 +51,14 @@ class CutArchive:
         Up to the first whose end cannot be found.
     nbytes : int
         The size of the file.
+    root : str
+        The folder of the first record.
     """
 
     def __init__(self, source: RangeSource) -> None:
         self._map = _mapped(source)
         self.nbytes = len(self._map)
+        self.root = ""
         self.records: list[CutRecord] = []
         offset: int | None = 0
         while offset is not None:
@@ -75,19 +81,22 @@ class CutArchive:
         if begin > self.nbytes:
             return None
         full_name = self._map[name_end - name_nbytes : name_end].decode("utf-8", "replace")
-        name = full_name.partition("/")[2]
+        root, _, name = full_name.partition("/")
+        self.root = self.root or root
         extra = self._map[name_end : name_end + 2]
         is_zip64 = len(extra) == 2 and int.from_bytes(extra, "little") == _ZIP64_ID
         if not flags & _HAS_DESCRIPTOR:  # torch writes none behind an empty record
-            self.records.append(CutRecord(name, begin, 0, True))
+            self.records.append(CutRecord(name, offset, begin, 0, True, 0, begin))
             return begin
         found = self._find_end(begin, "<4sIQQ" if is_zip64 else "<4sIII")
         if found is None:
-            self.records.append(CutRecord(name, begin, self.nbytes - begin, False))
+            rest = self.nbytes - begin
+            self.records.append(CutRecord(name, offset, begin, rest, False, 0, self.nbytes))
             return None
         end, crc, next_offset = found
         is_whole = self._crc(begin, end) == crc
-        self.records.append(CutRecord(name, begin, end - begin, is_whole))
+        found_record = CutRecord(name, offset, begin, end - begin, is_whole, crc, next_offset)
+        self.records.append(found_record)
         return next_offset
 
     def _find_end(self, begin: int, layout: str) -> tuple[int, int, int] | None:
@@ -106,6 +115,10 @@ class CutArchive:
         for offset in range(begin, end, _PIECE_NBYTES):
             crc = _C.crc32(self._map[offset : min(offset + _PIECE_NBYTES, end)], crc)
         return crc
+
+    def payload(self, record: CutRecord) -> bytes:
+        """Return the bytes of a record, as far as they are there."""
+        return self._map[record.payload_offset : record.payload_offset + record.nbytes]
 
     def entries(self) -> tuple[list[str], list[str]]:
         """Return the names of all tensors, and of those whose records are whole.

@@ -35,7 +35,7 @@ from ptsave.background.staging_budget import Reservation, StagingBudget
 from ptsave.background.worker_lane import WorkerLane
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.writing.targets import ArchiveWriter, name_of
+from ptsave.writing.targets import TargetWriter, name_of
 from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["BackgroundSave", "reserve", "start"]
@@ -82,7 +82,7 @@ class BackgroundSave:
     show_progress : bool
         Whether to show a progress bar.
     **options : Any
-        For :class:`ptsave.writing.targets.ArchiveWriter`.
+        For :class:`ptsave.writing.targets.TargetWriter`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class BackgroundSave:
         self._withdrawn = False
         self._copying = threading.Lock()
         self._progress = _Progress(self.future)
-        self._writer = ArchiveWriter(plan, progress=self._progress, **options)
+        self._writer = TargetWriter(plan, progress=self._progress, **options)
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
 

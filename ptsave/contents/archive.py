@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ptsave.archive.filling import to_device
+from ptsave.archive.recovery import recovered
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, list_tensors, pausing_garbage_collection
@@ -267,7 +268,11 @@ class _LazyTensors(Mapping["str | Path", Tensor]):
 
 
 def open(  # noqa: A001 - opens checkpoints as the builtin opens files
-    f: Any, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
+    f: Any,
+    *,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    recover: bool = False,
 ) -> Archive:
     """Open a checkpoint to look at it, and to read parts of it.
 
@@ -285,6 +290,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         Whether storages that are read as a whole are compared with their CRC-32.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
+    recover : bool, default False
+        Whether to open a file that a :class:`ptsave.ArchiveWriter` has left unfinished: with the
+        entries that were written.  All of it is read and compared with its checksums first.
 
     Returns
     -------
@@ -324,5 +332,6 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     torch.Size([2, 3])
     tensor([1., 1., 1.])
     """
-    contents = open_contents(f, storage_options, verify=verify)
+    localize = recovered if recover else None
+    contents = open_contents(f, storage_options, verify=verify, localize=localize)
     return Archive(contents, describe(f), verify=verify)

@@ -15,12 +15,12 @@ from torch.serialization import location_tag, normalize_storage_type
 from ptsave import _C
 from ptsave.support.torch_tensors import numel_of_typed, storage_id, storage_type_name, untyped_of
 
-__all__ = ["pickle_object"]
+__all__ = ["StorageTable", "dump", "pickle_object"]
 
 Storage = torch.UntypedStorage
 
 
-class _StorageTable:
+class StorageTable:
     """Numbers storages in the order in which the pickler meets them."""
 
     def __init__(self, locations: Mapping[int, str]) -> None:
@@ -44,12 +44,18 @@ class _StorageTable:
         else:
             return None
         self._check_dtype(storage, dtype)
-        key = self._keys.setdefault(storage_id(storage), str(len(self._keys)))
+        key = self._keys.get(storage_id(storage))
+        if key is None:
+            key = self._keys[storage_id(storage)] = str(self.number(storage, dtype))
         fake_device = getattr(obj, "_fake_device", None)
         location = str(fake_device) if fake_device is not None else location_tag(storage)
         location = self._locations.get(storage_id(storage), location)
         self.storages[key] = storage
         return ("storage", storage_type, key, location, numel)
+
+    def number(self, storage: Storage, dtype: torch.dtype) -> int:
+        """Return the number for the record of a storage that is met for the first time."""
+        return len(self._keys)
 
     def _check_dtype(self, storage: Storage, dtype: torch.dtype) -> None:
         # A file records one dtype for each storage, so views of other dtypes cannot be saved.
@@ -67,7 +73,7 @@ def _pickler_class(base: Any) -> Any:
     # One class for all saves: a class is in a reference cycle with itself, so one made for each
     # save would keep that save's storages alive until the garbage collector comes by.
     class Pickler(base):  # type: ignore[misc]
-        table: _StorageTable
+        table: StorageTable
 
         def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
             return self.table.persistent_id(obj)
@@ -105,11 +111,18 @@ def pickle_object(
         pickled = _C.pickle_object(obj)
         if pickled is not None:
             return pickled
+    table = StorageTable(locations or {})
+    data = dump(obj, table, pickle_module, pickle_protocol)
+    return data, _C.StorageList(list(table.storages.values()))
+
+
+def dump(obj: object, table: StorageTable, pickle_module: Any, pickle_protocol: int) -> bytes:
+    """Pickle an object with a module's pickler, which refers to storages as `table` says."""
     stream = io.BytesIO()
     pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
-    pickler.table = _StorageTable(locations or {})
+    pickler.table = table
     pickler.dump(obj)
-    return stream.getvalue(), _C.StorageList(list(pickler.table.storages.values()))
+    return stream.getvalue()
 
 
 def _is_standard(pickle_module: Any, pickle_protocol: int) -> bool:

@@ -31,15 +31,17 @@ from ptsave.support.progress import ProgressCallback
 from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = [
-    "ArchiveWriter",
     "FileTarget",
     "FileWriter",
+    "TargetWriter",
     "exists",
     "name_of",
+    "replaceable_file",
     "resolve_file",
     "resolve_target",
     "root_for_path",
     "scratch_folder",
+    "wants_direct",
 ]
 
 FileTarget: TypeAlias = str | UrlTarget
@@ -146,6 +148,37 @@ def check_stream(stream: object) -> None:
     if not hasattr(stream, "write"):
         raise AttributeError(message)
     raise TypeError(message)
+
+
+def wants_direct(nbytes: int, *, fsync: bool) -> bool:
+    """Whether to write so many bytes past the page cache.
+
+    It is faster as long as it only has to remember; once the kernel makes writers wait for the
+    disk, or the caller does, going past it is.
+    """
+    return nbytes >= _MIN_DIRECT_NBYTES and (fsync or nbytes > _dirty_limit_nbytes() // 2)
+
+
+def replaceable_file(path: str) -> str:
+    """Return the absolute name of the file that a new one at `path` replaces.
+
+    Raises
+    ------
+    SaveError
+        If it cannot be replaced: it is no regular file, or may not be written, or its directory
+        does not allow it.
+    """
+    with _translated_errors(path):
+        status = _status(path)
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            raise SaveError(errno.EINVAL, "not a regular file", path)
+        if status is not None:
+            status = _writable_status(path)
+        target = _resolved(path)
+        if target is None or not _can_replace(target, status):
+            message = "the file cannot be replaced, and this one cannot be written in place"
+            raise SaveError(errno.EACCES, message, path)
+        return target
 
 
 class FileWriter:
@@ -266,10 +299,7 @@ class FileWriter:
         )
 
     def _wants_direct(self) -> bool:
-        # The page cache is faster as long as it only has to remember; once the kernel makes writers
-        # wait for the disk, or the caller does, going past it is.
-        nbytes = self._plan.nbytes
-        return nbytes >= _MIN_DIRECT_NBYTES and (self._fsync or nbytes > _dirty_limit_nbytes() // 2)
+        return wants_direct(self._plan.nbytes, fsync=self._fsync)
 
     def _options(self, *, direct: bool = False) -> _C.WriteOptions:
         n_threads = self._config.n_direct_writers if direct else self._config.n_threads
@@ -282,7 +312,7 @@ class FileWriter:
         )
 
 
-class ArchiveWriter(FileWriter):
+class TargetWriter(FileWriter):
     """Writes one planned archive to one target, a path, a URL or a file-like object.
 
     Parameters

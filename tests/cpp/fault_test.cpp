@@ -502,7 +502,7 @@ void convert(std::span<const ByteSource> sources, const std::string& path, bool 
   Progress progress{0};
   AtomicFile target(path, path);
   if (direct && target.file().direct_io_alignment().supported()) {
-    write_direct(body, target.file(), options, progress, [] {});
+    write_direct(body, target.file(), 0, options, progress, [] {});
   } else {
     write_buffered(body, target.file(), 0, options, progress, [] {});
   }

@@ -275,12 +275,12 @@ def test_fsync_syncs_as_save_does(tmp_path: Path) -> None:
 def test_all_three_reach_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
-    class Writer(writing.ArchiveWriter):
+    class Writer(writing.TargetWriter):
         def __init__(self, plan: Any, **options: Any) -> None:
             given.append(options)
             super().__init__(plan, **options)
 
-    monkeypatch.setattr(serialization, "ArchiveWriter", Writer)
+    monkeypatch.setattr(serialization, "TargetWriter", Writer)
     ptsave.save_checkpoint(tmp_path / "c.pt", value=1, fsync=True, atomic=False, progress=True)
     (options,) = given
     assert options["fsync"]

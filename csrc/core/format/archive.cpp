@@ -160,6 +160,11 @@ void ArchiveLayout::set_central_crcs(std::span<const std::uint32_t> crcs,
 
 ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
                    std::uint64_t alignment) {
+  return plan_part(root, records, alignment, 0);
+}
+
+ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> records,
+                        std::uint64_t alignment, std::uint64_t begin) {
   check_root(root);
   if (alignment == 0) throw std::invalid_argument("alignment must be at least 1");
   ArchiveLayout layout;
@@ -167,7 +172,7 @@ ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
   layout.name_ends_.reserve(records.size());
   layout.records_.reserve(records.size());
   NameSet seen(layout, records.size());
-  std::uint64_t cursor = 0;
+  std::uint64_t cursor = begin;
   std::uint64_t directory_nbytes = 0;
   for (const RecordSpec& record : records) {
     check_record_name(root, record.name);

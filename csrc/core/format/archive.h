@@ -58,8 +58,8 @@ class ArchiveLayout {
   void set_central_crcs(std::span<const std::uint32_t> crcs, std::byte* directory) const;
 
  private:
-  friend ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
-                            std::uint64_t alignment);
+  friend ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> records,
+                                 std::uint64_t alignment, std::uint64_t begin);
   std::string_view full_name(std::size_t i) const {
     const std::size_t begin = i == 0 ? 0 : name_ends_[i - 1];
     return std::string_view(full_names_).substr(begin, name_ends_[i] - begin);
@@ -84,6 +84,11 @@ class ArchiveLayout {
 // that overflow 63 bits).
 ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
                    std::uint64_t alignment);
+
+// The same for records that are appended to an archive whose records so far end at `begin`.  What
+// the central directory would be is not planned: there are more records than these.
+ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> records,
+                        std::uint64_t alignment, std::uint64_t begin);
 
 // Offset of the payload of a record whose local header is at `header_offset`, as torch's writer
 // places it.  `full_name` includes the root.  Throws as plan() does.

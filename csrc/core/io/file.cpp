@@ -339,12 +339,12 @@ std::string_view target_of_temporary(std::string_view entry) {
   return is_temporary(entry, temporary_prefix(std::string(name))) ? name : std::string_view();
 }
 
-AtomicFile::AtomicFile(const std::string& path, std::string display)
+AtomicFile::AtomicFile(const std::string& path, std::string display, Leftovers leftovers)
     : display_(std::move(display)), file_(Descriptor(), display_) {
   SplitPath split = split_path(path);
   name_ = std::move(split.name);
   directory_ = open_directory(split.directory, display_);
-  remove_leftovers(directory_.get(), name_);
+  if (leftovers == Leftovers::kRemove) remove_leftovers(directory_.get(), name_);
   // Looked at once: another save may replace or remove it at any moment.
   struct stat old{};
   const bool replaces =

@@ -119,8 +119,12 @@ class File {
 // `path` must not be a symbolic link (resolve it first).  Not safe for concurrent use.
 class AtomicFile {
  public:
+  // Leftovers that still hold something of use stay with kKeep.
+  enum class Leftovers : std::uint8_t { kRemove, kKeep };
+
   // `display` is the name used in errors.
-  AtomicFile(const std::string& path, std::string display);
+  AtomicFile(const std::string& path, std::string display,
+             Leftovers leftovers = Leftovers::kRemove);
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();
@@ -130,6 +134,10 @@ class AtomicFile {
   // file survives power loss once commit() has returned.  The blocks of the replaced file are freed
   // later (core/io/late_release.h).
   void commit(bool durable);
+  // Lets the temporary file be, for good: the destructor does not remove it.
+  void keep() { temporary_name_.clear(); }
+  // Of the temporary file, in the target's directory; empty once published, kept or discarded.
+  const std::string& temporary_name() const { return temporary_name_; }
 
  private:
   void create_temporary(bool replaces);

@@ -15,8 +15,13 @@ constexpr std::size_t kMaxDescriptorNbytes = 24;
 
 }  // namespace
 
-RecordCrcs::RecordCrcs(const ArchiveLayout& layout, std::size_t n_chunks, std::size_t chunk_nbytes)
-    : layout_(layout), chunk_nbytes_(chunk_nbytes), whole_(layout.size()), pieces_(n_chunks) {}
+RecordCrcs::RecordCrcs(const ArchiveLayout& layout, std::uint64_t origin, std::size_t n_chunks,
+                       std::size_t chunk_nbytes)
+    : layout_(layout),
+      origin_(origin),
+      chunk_nbytes_(chunk_nbytes),
+      whole_(layout.size()),
+      pieces_(n_chunks) {}
 
 void RecordCrcs::add_piece(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i,
                            std::uint32_t crc) {
@@ -46,12 +51,12 @@ std::uint32_t RecordCrcs::record_crc(ChunkPipeline& pipeline, std::size_t chunk,
   wait_for(pipeline, last, kEntering);
   const std::uint32_t crc = combine(record, first, last);
   // Two chunks see a descriptor that their boundary cuts; one of them records the CRC.
-  if (record.payload_end() / chunk_nbytes_ == chunk) whole_[i] = crc;
+  if (chunk_at(record.payload_end()) == chunk) whole_[i] = crc;
   return crc;
 }
 
 std::pair<std::size_t, std::size_t> RecordCrcs::chunks_of(const RecordLayout& record) const {
-  return {record.payload_offset / chunk_nbytes_, (record.payload_end() - 1) / chunk_nbytes_};
+  return {chunk_at(record.payload_offset), chunk_at(record.payload_end() - 1)};
 }
 
 std::uint32_t RecordCrcs::combine(const RecordLayout& record, std::size_t first,
@@ -60,7 +65,7 @@ std::uint32_t RecordCrcs::combine(const RecordLayout& record, std::size_t first,
   for (std::size_t c = first + 1; c < last; ++c) {
     crc = crc32_combine(crc, pieces_[c].entering, chunk_nbytes_);
   }
-  return crc32_combine(crc, pieces_[last].entering, record.payload_end() - last * chunk_nbytes_);
+  return crc32_combine(crc, pieces_[last].entering, end_in_last_chunk(record, last));
 }
 
 void RecordCrcs::publish(ChunkPipeline& pipeline, std::size_t chunk, State state) {
@@ -74,7 +79,7 @@ void RecordCrcs::wait_for(ChunkPipeline& pipeline, std::size_t chunk, State stat
 }
 
 // The staged payloads of one chunk, each where the one before ends.
-class ArchiveBody::StagedCursor {
+class RecordsBody::StagedCursor {
  public:
   StagedCursor(const ArchiveLayout& layout, Stager* stager, std::size_t chunk, ByteRange range) {
     if (stager == nullptr) return;
@@ -98,21 +103,28 @@ class ArchiveBody::StagedCursor {
   const std::byte* at_ = nullptr;
 };
 
-ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
-                         bool compute_crcs, std::size_t chunk_nbytes)
-    : FileBody(layout.record(layout.size() - 1).header_offset, chunk_nbytes),
+RecordsBody::RecordsBody(const ArchiveLayout& layout, const Part& part, std::string front,
+                         const Payloads& payloads, Stager* stager, bool compute_crcs,
+                         std::size_t chunk_nbytes)
+    : FileBody(part.end - part.begin, chunk_nbytes),
       layout_(layout),
+      part_(part),
+      front_(std::move(front)),
       payloads_(payloads),
       stager_(stager),
       compute_crcs_(compute_crcs),
-      crcs_(layout, n_chunks(), chunk_nbytes),
+      crcs_(layout, part.begin, n_chunks(), chunk_nbytes),
       lookalikes_(layout.size()) {}
 
-void ArchiveBody::produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) {
-  const ByteRange range = chunk_range(chunk);
+void RecordsBody::produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) {
+  const ByteRange relative = chunk_range(chunk);
+  const ByteRange range{part_.begin + relative.begin, part_.begin + relative.end};
   StagedCursor staged(layout_, stager_, chunk, range);
+  if (chunk == 0 && !front_.empty()) {
+    sink.put_seam(reinterpret_cast<const std::byte*>(front_.data()), front_.size());
+  }
   std::vector<std::byte> scratch;
-  for (std::size_t i = layout_.first_record_after(range.begin); i + 1 < layout_.size(); ++i) {
+  for (std::size_t i = layout_.first_record_after(range.begin); i < part_.n_records; ++i) {
     const RecordLayout& record = layout_.record(i);
     if (record.header_offset >= range.end) break;
     put_header(i, intersect(range, {record.header_offset, record.payload_offset}), scratch, sink);
@@ -127,7 +139,7 @@ void ArchiveBody::produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink&
   crcs_.complete(pipeline, chunk);
 }
 
-void ArchiveBody::put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
+void RecordsBody::put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
                              ChunkSink& sink) const {
   if (part.empty()) return;
   const RecordLayout& record = layout_.record(i);
@@ -136,7 +148,7 @@ void ArchiveBody::put_header(std::size_t i, ByteRange part, std::vector<std::byt
   sink.put_seam(scratch.data() + (part.begin - record.header_offset), part.nbytes());
 }
 
-std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, StagedCursor& staged,
+std::uint32_t RecordsBody::put_payload(std::size_t i, ByteRange part, StagedCursor& staged,
                                        ChunkSink& sink) {
   const RecordLayout& record = layout_.record(i);
   std::span<const std::byte> data = staged.next(i);
@@ -153,42 +165,47 @@ std::uint32_t ArchiveBody::put_payload(std::size_t i, ByteRange part, StagedCurs
   return compute_crcs_ ? crc : 0;
 }
 
-void ArchiveBody::put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part,
+void RecordsBody::put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part,
                                  ChunkSink& sink) const {
   std::array<std::byte, kMaxDescriptorNbytes> descriptor{};
   layout_.data_descriptor(i, crc, descriptor.data());
   sink.put_seam(descriptor.data() + (part.begin - layout_.record(i).payload_end()), part.nbytes());
 }
 
+ArchiveBody::ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
+                         bool compute_crcs, std::size_t chunk_nbytes)
+    : RecordsBody(layout, {0, layout.record(layout.size() - 1).header_offset, layout.size() - 1},
+                  {}, payloads, stager, compute_crcs, chunk_nbytes) {}
+
 void ArchiveBody::prepare_tail() {
-  const std::size_t last = layout_.size() - 1;
+  const std::size_t last = layout().size() - 1;
   std::vector<std::string_view> names(last);
-  for (std::size_t i = 0; i < last; ++i) names[i] = layout_.name(i);
+  for (std::size_t i = 0; i < last; ++i) names[i] = layout().name(i);
   names_hash_ = hash_names(names);
-  tail_.resize(layout_.nbytes() - nbytes());
+  tail_.resize(layout().nbytes() - nbytes());
   auto* const out = reinterpret_cast<std::byte*>(tail_.data());
-  layout_.local_header(last, out);
-  layout_.central_directory(out + (layout_.central_directory_offset() - nbytes()));
+  layout().local_header(last, out);
+  layout().central_directory(out + (layout().central_directory_offset() - nbytes()));
 }
 
 std::string ArchiveBody::tail() {
   if (tail_.empty()) prepare_tail();
-  const std::size_t last = layout_.size() - 1;
-  const std::span<std::uint32_t> crcs = crcs_.all();
+  const std::size_t last = layout().size() - 1;
+  const std::span<std::uint32_t> crcs = record_crcs();
   std::vector<std::uint32_t> folded;
   for (std::size_t i = 0; i < last; ++i) {
-    if (layout_.record(i).nbytes == 0) continue;
-    if (lookalikes_[i]) folded.push_back(*lookalikes_[i]);
+    if (layout().record(i).nbytes == 0) continue;
+    if (const auto number = lookalike(i)) folded.push_back(*number);
     folded.push_back(crcs[i]);
   }
   const std::string id = serialization_id(names_hash_, folded);
-  crcs[last] = compute_crcs_ ? crc32(0, id.data(), id.size()) : 0;
+  crcs[last] = computes_crcs() ? crc32(0, id.data(), id.size()) : 0;
 
   auto* const out = reinterpret_cast<std::byte*>(tail_.data());
-  const RecordLayout& record = layout_.record(last);
+  const RecordLayout& record = layout().record(last);
   std::memcpy(out + (record.payload_offset - nbytes()), id.data(), id.size());
-  layout_.data_descriptor(last, crcs[last], out + (record.payload_end() - nbytes()));
-  layout_.set_central_crcs(crcs, out + (layout_.central_directory_offset() - nbytes()));
+  layout().data_descriptor(last, crcs[last], out + (record.payload_end() - nbytes()));
+  layout().set_central_crcs(crcs, out + (layout().central_directory_offset() - nbytes()));
   return std::move(tail_);
 }
 

@@ -36,7 +36,9 @@ using Payloads = std::function<const std::byte*(std::size_t i)>;
 // record that enters it from before, and of the one that leaves it at its end.
 class RecordCrcs {
  public:
-  RecordCrcs(const ArchiveLayout& layout, std::size_t n_chunks, std::size_t chunk_nbytes);
+  // The first chunk begins at `origin`.
+  RecordCrcs(const ArchiveLayout& layout, std::uint64_t origin, std::size_t n_chunks,
+             std::size_t chunk_nbytes);
 
   // The CRC of the part of record i that lies in `chunk`.
   void add_piece(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i, std::uint32_t crc);
@@ -61,23 +63,46 @@ class RecordCrcs {
   void publish(ChunkPipeline& pipeline, std::size_t chunk, State state);
   void wait_for(ChunkPipeline& pipeline, std::size_t chunk, State state) const;
 
+  std::size_t chunk_at(std::uint64_t offset) const { return (offset - origin_) / chunk_nbytes_; }
+  // Where the payload of a record ends in its last chunk.
+  std::uint64_t end_in_last_chunk(const RecordLayout& record, std::size_t last) const {
+    return record.payload_end() - origin_ - last * chunk_nbytes_;
+  }
+
   const ArchiveLayout& layout_;
+  const std::uint64_t origin_;
   const std::size_t chunk_nbytes_;
   std::vector<std::uint32_t> whole_;
   std::vector<Pieces> pieces_;
 };
 
-class ArchiveBody final : public FileBody {
+// The first records of a layout, from a position of the file on: the positions of a body are
+// relative to that.
+class RecordsBody : public FileBody {
  public:
-  // `stager` may be null: then all payloads are in host memory.
-  ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
-              bool compute_crcs, std::size_t chunk_nbytes);
+  // The part [begin, end) of the file, in which the first `n_records` records are.
+  struct Part {
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    std::size_t n_records = 0;
+  };
+
+  // `front` are bytes of the part in front of the first record.  `stager` may be null: then all
+  // payloads are in host memory.
+  RecordsBody(const ArchiveLayout& layout, const Part& part, std::string front,
+              const Payloads& payloads, Stager* stager, bool compute_crcs,
+              std::size_t chunk_nbytes);
 
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
-  void prepare_tail() override;
-  // From the last record (the serialization id) on.
-  std::string tail() override;
+  std::string tail() override { return {}; }
   std::span<const std::uint32_t> crcs() override { return crcs_.all(); }
+
+ protected:
+  const ArchiveLayout& layout() const { return layout_; }
+  bool computes_crcs() const { return compute_crcs_; }
+  std::span<std::uint32_t> record_crcs() { return crcs_.all(); }
+  // See serialization_id().
+  std::optional<std::uint32_t> lookalike(std::size_t record) const { return lookalikes_[record]; }
 
  private:
   class StagedCursor;
@@ -88,11 +113,26 @@ class ArchiveBody final : public FileBody {
   void put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part, ChunkSink& sink) const;
 
   const ArchiveLayout& layout_;
+  const Part part_;
+  const std::string front_;
   const Payloads& payloads_;
   Stager* const stager_;
   const bool compute_crcs_;
   RecordCrcs crcs_;
-  std::vector<std::optional<std::uint32_t>> lookalikes_;  // see serialization_id()
+  std::vector<std::optional<std::uint32_t>> lookalikes_;
+};
+
+// A whole archive.
+class ArchiveBody final : public RecordsBody {
+ public:
+  ArchiveBody(const ArchiveLayout& layout, const Payloads& payloads, Stager* stager,
+              bool compute_crcs, std::size_t chunk_nbytes);
+
+  void prepare_tail() override;
+  // From the last record (the serialization id) on.
+  std::string tail() override;
+
+ private:
   std::uint64_t names_hash_ = 0;
   std::string tail_;  // empty until it is prepared
 };

@@ -12,7 +12,7 @@ void FilePlan::write_file(const Replacement& target, const WriteOptions& options
     if (target.direct && file.direct_io_alignment().supported()) {
       file.preallocate(nbytes());
       const auto body = make_body(write, direct_chunk_nbytes(file, write));
-      write_direct(*body, file, write, progress_, poll);
+      write_direct(*body, file, 0, write, progress_, poll);
     } else {
       write_through_cache(file, write, poll);
     }

@@ -162,11 +162,11 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
                   const WriteOptions& options, Progress& progress, const Poll& poll) {
   ArchiveBody body(layout, payloads, options.stager, options.compute_crcs,
                    direct_chunk_nbytes(file, options));
-  write_direct(body, file, options, progress, poll);
+  write_direct(body, file, 0, options, progress, poll);
 }
 
-void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
-                  const Poll& poll) {
+void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
+                  const WriteOptions& options, Progress& progress, const Poll& poll) {
   // Only whole blocks can be written directly; the rest of the body goes with the tail.
   const std::uint64_t aligned_end =
       align_down(body.nbytes(), file.direct_io_alignment().block_nbytes());
@@ -183,11 +183,11 @@ void write_direct(FileBody& body, File& file, const WriteOptions& options, Progr
     if (range.end > aligned_end) {
       rest.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes, range.nbytes() - nbytes);
     }
-    if (nbytes > 0) write_aligned(file, range.begin, buffer.data(), nbytes);
+    if (nbytes > 0) write_aligned(file, base_offset + range.begin, buffer.data(), nbytes);
   });
   if (!file.set_direct(false)) throw IoError(errno, "fcntl", file.path());
   rest += checked_tail(body, options);
-  file.write_at(aligned_end, rest.data(), rest.size());
+  file.write_at(base_offset + aligned_end, rest.data(), rest.size());
   progress.store(aligned_end + rest.size(), std::memory_order_relaxed);
 }
 

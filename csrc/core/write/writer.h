@@ -41,10 +41,11 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
                   const WriteOptions& options, Progress& progress, const Poll& poll);
 
 // Any body, in the same two ways; of the options, chunk size and stager are the body's.
+// `base_offset` of a direct write is a multiple of the file's block.
 void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
                     const WriteOptions& options, Progress& progress, const Poll& poll);
-void write_direct(FileBody& body, File& file, const WriteOptions& options, Progress& progress,
-                  const Poll& poll);
+void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
+                  const WriteOptions& options, Progress& progress, const Poll& poll);
 // The size that chunks must have for write_direct().
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
 

@@ -75,10 +75,10 @@ Object instance_state(PyObject* object) {
 
 class Pickler {
  public:
-  explicit Pickler(const PickleEnvironment& environment)
+  Pickler(const PickleEnvironment& environment, const StorageNumbering& numbering)
       : environment_(environment),
         stream_(environment),
-        tensors_(environment, stream_),
+        tensors_(environment, stream_, numbering),
         out_(stream_.out()) {}
 
   PickledObject dump(PyObject* object) {
@@ -388,11 +388,11 @@ void Pickler::save_reduced(PyObject* object) {
 
 }  // namespace
 
-std::optional<PickledObject> pickle_object(PyObject* object) {
+std::optional<PickledObject> pickle_object(PyObject* object, const StorageNumbering& numbering) {
   const PickleEnvironment& environment = PickleEnvironment::get();
   try {
     if (!environment.is_default()) return std::nullopt;
-    return Pickler(environment).dump(object);
+    return Pickler(environment, numbering).dump(object);
   } catch (const HandOver&) {
     return std::nullopt;
   } catch (const c10::Error&) {

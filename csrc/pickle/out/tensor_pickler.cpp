@@ -138,6 +138,7 @@ void TensorPickler::reduced_tensor(PyObject* object, const at::Tensor& tensor, b
   if (tensor.is_meta()) return reduced_meta_tensor(tensor, requires_grad);
   if (!tensor.has_storage()) throw HandOver{};
   const c10::Storage& storage = tensor.storage();
+  tensor_ = &tensor;
   StoredDtype& stored = stored_dtype(tensor.scalar_type());
   if (stored.storage_class) {
     function(rebuild_tensor_v2_, "_rebuild_tensor_v2");
@@ -230,6 +231,7 @@ TensorPickler::StoredDtype& TensorPickler::stored_dtype(c10::ScalarType dtype) {
 // ------------------------------------------------------------------------------------ storages
 
 void TensorPickler::storage(PyObject* object) {
+  tensor_ = nullptr;
   if (has_fake_device(object)) throw HandOver{};
   if (Py_IS_TYPE(object, THPStorageClass)) return untyped_storage(unpacked(object));
   const Object untyped = attribute(object, "_untyped_storage");
@@ -263,10 +265,8 @@ void TensorPickler::reference(const c10::Storage& storage, Recurring& storage_cl
 }
 
 void TensorPickler::key(const c10::Storage& storage, c10::ScalarType dtype) {
-  const auto index = static_cast<std::uint32_t>(storages_.size());
   if (storage.use_count() == 1) {  // only the one tensor has it
-    note_dtype(storage, dtype);
-    key_text(index);
+    key_text(number(storage, dtype));
     return;
   }
   const auto next = static_cast<std::uint32_t>(keys_.size());
@@ -276,25 +276,30 @@ void TensorPickler::key(const c10::Storage& storage, c10::ScalarType dtype) {
     if (keys_[known].dtype != dtype && has_address) throw HandOver{};  // torch refuses it
     return out_.get(keys_[known].number);
   }
+  keys_.push_back({key_text(number(storage, dtype)), dtype});
+}
+
+// Adds a storage that has not been met before, and returns the number of its record.
+std::uint32_t TensorPickler::number(const c10::Storage& storage, c10::ScalarType dtype) {
+  const auto index = static_cast<std::uint32_t>(storages_.size());
   note_dtype(storage, dtype);
-  keys_.push_back({key_text(index), dtype});
+  return numbering_ ? numbering_(storage, tensor_, dtype) : index;
 }
 
 // Writes a key for the first time; returns its number in the memo.
-std::uint32_t TensorPickler::key_text(std::uint32_t index) {
-  if (index >= kFirstFreshKey) {
+std::uint32_t TensorPickler::key_text(std::uint32_t number) {
+  if (number >= kFirstFreshKey) {
     std::array<char, std::numeric_limits<std::uint32_t>::digits10 + 1> digits{};
-    const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), index).ptr;
+    const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr;
     out_.text({digits.data(), static_cast<std::size_t>(end - digits.data())});
     return stream_.put_unreachable();
   }
-  const Object number = Object::checked(PyLong_FromUnsignedLong(index));
-  Recurring text{Object::checked(PyObject_Str(number.get()))};
+  const Object digit = Object::checked(PyLong_FromUnsignedLong(number));
+  Recurring text{Object::checked(PyObject_Str(digit.get()))};
   stream_.text(text);
   return *text.number;
 }
 
-// Adds a storage that has not been met before.
 void TensorPickler::note_dtype(const c10::Storage& storage, c10::ScalarType dtype) {
   // To ask for the address of a lazy copy makes a real one of it.
   if (c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) throw HandOver{};

@@ -17,13 +17,16 @@
 #include "pickle/out/pickle_environment.h"
 #include "pickle/out/pickle_memo.h"
 #include "pickle/out/pickle_stream.h"
+#include "pickle/out/pickler.h"
 
 namespace ptsave {
 
 class TensorPickler {
  public:
-  TensorPickler(const PickleEnvironment& environment, PickleStream& stream)
-      : environment_(environment), stream_(stream), out_(stream.out()) {}
+  // `numbering` may be empty, and must outlive it.
+  TensorPickler(const PickleEnvironment& environment, PickleStream& stream,
+                const StorageNumbering& numbering)
+      : environment_(environment), stream_(stream), out_(stream.out()), numbering_(numbering) {}
 
   static bool is_tensor(PyTypeObject* type);
   static bool is_parameter(PyTypeObject* type);
@@ -66,7 +69,8 @@ class TensorPickler {
   void untyped_storage(const c10::Storage& storage);
   void reference(const c10::Storage& storage, Recurring& storage_class, c10::ScalarType dtype);
   void key(const c10::Storage& storage, c10::ScalarType dtype);
-  std::uint32_t key_text(std::uint32_t index);
+  std::uint32_t number(const c10::Storage& storage, c10::ScalarType dtype);
+  std::uint32_t key_text(std::uint32_t number);
   void note_dtype(const c10::Storage& storage, c10::ScalarType dtype);
   void check_dtypes() const;
   void location(const c10::Storage& storage);
@@ -75,6 +79,8 @@ class TensorPickler {
   const PickleEnvironment& environment_;
   PickleStream& stream_;
   PickleWriter& out_;
+  const StorageNumbering& numbering_;
+  const at::Tensor* tensor_ = nullptr;  // whose storage is being written
 
   std::vector<c10::Storage> storages_;
   std::vector<c10::ScalarType> storage_dtypes_;  // of storages_

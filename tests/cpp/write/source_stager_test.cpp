@@ -151,7 +151,7 @@ TEST_P(StagedFrom, PackedPayloadsAreOneBehindTheOther) {
         AtomicFile file(folder / "file", "file");
         if (direct) {
           ASSERT_EQ(direct_chunk_nbytes(file.file(), options), chunk);
-          write_direct(body, file.file(), options, progress, kNoPoll);
+          write_direct(body, file.file(), 0, options, progress, kNoPoll);
         } else {
           write_buffered(body, file.file(), 0, options, progress, kNoPoll);
         }

@@ -1,0 +1,141 @@
+// ptsave._C.AppendedArchive, AppendBatch, NumberedStorages.
+#include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "core/write/appended_archive.h"
+#include "pickle/out/pickler.h"
+#include "storage/append_batch.h"
+#include "storage/numbered_storages.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+namespace {
+
+constexpr std::string_view kByteOrder =
+    std::endian::native == std::endian::little ? "little" : "big";
+
+py::object pickled(NumberedStorages& storages, const py::object& object) {
+  const auto number = [&](const c10::Storage& storage, const at::Tensor* tensor,
+                          c10::ScalarType dtype) {
+    return storages.number(storage, tensor, dtype);
+  };
+  const std::optional<PickledObject> result = pickle_object(object.ptr(), number);
+  if (!result) return py::none();
+  return py::reinterpret_borrow<py::object>(result->data.get());
+}
+
+std::uint32_t number_of(NumberedStorages& storages, const py::object& storage,
+                        const py::object& tensor, const py::object& dtype) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("not a torch.UntypedStorage");
+  if (!THPDtype_Check(dtype.ptr())) throw py::type_error("not a torch.dtype");
+  const c10::ScalarType scalar_type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  const c10::Storage& unpacked = THPStorage_Unpack(storage.ptr());
+  if (tensor.is_none()) return storages.number(unpacked, nullptr, scalar_type);
+  if (!THPVariable_Check(tensor.ptr())) throw py::type_error("not a torch.Tensor");
+  return storages.number(unpacked, &THPVariable_Unpack(tensor.ptr()), scalar_type);
+}
+
+void add(AppendBatch& batch, const NumberedStorages& storages, const py::bytes& pickle, bool copy,
+         std::size_t n_threads, const py::object& callback) {
+  const auto part = static_cast<std::string_view>(pickle);
+  const StorageList& fresh = storages.fresh();
+  if (!fresh.storages.empty()) {
+    const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
+    without_gil([&] { batch.add(fresh, storages.first_number(), copy, n_threads, poll); });
+  }
+  batch.add_pickle(part);
+}
+
+std::uint64_t write(AppendBatch& batch, AppendedArchive& archive, const std::string& journal_name,
+                    bool direct, const WriteOptions& options, const py::object& callback) {
+  const Poll poll = make_poll([&] { return archive.nbytes_written(); }, callback);
+  return without_gil([&] { return batch.write(archive, journal_name, direct, options, poll); });
+}
+
+// Name, offset of its header, size, CRC, end.
+using FoundRecord =
+    std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint32_t, std::uint64_t>;
+
+py::bytes closing_bytes(const std::string& root, std::uint64_t alignment,
+                        const std::vector<FoundRecord>& records, const py::bytes& pickle) {
+  WrittenRecords written(root, alignment);
+  for (const auto& [name, header_offset, nbytes, crc, end] : records) {
+    written.add(name, header_offset, nbytes, crc, end);
+  }
+  return written.closing_bytes(static_cast<std::string_view>(pickle), kByteOrder, true);
+}
+
+}  // namespace
+
+void bind_appending(py::module_& module) {
+  py::class_<NumberedStorages>(module, "NumberedStorages")
+      .def(py::init<>())
+      .def("pickle", &pickled, py::arg("obj"))
+      .def("number", &number_of, py::arg("storage"), py::arg("tensor"), py::arg("dtype"))
+      .def_property_readonly("fresh", &NumberedStorages::fresh)
+      .def_property_readonly("fresh_nbytes", &NumberedStorages::fresh_nbytes)
+      .def("commit", &NumberedStorages::commit)
+      .def("rollback", &NumberedStorages::rollback)
+      .def("forget", &NumberedStorages::forget);
+  py::class_<AppendBatch>(module, "AppendBatch")
+      .def(py::init(
+               [](std::size_t slab_nbytes) { return std::make_unique<AppendBatch>(slab_nbytes); }),
+           py::kw_only(), py::arg("slab_nbytes"))
+      .def("add", &add, py::arg("storages"), py::arg("pickle"), py::kw_only(), py::arg("copy"),
+           py::arg("n_threads"), py::arg("progress"))
+      .def_property_readonly("nbytes", &AppendBatch::nbytes)
+      .def_property_readonly("pickle_nbytes", &AppendBatch::pickle_nbytes)
+      .def_property_readonly("is_staged", &AppendBatch::is_staged)
+      .def("write", &write, py::arg("archive"), py::arg("journal_name"), py::kw_only(),
+           py::arg("direct"), py::arg("options"), py::arg("progress"))
+      .def("release", [](AppendBatch& self) { without_gil([&] { self.release(); }); })
+      .def("abandon", &AppendBatch::abandon);
+  py::class_<AppendedArchive>(module, "AppendedArchive")
+      .def(py::init([](std::string path, std::string display, const std::string& root,
+                       std::uint64_t alignment) {
+             const AppendedArchive::Target target{std::move(path), std::move(display)};
+             return without_gil(
+                 [&] { return std::make_unique<AppendedArchive>(target, root, alignment); });
+           }),
+           py::arg("path"), py::arg("display"), py::kw_only(), py::arg("root"),
+           py::arg("alignment"))
+      .def(
+          "read",
+          [](const AppendedArchive& self, std::uint64_t offset, std::uint64_t nbytes) {
+            return py::bytes(without_gil([&] { return self.read(offset, nbytes); }));
+          },
+          py::arg("offset"), py::arg("nbytes"))
+      .def("sync", [](AppendedArchive& self) { without_gil([&] { self.sync(); }); })
+      .def(
+          "close",
+          [](AppendedArchive& self, const py::bytes& pickle, bool compute_crcs, bool durable) {
+            const auto data = static_cast<std::string_view>(pickle);
+            without_gil([&] { self.close(data, kByteOrder, compute_crcs, durable); });
+          },
+          py::arg("pickle"), py::kw_only(), py::arg("compute_crcs"), py::arg("durable"))
+      .def("keep", &AppendedArchive::keep)
+      .def_property_readonly(
+          "temporary_name",
+          [](const AppendedArchive& self) { return py::bytes(self.temporary_name()); })
+      .def("discard", &AppendedArchive::discard)
+      .def_property_readonly("nbytes", &AppendedArchive::nbytes);
+  module.def("closing_bytes", &closing_bytes, py::arg("root"), py::arg("alignment"),
+             py::arg("records"), py::arg("pickle"));
+}
+
+}  // namespace ptsave

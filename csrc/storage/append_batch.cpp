@@ -1,0 +1,233 @@
+#include "storage/append_batch.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "core/base/keep_for_ever.h"
+#include "core/memory/stream_copy.h"
+#include "device/bytes.h"
+#include "device/side_streams.h"
+
+namespace ptsave {
+namespace {
+
+// Bytes that a thread copies at a time, and above which threads are worth their start.
+constexpr std::size_t kCopyNbytes = std::size_t{4} << 20;
+constexpr std::size_t kMinParallelNbytes = 2 * kCopyNbytes;
+// Below this a copy past the cache costs more than one through it.
+constexpr std::size_t kMinStreamNbytes = std::size_t{64} << 10;
+
+// Small storages are packed more tightly than torch's allocator would.
+std::size_t alignment_of(std::size_t nbytes) { return nbytes < 64 ? 8 : 64; }
+
+void copy_piece(std::byte* target, const std::byte* source, std::size_t nbytes) {
+  if (nbytes < kMinStreamNbytes) {
+    std::memcpy(target, source, nbytes);
+  } else {
+    stream_copy(target, source, nbytes);
+  }
+}
+
+c10::Storage copy_on_host(const c10::Storage& storage) {
+  const at::Tensor copy =
+      at::empty({static_cast<std::int64_t>(storage.nbytes())}, at::TensorOptions(at::kByte));
+  copy.copy_(bytes_of(storage, 0, storage.nbytes()));
+  return copy.storage();
+}
+
+}  // namespace
+
+// Pieces of several groups, each of which has a stager of its own.
+class AppendBatch::GroupedStager final : public Stager {
+ public:
+  GroupedStager(const Stagers& stagers, std::size_t n_records) : owners_(n_records, nullptr) {
+    for (const auto& stager : stagers) {
+      for (std::size_t i = 0; i < n_records; ++i) {
+        if (stager->stages(i)) owners_[i] = stager.get();
+      }
+    }
+  }
+
+  bool stages(std::size_t record) const override {
+    return record < owners_.size() && owners_[record] != nullptr;
+  }
+
+  std::unique_ptr<StagedPieces> stage(std::size_t chunk,
+                                      std::span<const PayloadPiece> pieces) override {
+    if (const std::size_t n = n_of_one_owner(pieces); n == pieces.size()) {
+      return owners_[pieces.front().record]->stage(chunk, pieces);
+    }
+    auto joined = std::make_unique<JoinedPieces>();
+    while (!pieces.empty()) {
+      const std::size_t n = n_of_one_owner(pieces);
+      const auto own = pieces.first(n);
+      joined->add(*owners_[own.front().record]->stage(chunk, own), own);
+      pieces = pieces.subspan(n);
+    }
+    return joined;
+  }
+
+ private:
+  class JoinedPieces final : public StagedPieces {
+   public:
+    void add(const StagedPieces& staged, std::span<const PayloadPiece> pieces) {
+      std::size_t nbytes = 0;
+      for (const PayloadPiece& piece : pieces) nbytes += piece.nbytes;
+      bytes_.insert(bytes_.end(), staged.data(), staged.data() + nbytes);
+    }
+    const std::byte* data() const override { return bytes_.data(); }
+
+   private:
+    std::vector<std::byte> bytes_;
+  };
+
+  std::size_t n_of_one_owner(std::span<const PayloadPiece> pieces) const {
+    const Stager* const owner = owners_[pieces.front().record];
+    const auto end = std::ranges::find_if(
+        pieces, [&](const PayloadPiece& piece) { return owners_[piece.record] != owner; });
+    return static_cast<std::size_t>(end - pieces.begin());
+  }
+
+  std::vector<Stager*> owners_;  // by record; null for payloads in host memory
+};
+
+void AppendBatch::add(const StorageList& storages, std::uint32_t first_number, bool copy,
+                      std::size_t n_threads, const Poll& poll) {
+  const std::size_t first = records_.size();
+  const std::size_t first_kept = kept_.size();
+  AcceleratorStager::Sources on_accelerators;
+  std::vector<Piece> pieces;
+  std::uint64_t nbytes = 0;
+  try {
+    for (const c10::Storage& storage : storages.storages) {
+      const std::size_t size = storage.nbytes();
+      records_.push_back(
+          {"data/" + std::to_string(first_number + (records_.size() - first)), size});
+      payloads_.push_back(nullptr);
+      nbytes += size;
+      if (size == 0) continue;
+      if (storage.device().is_meta() || (storage.device().is_cpu() && storage.data() == nullptr)) {
+        throw std::invalid_argument("a storage without memory has no values to write");
+      }
+      if (SideStreams::are_supported(storage.device())) {
+        kept_.push_back(copy ? copy_on_device(storage) : storage);
+        if (!kept_.back().device().is_cpu()) {
+          on_accelerators.emplace(records_.size() - 1,
+                                  AcceleratorStager::Source{kept_.back(), 0, size});
+          kept_.pop_back();
+          continue;
+        }
+      } else if (!storage.device().is_cpu()) {
+        kept_.push_back(copy_on_host(storage));
+      } else if (!copy) {
+        kept_.push_back(storage);
+      } else {
+        std::byte* const target = reserve(size);
+        pieces.push_back({target, static_cast<const std::byte*>(storage.data()), size});
+        payloads_.back() = target;
+        continue;
+      }
+      payloads_.back() = static_cast<const std::byte*>(kept_.back().data());
+    }
+    copy_pieces(pieces, n_threads, poll);
+    if (!on_accelerators.empty()) {
+      stagers_.push_back(
+          std::make_unique<AcceleratorStager>(std::move(on_accelerators), std::nullopt));
+    }
+  } catch (...) {
+    records_.resize(first);
+    payloads_.resize(first);
+    kept_.resize(first_kept);
+    throw;
+  }
+  nbytes_ += nbytes;
+}
+
+// In one piece of the pool's memory.
+std::byte* AppendBatch::reserve(std::size_t nbytes) {
+  const std::size_t at = align_up(slab_used_, alignment_of(nbytes));
+  if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {
+    slabs_.push_back(pool_.acquire({std::max(nbytes, slab_nbytes_)}).front());
+    slab_used_ = nbytes;
+    return slabs_.back().data;
+  }
+  slab_used_ = at + nbytes;
+  return slabs_.back().data + at;
+}
+
+void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads,
+                              const Poll& poll) {
+  std::size_t nbytes = 0;
+  for (const Piece& piece : pieces) nbytes += piece.nbytes;
+  if (nbytes < kMinParallelNbytes || n_threads < 2) {
+    for (const Piece& piece : pieces) copy_piece(piece.target, piece.source, piece.nbytes);
+    return;
+  }
+  // Runs of small pieces, and parts of large ones.
+  std::vector<std::vector<Piece>> chunks;
+  std::size_t room = 0;
+  for (Piece piece : pieces) {
+    while (piece.nbytes > 0) {
+      if (room == 0) {
+        chunks.emplace_back();
+        room = kCopyNbytes;
+      }
+      const std::size_t n = std::min(piece.nbytes, room);
+      chunks.back().push_back({piece.target, piece.source, n});
+      piece = {piece.target + n, piece.source + n, piece.nbytes - n};
+      room -= n;
+    }
+  }
+  ChunkPipeline pipeline(chunks.size(), n_threads, [&](ChunkPipeline& /*self*/, std::size_t i) {
+    for (const Piece& piece : chunks[i]) copy_piece(piece.target, piece.source, piece.nbytes);
+  });
+  pipeline.finish(poll);
+}
+
+// On the caller's current stream, so that nothing waits.  Where the device has no memory for that,
+// the copy is made in host memory, and the call waits.
+c10::Storage AppendBatch::copy_on_device(const c10::Storage& storage) {
+  try {
+    const c10::DeviceGuard guard(storage.device());
+    return bytes_of(storage, 0, storage.nbytes()).clone().storage();
+  } catch (const c10::OutOfMemoryError&) {
+    return copy_on_host(storage);
+  }
+}
+
+std::uint64_t AppendBatch::write(AppendedArchive& archive, const std::string& journal_name,
+                                 bool direct, WriteOptions options, const Poll& poll) {
+  const std::size_t n = records_.size();
+  GroupedStager stager(stagers_, n);
+  if (is_staged()) options.stager = &stager;
+  const std::string journal = pickle_ + kStop;
+  std::vector<RecordSpec> records(records_);
+  records.push_back({journal_name, journal.size()});
+  const auto* const journal_bytes = reinterpret_cast<const std::byte*>(journal.data());
+  archive.append(
+      records, [&](std::size_t i) { return i < n ? payloads_[i] : journal_bytes; }, direct, options,
+      poll);
+  return archive.payload_offset(n) + kDict.size();
+}
+
+void AppendBatch::release() {
+  stagers_.clear();
+  kept_.clear();
+  slabs_.clear();
+  records_.clear();
+  payloads_.clear();
+}
+
+void AppendBatch::abandon() {
+  keep_for_ever(std::exchange(stagers_, {}));
+  keep_for_ever(std::exchange(kept_, {}));
+  release();
+}
+
+}  // namespace ptsave

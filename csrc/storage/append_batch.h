@@ -1,0 +1,83 @@
+// Records that are appended to an archive together, and the copies of their storages.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/memory/staging_pool.h"
+#include "core/pipeline/pipeline.h"
+#include "core/pipeline/stager.h"
+#include "core/write/appended_archive.h"
+#include "device/accelerator_stager.h"
+#include "storage/storage.h"
+
+namespace ptsave {
+
+// Copies lie one behind the other in slabs of one size, so that the pool always has one of those
+// that came back to it, whatever the sizes of the storages are.  One thread at a time.
+class AppendBatch {
+ public:
+  // `slab_nbytes`, at least 1, is the unit in which memory is taken.
+  explicit AppendBatch(std::size_t slab_nbytes, StagingPool& pool = StagingPool::instance())
+      : slab_nbytes_(slab_nbytes), pool_(pool) {}
+
+  // Adds the records data/<first_number>, ...  With `copy` their values are those of now: on
+  // accelerators, those that the current streams of this thread leave there, and nobody waits for
+  // them.  Otherwise they are not to change until the batch is written.  std::invalid_argument for
+  // a storage without memory.  After an error the batch is as before.
+  void add(const StorageList& storages, std::uint32_t first_number, bool copy,
+           std::size_t n_threads, const Poll& poll);
+  // Adds a part of a pickle.
+  void add_pickle(std::string_view part) { pickle_ += part; }
+
+  // Bytes of storages.
+  std::uint64_t nbytes() const { return nbytes_; }
+  bool is_staged() const { return !stagers_.empty(); }
+
+  // Appends the records, and behind them one of this name: the pickle of a dict with the parts.
+  // Returns where these begin in the file.
+  std::uint64_t write(AppendedArchive& archive, const std::string& journal_name, bool direct,
+                      WriteOptions options, const Poll& poll);
+  // Of the parts.
+  std::uint64_t pickle_nbytes() const { return pickle_.size() - kDict.size(); }
+  void release();
+  // In a forked child, instead of release(): memory of accelerators must not be touched there.
+  void abandon();
+
+ private:
+  // An empty dict in protocol 2, to which the parts add entries.
+  static constexpr std::string_view kDict{"\x80\x02}q\x00", 5};
+  static constexpr char kStop = '.';
+
+  struct Piece {
+    std::byte* target;
+    const std::byte* source;
+    std::size_t nbytes;
+  };
+  class GroupedStager;
+  using Stagers = std::vector<std::unique_ptr<Stager>>;
+
+  std::byte* reserve(std::size_t nbytes);
+  static void copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads,
+                          const Poll& poll);
+  static c10::Storage copy_on_device(const c10::Storage& storage);
+
+  const std::size_t slab_nbytes_;
+  StagingPool& pool_;
+  std::vector<StagingBlock> slabs_;
+  std::size_t slab_used_ = 0;  // of the last one
+  std::vector<RecordSpec> records_;
+  std::vector<const std::byte*> payloads_;
+  std::vector<c10::Storage> kept_;
+  Stagers stagers_;
+  std::uint64_t nbytes_ = 0;
+  std::string pickle_{kDict};
+};
+
+}  // namespace ptsave

@@ -1,0 +1,458 @@
+"""`ArchiveWriter`: an archive to which entries are added while the program goes on.
+
+Each group of entries is pickled and its storages are copied in the call; the file is written by a
+thread.  Every batch ends with a record of its own pickles, `.journal/<i>`, from which what a killed
+process leaves can be read; `data.pkl` is all of them, one behind the other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import operator
+import os
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal
+
+from torch.serialization import get_crc32_options
+
+from ptsave import _C
+from ptsave.appending.batches import Batch, BatchQueue
+from ptsave.appending.groups import pickle_group
+from ptsave.archive.recovery import DICT_HEAD, JOURNAL_PREFIX, STOP
+from ptsave.background import saves
+from ptsave.background.staging_budget import Reservation
+from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
+from ptsave.support import config
+from ptsave.support.torch_serialization import storage_alignment
+from ptsave.writing.targets import (
+    name_of,
+    replaceable_file,
+    resolve_target,
+    root_for_path,
+    wants_direct,
+)
+
+__all__ = ["ArchiveWriter"]
+
+_SLACK_NBYTES = 64 << 10  # of chunks that come from accelerators: see writing/targets.py
+_ROOM_NBYTES = 4 << 20  # reserved at once, for many small entries
+_FORKED = (
+    "this process was forked while the archive was being written: only the parent process can add "
+    "to it"
+)
+
+_log = logging.getLogger(__name__)
+_open_writers: set[ArchiveWriter] = set()
+
+
+class ArchiveWriter:
+    """Writes an archive to which entries are added one at a time, by any thread.
+
+    The file is what :func:`torch.save` makes of a dict: :func:`torch.load` opens it, entries by
+    name in the order in which they were added.  A call copies the values, and a thread writes them
+    while the program goes on.  Until :meth:`close` there is only a temporary file beside `path`.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file, which is replaced as a whole by :meth:`close`.
+    fsync : bool, default False
+        Whether :meth:`flush` and :meth:`close` wait until everything would survive a loss of power.
+    max_memory_bytes : int, optional
+        Bytes of values that may wait to be written, those of unfinished saves in the background
+        included.  The default is that of :func:`ptsave.async_save`.
+    when_full : {"wait", "drop", "raise"}
+        For entries that find no room: wait for others to be written, leave them out, or raise.
+
+    Raises
+    ------
+    SaveError
+        If nothing can be written there: its directory does not exist, no permission, ...
+    UnsupportedUrlError
+        If `path` is a URL.
+
+    Notes
+    -----
+    A storage that several entries have in common, also of different calls, is written once, as long
+    as it is alive and torch's count of changes (`Tensor._version`) has not moved.  Changes that
+    torch does not count, through ``tensor.data`` or a NumPy array, are not seen:
+    :meth:`forget_storages` has everything written anew.
+
+    A process that is killed leaves ``.<name>.<16 hex digits>.ptsave`` in the directory:
+    ``ptsave.open(leftover, recover=True)`` reads the entries that were written.  Those that were
+    still in memory, at least of the last 50 ms, are lost.  The next writer of the same path leaves
+    it there, and removes it when its own file is complete; so does a save to that path.
+
+    A writer that was not closed when the interpreter exits is closed then.  After a fork the parent
+    process goes on; in the child each method raises RuntimeError.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "run.pt")
+    ...     with ptsave.ArchiveWriter(path) as writer:
+    ...         for step in range(2):
+    ...             _ = writer.add(f"loss/{step}", torch.tensor(1.0 - step))
+    ...     torch.load(path)
+    {'loss/0': tensor(1.), 'loss/1': tensor(0.)}
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fsync: bool = False,
+        max_memory_bytes: int | None = None,
+        when_full: Literal["wait", "drop", "raise"] = "wait",
+    ) -> None:
+        if when_full not in ("wait", "drop", "raise"):
+            raise ValueError(f"when_full must be 'wait', 'drop' or 'raise', not {when_full!r}")
+        self._path = _checked_path(path)
+        self._fsync = fsync
+        self._when_full = when_full
+        self._limits = config.current()
+        self._max_nbytes = _memory_limit(max_memory_bytes, self._limits)
+        self._process = os.getpid()
+        self._adding = threading.Lock()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._names: set[str] = set()
+        self._storages = _C.NumberedStorages()
+        self._journals: list[tuple[int, int]] = []  # places of the pickles in the file
+        target = replaceable_file(self._path)
+        try:
+            self._archive = _C.AppendedArchive(
+                os.fsencode(target),
+                os.fsencode(self._path),
+                root=root_for_path(self._path),
+                alignment=storage_alignment(),
+            )
+        except OSError as error:
+            raise SaveError.from_os_error(error, self._path) from None
+        self._target = target
+        self._queue = BatchQueue(self._write)
+        _open_writers.add(self)
+
+    # -------------------------------------------------------------------------------- adding
+
+    def add(self, name: str, value: object, *, copy: bool = True) -> bool:
+        """Add an entry.
+
+        Parameters
+        ----------
+        name : str
+            Its key in the dict.
+        value : object
+            A tensor, or any object that :func:`torch.save` takes.
+        copy : bool, default True
+            Whether the entry has the values of now.  False promises that they do not change until
+            they are written: tensors are kept instead of copied.
+
+        Returns
+        -------
+        bool
+            Whether it was added; False only with ``when_full="drop"``.
+
+        Raises
+        ------
+        ValueError
+            If there is an entry of that name, or the writer is closed.
+        StagingFullError
+            If there is no room, with ``when_full="raise"``; or with "wait", if there never will be.
+        SaveError
+            If the file could not be written: the error of the thread, at each call from then on.
+        Exception
+            Whatever pickling the value raises; nothing was added then.
+        """
+        return self._add({name: value}, copy)
+
+    def add_group(self, entries: Mapping[str, object], *, copy: bool = True) -> bool:
+        """Add several entries, or none of them if there is no room.
+
+        Parameters
+        ----------
+        entries : mapping of str to object
+            Values by name.  Objects that they have in common stay common.
+        copy : bool, default True
+            As for :meth:`add`, and so are results and errors.
+        """
+        return self._add(dict(entries), copy)
+
+    def _add(self, entries: dict[str, object], copy: bool) -> bool:
+        self._refuse_forked()
+        with self._adding:
+            self._check_usable()
+            self._check_names(entries)
+            try:
+                pickle = pickle_group(entries, self._storages)
+                nbytes = self._storages.fresh_nbytes + len(pickle)
+                batch = self._batch_for(nbytes)
+                if batch is None:
+                    self._storages.rollback()
+                    return False
+                try:
+                    batch.engine.add(
+                        self._storages,
+                        pickle,
+                        copy=copy,
+                        n_threads=self._limits.n_threads,
+                        progress=None,
+                    )
+                    batch.use(nbytes, len(entries))
+                    self._storages.commit()
+                    self._names.update(entries)
+                finally:
+                    self._queue.end()
+            except BaseException:
+                self._storages.rollback()
+                raise
+        return True
+
+    def _check_names(self, entries: dict[str, object]) -> None:
+        for name in entries:
+            if not isinstance(name, str):
+                raise TypeError(f"the name of an entry is a str, not {type(name).__name__}")
+            if name in self._names:
+                raise ValueError(f"{self._path}: there is an entry {name!r} already")
+
+    def _batch_for(self, nbytes: int) -> Batch | None:
+        """Return a batch with room for so many bytes; None if they are to be dropped."""
+        batch = self._queue.begin(nbytes)
+        if batch is not None:
+            return batch
+        wanted = max(nbytes, min(_ROOM_NBYTES, self._max_nbytes or _ROOM_NBYTES))
+        for each in {wanted: None, nbytes: None}:  # without a second look if they are the same
+            reservation = self._reserve_now(each)
+            if reservation is not None:
+                return self._queue.begin_with(reservation, each)
+        if self._when_full == "drop":
+            return None
+        if self._when_full == "wait":
+            self._queue.hurry()
+        reservation = saves.reserve(nbytes, self._max_nbytes, wait=self._when_full == "wait")
+        try:
+            self._check_usable()  # the room may come from entries that could not be written
+        except BaseException:
+            reservation.release()
+            raise
+        return self._queue.begin_with(reservation, nbytes)
+
+    def _reserve_now(self, nbytes: int) -> Reservation | None:
+        try:
+            return saves.reserve(nbytes, self._max_nbytes, wait=False)
+        except StagingFullError:
+            return None
+
+    # ------------------------------------------------------------------------------- writing
+
+    def _write(self, batch: Batch) -> None:
+        direct = (
+            self._limits.direct_io
+            and wants_direct(batch.nbytes, fsync=True)
+            and wants_direct(self._archive.nbytes + batch.nbytes, fsync=self._fsync)
+        )
+        slack = _SLACK_NBYTES if batch.engine.is_staged else 0
+        options = _C.WriteOptions(
+            compute_crcs=get_crc32_options(),
+            n_threads=self._limits.n_direct_writers if direct else self._limits.n_threads,
+            chunk_nbytes=self._limits.write_chunk_nbytes - slack,
+            max_pinned_nbytes=self._limits.max_pinned_nbytes,
+        )
+        name = f"{JOURNAL_PREFIX}{len(self._journals)}"
+        offset = batch.engine.write(
+            self._archive, name, direct=direct, options=options, progress=None
+        )
+        self._journals.append((offset, batch.engine.pickle_nbytes))
+
+    def flush(self) -> None:
+        """Wait until everything that was added is in the file, and with `fsync` on the disk.
+
+        Raises
+        ------
+        SaveError
+            If that failed.
+        """
+        self._refuse_forked()
+        with self._adding:
+            self._check_usable()
+            self._queue.drain()
+            self._check_usable()
+            if self._fsync:
+                try:
+                    self._archive.sync()
+                except OSError as error:
+                    raise self._fail(error) from None
+
+    def close(self) -> None:
+        """Complete the file and put it in its place; closing twice is allowed.
+
+        Raises
+        ------
+        SaveError
+            If anything could not be written.  The temporary file stays if it has entries; the
+            message names it.
+        """
+        self._refuse_forked()
+        with self._adding:
+            if self._closed:
+                return
+            self._queue.drain()
+            try:
+                self._check_usable()
+                self._finish()
+            except OSError as error:
+                failure = self._failure or self._fail(error)
+                self._keep()
+                raise failure from None
+            except BaseException:
+                self._keep()
+                raise
+            self._end()
+            _C.remove_leftovers(os.fsencode(self._target))
+
+    def abort(self) -> None:
+        """Remove the temporary file; `path` stays as it was."""
+        self._refuse_forked()
+        with self._adding:
+            if not self._closed:
+                self._queue.drop()
+                self._archive.discard()
+                self._end()
+
+    def _finish(self) -> None:
+        parts = [self._archive.read(*place) for place in self._journals]
+        pickle = b"".join([DICT_HEAD, *parts, STOP])
+        self._archive.close(pickle, compute_crcs=get_crc32_options(), durable=self._fsync)
+
+    def _keep(self) -> None:
+        """Give up, but for entries that are in the temporary file."""
+        if self._journals:
+            self._archive.keep()
+        else:
+            self._archive.discard()
+        self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._storages.forget()
+        _open_writers.discard(self)
+
+    def forget_storages(self) -> None:
+        """Write the storages of all later entries anew, whatever earlier ones have of them."""
+        self._refuse_forked()
+        with self._adding:
+            self._storages.forget()
+
+    # ---------------------------------------------------------------------------- properties
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written so far, and of values that wait to be written."""
+        return self._archive.nbytes + self._queue.waiting_nbytes
+
+    @property
+    def n_entries(self) -> int:
+        """Number of entries added so far."""
+        return len(self._names)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed or aborted."""
+        return self._closed
+
+    def __enter__(self) -> ArchiveWriter:
+        self._refuse_forked()
+        self._check_usable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except SaveError as failure:
+            if failure is not error:
+                raise
+
+    def __repr__(self) -> str:
+        return f"<ptsave.ArchiveWriter {self._path!r}{' (closed)' if self._closed else ''}>"
+
+    # -------------------------------------------------------------------------------- errors
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self._path}: the archive is closed")
+        if self._failure is None and self._queue.failure is not None:
+            self._failure = self._fail(self._queue.failure)
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Return the error to raise, which says where the entries are that are written."""
+        if isinstance(error, OSError):
+            failure = SaveError.from_os_error(error, self._path)
+            leftover = os.fsdecode(self._archive.temporary_name)
+            if self._journals and leftover:
+                leftover = os.path.join(os.path.dirname(self._target), leftover)
+                failure = SaveError(
+                    failure.errno or 0,
+                    f"{failure.strerror}; the entries written before are in {leftover}, for "
+                    "ptsave.open with recover=True",
+                    self._path,
+                )
+            error = failure
+        self._failure = error
+        return error
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(f"{self._path}: {_FORKED}")
+
+    def _abandon(self) -> None:
+        """Leave the file to the parent process."""
+        self._queue.abandon()
+        self._archive.keep()
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}")
+    target = resolve_target(path)
+    if not isinstance(target, str):
+        reason = "an archive that grows is a file of this machine"
+        raise UnsupportedUrlError.of_target(name_of(target), reason)
+    return target
+
+
+def _memory_limit(max_memory_bytes: int | None, limits: config.Config) -> int | None:
+    if max_memory_bytes is None:
+        return limits.max_staged_nbytes
+    limit = operator.index(max_memory_bytes)
+    if limit < 0:
+        raise ValueError(f"max_memory_bytes must not be negative: {limit}")
+    return limit
+
+
+@atexit.register
+def _close_all() -> None:
+    for writer in list(_open_writers):
+        try:
+            writer.close()
+        except Exception:
+            _log.exception("closing %r at exit", writer)
+
+
+def _begin_child() -> None:
+    for writer in _open_writers:
+        writer._abandon()
+    _open_writers.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)

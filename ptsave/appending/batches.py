@@ -1,0 +1,237 @@
+"""Batches of entries on their way to the file, and the thread that writes them.
+
+A batch collects entries while the one before is written, so that many small ones become one large
+write; it goes out as soon as it has some MiB, or after a moment.  The thread exists while there is
+work, and a moment longer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ptsave import _C
+from ptsave.background.staging_budget import Reservation
+from ptsave.support.threads import PAUSE, Thread
+
+__all__ = ["Batch", "BatchQueue"]
+
+_ENOUGH_NBYTES = 16 << 20  # not worth waiting for more
+_MAX_NBYTES = 128 << 20  # of a batch, beyond which another one begins
+_MAX_AGE = 0.05  # seconds that a small batch waits for more
+_LINGER = 0.2  # seconds without work after which the thread ends
+_SLAB_NBYTES = 32 << 20
+
+
+class Batch:
+    """Entries that are written together, and the part of the budget that they hold.
+
+    Attributes
+    ----------
+    engine : _C.AppendBatch
+        Their records.
+    nbytes : int
+        Bytes of their values and pickles.
+    n_entries : int
+        Their number.
+    """
+
+    def __init__(self) -> None:
+        self.engine = _C.AppendBatch(slab_nbytes=_SLAB_NBYTES)
+        self.nbytes = 0
+        self.n_entries = 0
+        self.due = time.monotonic() + _MAX_AGE
+        self.room_nbytes = 0  # reserved, and not used yet
+        self._reservations: list[Reservation] = []
+
+    def hold(self, reservation: Reservation, nbytes: int) -> None:
+        """Keep a reservation of the budget until the batch is released."""
+        self._reservations.append(reservation)
+        self.room_nbytes += nbytes
+
+    def use(self, nbytes: int, n_entries: int) -> None:
+        """Count entries that have been added to the records."""
+        self.nbytes += nbytes
+        self.room_nbytes -= nbytes
+        self.n_entries += n_entries
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.engine.release()
+        for reservation in self._reservations:
+            reservation.release()
+
+
+class BatchQueue:
+    """Batches in the order in which they are written.
+
+    Parameters
+    ----------
+    write : callable
+        Writes a batch, on the thread of the queue.  After an error nothing more is written.
+
+    Attributes
+    ----------
+    failure : BaseException or None
+        The first error of `write`.
+    """
+
+    def __init__(self, write: Callable[[Batch], None]) -> None:
+        self.failure: BaseException | None = None
+        self._write = write
+        self._changed = threading.Condition()
+        self._batches: deque[Batch] = deque()
+        self._is_writing = False
+        self._is_urgent = False  # somebody waits
+        self._is_filling = False  # the last batch, at this moment
+        self._thread: Thread | None = None
+
+    # --------------------------------------------------------- for adding: one thread at a time
+
+    def begin(self, nbytes: int) -> Batch | None:
+        """Return the batch to add to, if that has room for so many bytes; `end` must follow."""
+        with self._changed:
+            if not self._batches:
+                return None
+            batch = self._batches[-1]
+            if batch.room_nbytes < nbytes or batch.nbytes > _MAX_NBYTES:
+                return None
+            self._is_filling = True
+            return batch
+
+    def begin_with(self, reservation: Reservation, nbytes: int) -> Batch:
+        """Return a batch to add to, which gets the reservation; `end` must follow."""
+        with self._changed:
+            if not self._batches or self._batches[-1].nbytes > _MAX_NBYTES:
+                self._batches.append(Batch())
+            batch = self._batches[-1]
+            batch.hold(reservation, nbytes)
+            self._is_filling = True
+            self._is_urgent = False
+            return batch
+
+    def end(self) -> None:
+        """Let the batch be written."""
+        with self._changed:
+            self._is_filling = False
+            batch = self._batches[-1]
+            if self._thread is not None:
+                if batch.nbytes >= _ENOUGH_NBYTES or batch.n_entries <= 1 or self._is_urgent:
+                    self._changed.notify_all()
+                return
+            thread = self._thread = Thread(self._run, "ptsave-appending")
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            self._thread = None  # no thread to be had: `drain` writes
+        except BaseException:
+            if thread.ident is None:
+                self._thread = None  # interrupted before it has begun
+            raise
+
+    def hurry(self) -> None:
+        """Write what there is, because somebody waits for room."""
+        with self._changed:
+            self._is_urgent = True
+            self._changed.notify_all()
+            has_thread = self._thread is not None
+        if not has_thread:
+            self._write_all()
+
+    def drain(self) -> None:
+        """Wait until nothing is left to write."""
+        self.hurry()
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
+            self._is_urgent = False
+
+    def drop(self) -> None:
+        """Forget what has not been written, and wait for what is being written."""
+        with self._changed:
+            dropped = list(self._batches)
+            self._batches.clear()
+        for batch in dropped:
+            batch.release()
+        self.drain()
+
+    def abandon(self) -> None:
+        """Leave everything to the parent process."""
+        for batch in self._batches:
+            batch.engine.abandon()
+        self._batches.clear()
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of entries that are not written yet."""
+        with self._changed:
+            return sum(batch.nbytes for batch in self._batches)
+
+    # ---------------------------------------------------------------------------- for the thread
+
+    def _is_idle(self) -> bool:
+        return not self._batches and not self._is_writing
+
+    def _run(self, begun: Callable[[], None]) -> None:
+        begun()
+        while True:
+            try:
+                batch = self._take()
+                if batch is None:
+                    return
+                self._write_batch(batch)
+                batch = None
+            except MemoryError:
+                time.sleep(PAUSE)
+
+    def _take(self) -> Batch | None:
+        """Wait for a batch to write; None if there is none for a while: then the thread is gone."""
+        idle_until = time.monotonic() + _LINGER
+        with self._changed:
+            while True:
+                pause = self._pause(idle_until)
+                if pause <= 0:
+                    break
+                self._changed.wait(pause)
+            if not self._batches:
+                self._thread = None
+                return None
+            self._is_writing = True
+            return self._batches.popleft()
+
+    def _pause(self, idle_until: float) -> float:
+        """Return how many seconds the first batch, or the end of the thread, is off."""
+        if not self._batches:
+            return idle_until - time.monotonic()
+        batch = self._batches[0]
+        if len(self._batches) > 1:
+            return 0
+        if self._is_filling:
+            return PAUSE
+        if batch.nbytes >= _ENOUGH_NBYTES or self._is_urgent:
+            return 0
+        return batch.due - time.monotonic()
+
+    def _write_batch(self, batch: Batch) -> None:
+        try:
+            if self.failure is None:
+                self._write(batch)
+        except BaseException as error:
+            self.failure = error
+        try:
+            batch.release()
+        finally:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        """Write everything on this thread, because there is no other."""
+        while True:
+            with self._changed:
+                if not self._batches or self._is_filling:
+                    return
+                self._is_writing = True
+                batch = self._batches.popleft()
+            self._write_batch(batch)

@@ -1,0 +1,64 @@
+"""Pickles groups of entries so that their pickles, one behind the other, are one of a dict.
+
+The pickle of a dict with ``k`` and ``v`` is ``HEAD k v SETITEM .``; behind its head, without the
+full stop, it adds the entries to whatever dict is on the stack.  Each group numbers its memo from 1
+again: later entries of the memo replace earlier ones, to which nothing refers any more.
+"""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ptsave import _C
+from ptsave.archive.recovery import DICT_HEAD, STOP
+from ptsave.support.torch_tensors import storage_id
+from ptsave.writing.pickling import StorageTable, dump
+
+__all__ = ["pickle_group"]
+
+_PROTOCOL = 2
+
+
+class _SharedStorages(StorageTable):
+    """Numbers storages as the archive does, so that one is written once."""
+
+    def __init__(self, numbers: _C.NumberedStorages) -> None:
+        super().__init__({})
+        self._numbers = numbers
+        self._tensors: dict[int, torch.Tensor] = {}  # by their storages
+
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        if isinstance(obj, torch.Tensor) and obj.layout == torch.strided:
+            with suppress(RuntimeError, NotImplementedError):  # a subclass without a storage
+                self._tensors[storage_id(obj.untyped_storage())] = obj
+        return super().persistent_id(obj)
+
+    def number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
+        return self._numbers.number(storage, self._tensors.get(storage_id(storage)), dtype)
+
+
+def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> bytes:
+    """Return the pickle of entries, without head and full stop.
+
+    Parameters
+    ----------
+    entries : dict
+        Values by name.
+    numbers : _C.NumberedStorages
+        Gets their storages; the caller commits or rolls them back.
+
+    Raises
+    ------
+    Exception
+        Whatever pickling a value raises.
+    """
+    data = numbers.pickle(entries)
+    if data is None:
+        numbers.rollback()  # of what the engine had met before it gave up
+        data = dump(entries, _SharedStorages(numbers), pickle, _PROTOCOL)
+    assert data.startswith(DICT_HEAD)
+    return data[len(DICT_HEAD) : -len(STOP)]

@@ -1,0 +1,368 @@
+"""An `ArchiveWriter` that is killed, forked, starved or left: nothing that was finished is lost."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import io
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from _system import Child, in_child, mounted
+from kill_rounds import ROUNDS, SEED
+from stock_comparison import assert_same_object
+
+import ptsave
+from ptsave import _C
+from ptsave.background import saves as background
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pt"
+
+
+def leftover_of(path: Path) -> Path:
+    (leftover,) = path.parent.glob(f".{path.name}.*.ptsave")
+    return leftover
+
+
+def recovered(path: Path) -> dict[str, Any]:
+    with ptsave.open(path, recover=True) as archive:
+        obj: dict[str, Any] = archive._contents.obj
+        return {name: archive[name] for name in obj}
+
+
+def unfinished(path: Path, entries: dict[str, Any], flush_each: bool = True) -> Path:
+    """Write entries in a process that is killed, and return what it leaves."""
+
+    def write() -> None:
+        writer = ptsave.ArchiveWriter(path)
+        for name, value in entries.items():
+            writer.add(name, value)
+            if flush_each:
+                writer.flush()
+        writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = Child(write)
+    status, message = child.wait()
+    assert os.WIFSIGNALED(status), message
+    return leftover_of(path)
+
+
+ENTRIES: dict[str, Any] = {
+    "a": torch.arange(10.0),
+    "plain": {"b": [1, "two", None]},
+    "view": torch.arange(12).view(3, 4).t(),
+    "empty": torch.empty(0),
+    "c": torch.randn(1000),
+}
+
+
+def test_recovery(path: Path) -> None:
+    leftover = unfinished(path, ENTRIES)
+    assert_same_object(recovered(leftover), ENTRIES)
+    with pytest.raises(ptsave.CorruptCheckpointError):
+        ptsave.open(leftover)
+    with ptsave.open(leftover, recover=True) as archive:
+        archive.verify()
+        assert archive.get_slice("view")[1:].tolist() == ENTRIES["view"][1:].tolist()
+    stream = io.BytesIO(leftover.read_bytes())
+    with ptsave.open(stream, recover=True) as archive:
+        assert_same_object(archive["plain"], ENTRIES["plain"])
+
+
+def test_recovery_of_a_whole_file(path: Path) -> None:
+    with ptsave.ArchiveWriter(path) as writer:
+        writer.add_group(ENTRIES)
+    assert_same_object(recovered(path), ENTRIES)
+    torch.save(ENTRIES, path)
+    assert_same_object(recovered(path), ENTRIES)
+
+
+def test_recovery_of_other_files(path: Path) -> None:
+    torch.save(ENTRIES, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ptsave.CorruptCheckpointError):
+        ptsave.open(path, recover=True)
+    path.write_bytes(b"PK\3\4 and then nothing, for quite a while that is")
+    with pytest.raises(ptsave.CorruptCheckpointError):
+        ptsave.open(path, recover=True)
+
+
+def test_every_cut(path: Path) -> None:
+    """At every length, what is there is a beginning of what was written."""
+    whole = unfinished(path, ENTRIES).read_bytes()
+    names = list(ENTRIES)
+    n_seen = 0
+    for nbytes in sorted({*range(30, len(whole), 37), len(whole)}):
+        stream = io.BytesIO(whole[:nbytes])
+        try:
+            with ptsave.open(stream, recover=True) as archive:
+                obj: Any = archive._contents.obj
+                assert list(obj) == names[: len(obj)]
+                assert len(obj) >= n_seen
+                n_seen = len(obj)
+                for name in obj:
+                    assert_same_object(archive[name], ENTRIES[name])
+        except ptsave.CorruptCheckpointError:
+            assert n_seen == 0
+    assert n_seen == len(names)
+
+
+def test_damage_ends_what_is_recovered(path: Path) -> None:
+    """A byte that changes takes its entry along, and those behind; nothing wrong is read."""
+    whole = unfinished(path, ENTRIES).read_bytes()
+    names = list(ENTRIES)
+    for offset in range(0, len(whole), 61):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 0x55
+        try:
+            with ptsave.open(io.BytesIO(damaged), recover=True) as archive:
+                obj: Any = archive._contents.obj
+                assert list(obj) == names[: len(obj)]
+                for name in obj:
+                    assert_same_object(archive[name], ENTRIES[name])
+        except ptsave.CorruptCheckpointError:
+            pass
+
+
+def test_hostile_journals(path: Path) -> None:
+    """A journal has no more power than a data.pkl."""
+    evil = b"\x80\x02}q\x00cos\nsystem\nX\x04\0\0\0true\x85R."
+    records = []
+    body = b""
+    for name, payload in ((".journal/0", evil),):
+        full = f"run/{name}".encode()
+        header = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), 0)
+        crc = _C.crc32(payload)
+        records.append((name, len(body)))
+        body += header + full + payload
+        body += struct.pack("<4sIII", b"PK\7\x08", crc, len(payload), len(payload))
+    with pytest.raises(Exception, match=r"(?i)weights_only|unsupported|global"):
+        ptsave.open(io.BytesIO(body), recover=True)
+
+
+def keep_adding(path: Path, seed: int) -> NoReturn:
+    generator = torch.Generator().manual_seed(seed)
+    writer = ptsave.ArchiveWriter(path, fsync=seed % 2 == 0)
+    i = 0
+    shared = torch.arange(1000)
+    while True:
+        size = int(torch.randint(1, 400_000, (), generator=generator))
+        writer.add_group({f"{i}/full": torch.full((size,), i), f"{i}/shared": shared[i % 900 :]})
+        if i % 7 == 0:
+            writer.flush()
+        i += 1
+
+
+@pytest.mark.timeout(0)
+def test_kill(tmp_path: Path) -> None:
+    generator = random.Random(SEED)
+    n_entries = 0
+    for i in range(max(ROUNDS // 5, 1)):
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        path = folder / "run.pt"
+        child = Child(functools.partial(keep_adding, path, i))
+        time.sleep(generator.uniform(0.05, 0.6))
+        child.kill()
+        for leftover in folder.iterdir():
+            if leftover.stat().st_size == 0:
+                continue
+            try:
+                entries = recovered(leftover)
+            except ptsave.CorruptCheckpointError:
+                continue  # not one batch was whole
+            assert len(entries) % 2 == 0
+            for k, name in enumerate(entries):
+                number = int(name.partition("/")[0])
+                assert number == k // 2
+                if name.endswith("full"):
+                    assert (entries[name] == number).all()
+                else:
+                    assert torch.equal(entries[name], torch.arange(number % 900, 1000))
+            n_entries += len(entries)
+    assert n_entries > 0
+
+
+def test_leftovers_stay_until_the_next_archive_is_complete(path: Path) -> None:
+    unfinished(path, ENTRIES)
+    writer = ptsave.ArchiveWriter(path)
+    assert len(list(path.parent.iterdir())) == 2
+    writer.add("new", 1)
+    writer.close()
+    assert os.listdir(path.parent) == ["run.pt"]
+
+
+# ------------------------------------------------------------------------------------------- forks
+
+
+def test_a_forked_child_leaves_it_to_the_parent(path: Path) -> None:
+    writer = ptsave.ArchiveWriter(path)
+    writer.add("before", torch.ones(MIB))
+
+    def child() -> None:
+        for call in (
+            lambda: writer.add("child", 1),
+            writer.flush,
+            writer.close,
+            writer.abort,
+            writer.forget_storages,
+        ):
+            with pytest.raises(RuntimeError, match="forked while the archive"):
+                call()
+        with ptsave.ArchiveWriter(path.with_name("child.pt")) as own:
+            own.add("child", torch.ones(3))
+
+    in_child(child)
+    gc.collect()
+    writer.add("after", torch.ones(3))
+    writer.close()
+    assert list(torch.load(path)) == ["before", "after"]
+    assert list(torch.load(path.with_name("child.pt"))) == ["child"]
+
+
+def test_forks_at_any_moment(path: Path) -> None:
+    with ptsave.ArchiveWriter(path) as writer:
+        children = []
+        for i in range(20):
+            writer.add(f"{i}", torch.full((100_000,), i))
+            children.append(Child(lambda: None))
+        for child in children:
+            child.join()
+    assert [each[-1].item() for each in torch.load(path).values()] == list(range(20))
+
+
+# -------------------------------------------------------------------------------------------- exit
+
+
+def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_exit_closes(path: Path) -> None:
+    code = """
+import sys, torch, ptsave
+writer = ptsave.ArchiveWriter(sys.argv[1])
+writer.add("a", torch.ones(3))
+writer.add_group({"b": 1})
+"""
+    result = run_python(code, path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(torch.load(path)) == ["a", "b"]
+    assert os.listdir(path.parent) == ["run.pt"]
+
+
+def test_exit_by_an_exception_closes(path: Path) -> None:
+    code = """
+import sys, torch, ptsave
+writer = ptsave.ArchiveWriter(sys.argv[1])
+writer.add("a", torch.ones(3))
+raise SystemExit(3)
+"""
+    assert run_python(code, path).returncode == 3
+    assert list(torch.load(path)) == ["a"]
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "none") as disk:
+        yield disk
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    path = small_disk / "run.pt"
+    writer = ptsave.ArchiveWriter(path)
+    writer.add("first", torch.ones(1000))
+    writer.flush()
+    writer.add("second", torch.ones(2 * MIB))
+    with pytest.raises(ptsave.SaveError, match=r"No space left on device.*recover=True") as caught:
+        writer.flush()
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(ptsave.SaveError) as again:
+        writer.add("third", 3)
+    assert again.value is caught.value
+    with pytest.raises(ptsave.SaveError):
+        writer.close()
+    assert writer.closed
+    assert not path.exists()
+    assert background._budget._held == {}
+    assert_same_object(recovered(leftover_of(path)), {"first": torch.ones(1000)})
+
+
+def test_a_full_disk_before_anything_is_finished(small_disk: Path) -> None:
+    path = small_disk / "run.pt"
+
+    def program() -> None:
+        with ptsave.ArchiveWriter(path) as writer:
+            writer.add("only", torch.ones(2 * MIB))
+            writer.flush()
+
+    with pytest.raises(ptsave.SaveError) as caught:
+        program()
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(small_disk) == []
+    with ptsave.ArchiveWriter(path) as writer:  # there is room for others
+        writer.add("small", 1)
+    assert torch.load(path) == {"small": 1}
+
+
+def test_a_full_disk_while_others_wait_for_room(small_disk: Path) -> None:
+    path = small_disk / "run.pt"
+
+    def program() -> None:
+        with ptsave.ArchiveWriter(path, max_memory_bytes=3 * MIB) as writer:
+            for i in range(100):
+                writer.add(f"{i}", torch.full((MIB // 4,), float(i)))
+
+    with pytest.raises(ptsave.SaveError) as caught:
+        program()
+    assert caught.value.errno == errno.ENOSPC
+    assert background._budget._held == {}
+    entries = recovered(leftover_of(path))
+    assert 0 < len(entries) < 4
+    assert all(torch.equal(entries[name], torch.full((MIB // 4,), float(name))) for name in entries)
+
+
+def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    writer = ptsave.ArchiveWriter(folder / "run.pt")
+    writer.add("a", torch.ones(3))
+    writer.flush()
+    for each in folder.iterdir():
+        each.unlink()
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        writer.close()
+    assert writer.closed
+
+
+def test_the_target_becomes_a_directory(path: Path) -> None:
+    writer = ptsave.ArchiveWriter(path)
+    writer.add("a", torch.ones(3))
+    path.mkdir()
+    with pytest.raises(ptsave.SaveError, match="recover=True"):
+        writer.close()
+    assert_same_object(recovered(leftover_of(path)), {"a": torch.ones(3)})

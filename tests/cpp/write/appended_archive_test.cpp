@@ -1,0 +1,159 @@
+// Archives that grow: every batch is a whole number of records, and errors leave what was there.
+#include "core/write/appended_archive.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "common/scratch.h"
+#include "core/read/reader.h"
+
+namespace ptsave {
+namespace {
+
+using scratch::Folder;
+using scratch::noise;
+
+const Poll kNoPoll = [] {};
+
+struct Record {
+  std::string name;
+  std::string data;
+};
+
+std::vector<Record> batch(std::size_t number, std::size_t n_records, std::size_t nbytes) {
+  std::vector<Record> records;
+  for (std::size_t i = 0; i < n_records; ++i) {
+    const std::string name = "data/" + std::to_string(100 * number + i);
+    records.push_back({name, noise(i % 3 == 2 ? 0 : nbytes + 37 * i, 100 * number + i)});
+  }
+  return records;
+}
+
+void append(AppendedArchive& archive, const std::vector<Record>& records, bool direct,
+            std::size_t n_threads) {
+  std::vector<RecordSpec> specs;
+  for (const Record& record : records) specs.push_back({record.name, record.data.size()});
+  const Payloads payloads = [&](std::size_t i) {
+    return reinterpret_cast<const std::byte*>(records[i].data.data());
+  };
+  const WriteOptions options{.n_threads = n_threads, .chunk_nbytes = 8192};
+  archive.append(specs, payloads, direct, options, kNoPoll);
+}
+
+// The records of a file, as the reader has them.
+std::vector<Record> records_of(const std::string& path) {
+  ArchiveReader reader(ByteSource(File::open_for_reading(path), 0));
+  std::vector<Record> records;
+  const auto all = reader.index().records();
+  const std::string bytes = scratch::read_file(path);
+  for (const IndexedRecord& record : all) {
+    const auto header = std::as_bytes(std::span(bytes)).subspan(record.header_offset);
+    const std::uint64_t at =
+        payload_offset(header, record, reader.index().root().size(), record.limit);
+    records.push_back({record.name, bytes.substr(at, record.nbytes)});
+  }
+  return records;
+}
+
+class Appended : public testing::TestWithParam<bool> {};
+
+TEST_P(Appended, BatchesBecomeOneArchive) {
+  const Folder folder;
+  const std::string path = folder / "run.pt";
+  std::vector<Record> expected;
+  {
+    AppendedArchive archive({path, path}, "run", 64);
+    for (std::size_t i = 0; i < 12; ++i) {
+      const std::vector<Record> records = batch(i, 1 + i % 5, 100 + 7000 * (i % 4));
+      append(archive, records, GetParam(), i % 3);
+      expected.insert(expected.end(), records.begin(), records.end());
+      EXPECT_EQ(archive.read(archive.payload_offset(0), records[0].data.size()), records[0].data);
+    }
+    archive.sync();
+    EXPECT_EQ(folder.names().size(), 1u);
+    archive.close("pickle", "little", true, true);
+  }
+  EXPECT_EQ(folder.names(), std::set<std::string>{"run.pt"});
+  const std::vector<Record> found = records_of(path);
+  ASSERT_EQ(found.size(), expected.size() + 4);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(found[i].name, expected[i].name);
+    EXPECT_TRUE(found[i].data == expected[i].data) << expected[i].name;
+  }
+  EXPECT_EQ(found[expected.size()].name, "data.pkl");
+  EXPECT_EQ(found[expected.size()].data, "pickle");
+  EXPECT_EQ(found.back().data.size(), 40u);
+}
+
+TEST_P(Appended, WithoutAnyBatch) {
+  const Folder folder;
+  const std::string path = folder / "run.pt";
+  AppendedArchive archive({path, path}, "run", 64);
+  archive.close("pickle", "little", true, false);
+  EXPECT_EQ(records_of(path).size(), 4u);
+  EXPECT_THROW(append(archive, batch(0, 1, 10), GetParam(), 0), std::invalid_argument);
+}
+
+TEST_P(Appended, DiscardedOrKept) {
+  const Folder folder;
+  const std::string path = folder / "run.pt";
+  {
+    AppendedArchive archive({path, path}, "run", 64);
+    append(archive, batch(0, 3, 10'000), GetParam(), 2);
+  }
+  EXPECT_TRUE(folder.names().empty());
+  {
+    AppendedArchive archive({path, path}, "run", 64);
+    append(archive, batch(0, 3, 10'000), GetParam(), 2);
+    archive.keep();
+  }
+  EXPECT_EQ(folder.names().size(), 1u);
+}
+
+TEST_P(Appended, AChildDoesNotTouchTheFile) {
+  const Folder folder;
+  const std::string path = folder / "run.pt";
+  auto archive = std::make_unique<AppendedArchive>(AppendedArchive::Target{path, path}, "run", 64);
+  append(*archive, batch(0, 1, 10), GetParam(), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    archive.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(folder.names().size(), 1u);
+  archive->close("pickle", "little", true, false);
+  EXPECT_EQ(records_of(path).size(), 5u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, Appended, testing::Bool(),
+                         [](const auto& each) { return each.param ? "Direct" : "Buffered"; });
+
+TEST(WrittenRecordsTest, ClosingBytesCompleteAFile) {
+  const Folder folder;
+  const std::string path = folder / "run.pt";
+  WrittenRecords written("run", 64);
+  const RecordSpec spec{"data/0", 5};
+  const ArchiveLayout layout = written.place({&spec, 1});
+  const RecordLayout& record = layout.record(0);
+  std::string bytes(record.end(), '\0');
+  layout.local_header(0, reinterpret_cast<std::byte*>(bytes.data()));
+  bytes.replace(record.payload_offset, 5, "hello");
+  layout.data_descriptor(0, 0x3610a686,
+                         reinterpret_cast<std::byte*>(bytes.data()) + record.payload_end());
+  written.add("data/0", 0, 5, 0x3610a686, record.end());
+  EXPECT_EQ(written.end(), record.end());
+  scratch::write_file(path, bytes + written.closing_bytes("pickle", "little", true));
+  const std::vector<Record> found = records_of(path);
+  ASSERT_EQ(found.size(), 5u);
+  EXPECT_EQ(found[0].data, "hello");
+}
+
+}  // namespace
+}  // namespace ptsave
