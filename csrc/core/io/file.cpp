@@ -4,7 +4,6 @@
 #include <linux/magic.h>
 #include <sys/random.h>
 #include <sys/statfs.h>
-#include <sys/statvfs.h>
 #include <sys/syscall.h>
 
 #include <algorithm>
@@ -19,6 +18,7 @@
 #include <thread>
 
 #include "core/base/error.h"
+#include "core/io/disk_space.h"
 #include "core/io/late_release.h"
 #include "core/io/system.h"
 #include "core/memory/pages.h"
@@ -492,13 +492,11 @@ void InPlaceFile::release() {
 }
 
 void InPlaceFile::clear(std::uint64_t nbytes) {
-  constexpr std::uint64_t kBlockNbytes = 512;  // of st_blocks, on every file system
-  struct statvfs disk{};
-  if (!created_ && ::fstatvfs(file_.fd(), &disk) == 0 && disk.f_blocks > 0) {
-    const struct stat status = status_or_fail(file_.fd(), file_.path());
-    const std::uint64_t own = static_cast<std::uint64_t>(status.st_blocks) * kBlockNbytes;
-    const std::uint64_t free = std::uint64_t{disk.f_bavail} * disk.f_frsize;
-    if (nbytes > free + own) throw IoError(ENOSPC, "fallocate", file_.path());
+  if (!created_) {
+    const std::uint64_t own = allocated_nbytes(status_or_fail(file_.fd(), file_.path()));
+    if (nbytes > own && nbytes - own > free_nbytes(file_.fd())) {
+      throw IoError(ENOSPC, "fallocate", file_.path());
+    }
   }
   file_.truncate(0);
 }

@@ -15,6 +15,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/io/disk_space.h"
 #include "core/io/system.h"
 
 namespace ptsave {
@@ -33,12 +34,6 @@ constexpr std::array kFreeAtLastClose{
 bool frees_at_last_close(const struct statfs& disk) {
   return std::ranges::find(kFreeAtLastClose, static_cast<long>(disk.f_type)) !=
          kFreeAtLastClose.end();
-}
-
-// A tmpfs without a limit has no blocks to tell of.
-bool has_room_beside(const struct statfs& disk, std::uint64_t nbytes) {
-  return disk.f_blocks == 0 ||
-         std::uint64_t{disk.f_bavail} * static_cast<std::uint64_t>(disk.f_bsize) >= nbytes;
 }
 
 // Files whose blocks are being freed, one after the other, by a thread that ends with the last.
@@ -119,14 +114,14 @@ class Releases {
 Descriptor hold_blocks(int directory, const std::string& name) {
   Descriptor held(sys::open_path(directory, name.c_str()));
   if (!held) return {};
-  constexpr std::uint64_t kBlockNbytes = 512;  // of st_blocks, on every file system
   struct stat status{};
   struct statfs disk{};
   if (::fstat(held.get(), &status) != 0 || ::fstatfs(held.get(), &disk) != 0) return {};
-  const std::uint64_t nbytes = static_cast<std::uint64_t>(status.st_blocks) * kBlockNbytes;
+  const std::uint64_t nbytes = allocated_nbytes(status);
   const bool is_last_name = S_ISREG(status.st_mode) && status.st_nlink == 1;
   const bool is_worth_it = is_last_name && nbytes >= kMinNbytes;
-  if (!is_worth_it || !frees_at_last_close(disk) || !has_room_beside(disk, nbytes)) return {};
+  const bool has_room_beside = free_nbytes(held.get()) >= nbytes;
+  if (!is_worth_it || !frees_at_last_close(disk) || !has_room_beside) return {};
   return held;
 }
 
