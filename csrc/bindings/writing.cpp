@@ -179,7 +179,7 @@ void bind_writing(py::module_& module) {
       "remove_file",
       [](const std::string& path) { return without_gil([&] { return remove_file(path); }); },
       py::arg("path"));
-  module.def("finish_releases", [] { return without_gil([] { return finish_releases(); }); });
+  module.def("finish_releases", [] { without_gil([] { finish_releases(); }); });
   module.def(
       "remove_leftovers",
       [](const std::string& path) { without_gil([&] { remove_leftovers(path); }); },

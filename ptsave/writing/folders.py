@@ -47,9 +47,11 @@ class LocalFolder:
 
     def check_room(self, nbytes: int) -> None:
         """Refuse files that do not fit on the disk, as far as that tells."""
-        if self._has_room(nbytes) or (_C.finish_releases() and self._has_room(nbytes)):
+        if self._has_room(nbytes):
             return
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+        _C.finish_releases()  # of files that were replaced
+        if not self._has_room(nbytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
 
     def _has_room(self, nbytes: int) -> bool:
         disk = os.statvfs(self.name)

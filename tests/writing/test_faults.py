@@ -79,23 +79,31 @@ def assert_refused(path: str | Path, number: int, obj: object = NEW, **options: 
 # ------------------------------------------------------------------------------------ no more space
 
 
-@pytest.fixture(params=["tmpfs", "ext4"])
-def small_disk(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
-    """A file system with less than 24 MiB of room."""
+@contextmanager
+def disk_of(kind: str, nbytes: int, folder: Path) -> Iterator[Path]:
+    """Mount a file system of this size below a folder."""
     target = folder / "disk"
     target.mkdir()
-    if request.param == "tmpfs":
-        with mounted(target, "-t", "tmpfs", "-o", "size=24m", "none") as disk:
+    if kind == "tmpfs":
+        with mounted(target, "-t", "tmpfs", "-o", f"size={nbytes}", "none") as disk:
             yield disk
         return
     image = folder / "image"
     with image.open("wb") as stream:
-        stream.truncate(28 * MIB)
+        stream.truncate(nbytes)
     mkfs = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/sbin:/usr/sbin")
     if mkfs is None:
         pytest.skip("no mkfs.ext4")
     subprocess.run([mkfs, "-q", "-m", "0", str(image)], check=True)
     with mounted(target, "-o", "loop", image) as disk:
+        yield disk
+
+
+@pytest.fixture(params=[("tmpfs", 24 * MIB), ("ext4", 28 * MIB)], ids=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
+    """A file system with less than 24 MiB of room."""
+    kind, nbytes = request.param
+    with disk_of(kind, nbytes, folder) as disk:
         yield disk
 
 
@@ -130,6 +138,21 @@ def test_room_of_replaced_files_counts(small_disk: Path, sizes: tuple[int, ...])
             continue
         path.unlink()
         ptsave.save(large(nbytes * MIB), path)
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_room_of_replaced_files_counts_in_place(kind: str, folder: Path) -> None:
+    with disk_of(kind, 100 * MIB, folder) as disk:
+        path, other = disk / "model.pt", disk / "other.pt"
+        contents = large(24 * MIB)
+        ptsave.save(contents, path)
+        ptsave.save(OLD, other, atomic=False)
+        filling = large(shutil.disk_usage(disk).free - MIB)
+        for _ in range(20):
+            ptsave.save(OLD, other, atomic=False)
+            ptsave.save(contents, path)  # the blocks of the old one are free in a moment
+            ptsave.save(filling, other, atomic=False)
+            assert_holds(other, filling)
 
 
 def test_replaced_files_are_let_go_of_before_a_fork(tmp_path: Path) -> None:

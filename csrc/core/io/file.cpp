@@ -41,6 +41,16 @@ auto retry_interrupted(Call call) -> decltype(call()) {
   }
 }
 
+// Where the disk, or somebody's quota of it, is full, the call is made once more when the blocks of
+// all replaced files are free.
+template <typename Call>
+auto retry_without_space(Call call) -> decltype(call()) {
+  const auto result = retry_interrupted(call);
+  if (result >= 0 || (errno != ENOSPC && errno != EDQUOT)) return result;
+  finish_releases();
+  return retry_interrupted(call);
+}
+
 [[noreturn]] void fail(const char* operation, const std::string& path) {
   throw IoError(errno, operation, path);
 }
@@ -186,7 +196,7 @@ void File::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
 void File::write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const {
   const auto* bytes = static_cast<const std::byte*>(data);
   while (nbytes > 0) {
-    const ssize_t n = retry_interrupted([&] {
+    const ssize_t n = retry_without_space([&] {
       return sys::pwrite(fd(), bytes, std::min(nbytes, kMaxTransferNbytes),
                          static_cast<off_t>(offset));
     });
@@ -199,14 +209,8 @@ void File::write_at(std::uint64_t offset, const void* data, std::size_t nbytes) 
 }
 
 void File::preallocate(std::uint64_t nbytes) const {
-  const auto reserve = [&] {
-    return retry_interrupted([&] { return sys::fallocate(fd(), static_cast<off_t>(nbytes)); });
-  };
-  if (reserve() == 0 || unsupported(errno)) return;
-  const int errnum = errno;
-  if (errnum == ENOSPC && finish_releases() && reserve() == 0) return;
-  errno = errnum;
-  fail("fallocate", path_);
+  const auto reserve = [&] { return sys::fallocate(fd(), static_cast<off_t>(nbytes)); };
+  if (retry_without_space(reserve) != 0 && !unsupported(errno)) fail("fallocate", path_);
 }
 
 void File::truncate(std::uint64_t nbytes) const {
@@ -494,9 +498,12 @@ void InPlaceFile::release() {
 void InPlaceFile::clear(std::uint64_t nbytes) {
   if (!created_) {
     const std::uint64_t own = allocated_nbytes(status_or_fail(file_.fd(), file_.path()));
-    if (nbytes > own && nbytes - own > free_nbytes(file_.fd())) {
-      throw IoError(ENOSPC, "fallocate", file_.path());
-    }
+    const auto ask_for_room = [&] {
+      const bool fits = nbytes <= own || nbytes - own <= free_nbytes(file_.fd());
+      errno = ENOSPC;
+      return fits ? 0 : -1;
+    };
+    if (retry_without_space(ask_for_room) != 0) fail("fallocate", file_.path());
   }
   file_.truncate(0);
 }

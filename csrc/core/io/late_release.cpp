@@ -52,10 +52,8 @@ class Releases {
     n_pending_.fetch_add(1);
   }
 
-  bool finish() noexcept {
-    const bool some = n_pending_.load() > 0;
+  void finish() noexcept {
     while (const std::uint32_t n = n_pending_.load()) n_pending_.wait(n);
-    return some;
   }
 
  private:
@@ -134,11 +132,11 @@ void release_later(Descriptor held) noexcept {
   }
 }
 
-bool finish_releases() noexcept {
+void finish_releases() noexcept {
   try {
-    return Releases::instance().finish();
+    Releases::instance().finish();
   } catch (const std::bad_alloc&) {
-    return false;  // nothing was ever released in the background
+    return;  // nothing was ever released in the background
   }
 }
 

@@ -21,8 +21,8 @@ Descriptor hold_blocks(int directory, const std::string& name);
 // being freed already or no thread can start.
 void release_later(Descriptor held) noexcept;
 
-// Waits until the blocks of all released files are free, and says whether there was one to wait
-// for. Forks and the end of the process do so.
-bool finish_releases() noexcept;
+// Waits until the blocks of all released files are free.  Forks, the end of the process and whoever
+// finds the disk full do so.
+void finish_releases() noexcept;
 
 }  // namespace ptsave

@@ -93,6 +93,16 @@ inline std::size_t n_entries(const char* directory) {
 
 inline std::size_t n_descriptors() { return n_entries("/proc/self/fd"); }
 
+// Descriptors of files that have no name any more.
+inline std::size_t n_removed_files_open() {
+  std::size_t n = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    n += std::filesystem::read_symlink(entry.path(), gone).string().ends_with(" (deleted)");
+  }
+  return n;
+}
+
 // ThreadSanitizer starts a thread of its own with the program's first one, so that comes first.
 inline std::size_t n_threads() {
   static const bool started = [] {
