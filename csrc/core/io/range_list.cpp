@@ -53,16 +53,40 @@ void RangeList::cut() {
   }
 }
 
+// Calls take(range, from, to) for the parts of ranges that lie in the stretch from `begin` on,
+// until it returns false.
+template <class Take>
+void RangeList::for_each_part(const Stretch& stretch, std::uint64_t begin, const Take& take) const {
+  for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
+    const FileRange& range = ranges_[i];
+    const std::uint64_t from = std::max(range.offset, begin);
+    const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
+    if (from < to && !take(range, from, to)) return;
+  }
+}
+
+// Calls take(offset, place, nbytes) for the same parts.
+template <class Take>
+void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
+                               const Take& take) const {
+  for_each_part(stretch, begin, [&](const FileRange& range, std::uint64_t from, std::uint64_t to) {
+    std::byte* const place =
+        range.target ? lease + (from - stretch.begin) : range.place + (from - range.offset);
+    return take(from, place, static_cast<std::size_t>(to - from));
+  });
+}
+
 std::vector<Unstager::Piece> RangeList::pieces_to_send(std::size_t i) const {
   const Stretch& stretch = stretches_[i];
   std::vector<Unstager::Piece> pieces;
-  for (std::size_t k = stretch.first_range; k < stretch.end_range; ++k) {
-    const FileRange& range = ranges_[k];
-    const std::uint64_t from = std::max(range.offset, stretch.begin);
-    const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
-    if (!range.target || from >= to) continue;
-    pieces.push_back({*range.target, from - range.offset, from - stretch.begin, to - from});
-  }
+  for_each_part(stretch, stretch.begin,
+                [&](const FileRange& range, std::uint64_t from, std::uint64_t to) {
+                  if (range.target) {
+                    const std::uint64_t at = from - stretch.begin;
+                    pieces.push_back({*range.target, from - range.offset, at, to - from});
+                  }
+                  return true;
+                });
   return pieces;
 }
 
@@ -110,23 +134,6 @@ bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin, BufferP
                    return true;
                  });
   return true;
-}
-
-// Calls take(offset, place, nbytes) for the ranges in the stretch from `begin` on, until it returns
-// false.
-template <class Take>
-void RangeList::for_each_piece(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
-                               const Take& take) const {
-  for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
-    const FileRange& range = ranges_[i];
-    const std::uint64_t from = std::max(range.offset, begin);
-    const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
-    if (from >= to) continue;
-    const auto nbytes = static_cast<std::size_t>(to - from);
-    std::byte* const place =
-        range.target ? lease + (from - stretch.begin) : range.place + (from - range.offset);
-    if (!take(from, place, nbytes)) return;
-  }
 }
 
 }  // namespace ptsave

@@ -65,6 +65,8 @@ class RangeList {
   bool read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
                    std::byte* lease) const;
   template <class Take>
+  void for_each_part(const Stretch& stretch, std::uint64_t begin, const Take& take) const;
+  template <class Take>
   void for_each_piece(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
                       const Take& take) const;
 
