@@ -59,6 +59,30 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
     return files;
   }
 
+  // kRanges of every file, without places.
+  std::vector<FileRange> ranges_of_all_files() const {
+    std::vector<FileRange> ranges;
+    for (std::size_t file = 0; file < paths_.size(); ++file) {
+      for (const auto& [offset, nbytes] : kRanges) ranges.push_back({file, offset, nbytes});
+    }
+    return ranges;
+  }
+
+  // Memory for each range, with a byte before and behind it that must not change.
+  static std::vector<std::string> fenced(const std::vector<FileRange>& ranges) {
+    std::vector<std::string> places;
+    for (const FileRange& range : ranges) places.emplace_back(range.nbytes + 2, '#');
+    return places;
+  }
+
+  void expect_filled(const std::vector<std::string>& places,
+                     const std::vector<FileRange>& ranges) const {
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      const std::string& content = contents_[ranges[i].file];
+      EXPECT_EQ(places[i], "#" + content.substr(ranges[i].offset, ranges[i].nbytes) + "#") << i;
+    }
+  }
+
   scratch::Folder folder_;
   std::vector<std::string> contents_;
   std::vector<std::string> paths_;
@@ -71,23 +95,14 @@ INSTANTIATE_TEST_SUITE_P(Places, RangeReadFrom,
 
 TEST_P(RangeReadFrom, PutsEveryByteInItsPlaceAndTouchesNoOther) {
   for (const std::size_t n_threads : {std::size_t{0}, std::size_t{1}, std::size_t{5}}) {
-    std::vector<std::string> places;
-    std::vector<FileRange> ranges;
-    for (std::size_t file = 0; file < paths_.size(); ++file) {
-      for (const auto& [offset, nbytes] : kRanges) {
-        places.emplace_back(nbytes + 2, '#');
-        ranges.push_back({file, offset, nbytes, nullptr});
-      }
-    }
+    std::vector<FileRange> ranges = ranges_of_all_files();
+    std::vector<std::string> places = fenced(ranges);
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
     }
     RangeRead read(open(), ranges);
     read.run(n_threads, [] {});
-    for (std::size_t i = 0; i < ranges.size(); ++i) {
-      const std::string& content = contents_[ranges[i].file];
-      EXPECT_EQ(places[i], "#" + content.substr(ranges[i].offset, ranges[i].nbytes) + "#") << i;
-    }
+    expect_filled(places, ranges);
   }
 }
 
@@ -125,14 +140,8 @@ class UnstagerDouble final : public Unstager {
 
 TEST_P(RangeReadFrom, SendsWhatGoesOnAndPutsTheRestInItsPlace) {
   for (const std::size_t n_threads : {std::size_t{0}, std::size_t{3}}) {
-    std::vector<std::string> places;
-    std::vector<FileRange> ranges;
-    for (std::size_t file = 0; file < paths_.size(); ++file) {
-      for (const auto& [offset, nbytes] : kRanges) {
-        places.emplace_back(nbytes + 2, '#');
-        ranges.push_back({file, offset, nbytes, nullptr});
-      }
-    }
+    std::vector<FileRange> ranges = ranges_of_all_files();
+    std::vector<std::string> places = fenced(ranges);
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       if (i % 3 == 0) {
         ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
@@ -143,10 +152,7 @@ TEST_P(RangeReadFrom, SendsWhatGoesOnAndPutsTheRestInItsPlace) {
     UnstagerDouble unstager(places);
     RangeRead(open(), ranges).run(n_threads, [] {}, &unstager);
     EXPECT_TRUE(unstager.drained);
-    for (std::size_t i = 0; i < ranges.size(); ++i) {
-      const std::string& content = contents_[ranges[i].file];
-      EXPECT_EQ(places[i], "#" + content.substr(ranges[i].offset, ranges[i].nbytes) + "#") << i;
-    }
+    expect_filled(places, ranges);
   }
 }
 
