@@ -22,9 +22,9 @@ __all__ = [
     "ID_RECORD",
     "LOADERS_RECORDS",
     "SMALL_RECORDS",
-    "_BYTE_ORDER",
     "LoadersView",
     "RecordReader",
+    "UnfilledView",
 ]
 
 _BYTE_ORDER = "byteorder"
