@@ -18,7 +18,7 @@ from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.sources.local import position_kept
 from ptsave.support.progress import progress_bar
-from ptsave.tree.containers import CONTAINERS, walk
+from ptsave.tree.containers import is_container, walk
 from ptsave.tree.names import entry_not_found
 
 __all__ = ["Comparison", "compare"]
@@ -126,11 +126,10 @@ def compare(
     """
     tolerance = _tolerance(rtol, atol)
     with position_kept(a), position_kept(b):
-        first = open_contents(a, a_storage_options)
-        is_same = b is a and b_storage_options == a_storage_options
-        second = (
-            first if is_same else open_contents(b, b_storage_options)
-        )  # a file has one position
+        first = second = open_contents(a, a_storage_options)
+        # A file object that is both sides has one position, so it is opened once.
+        if b is not a or b_storage_options != a_storage_options:
+            second = open_contents(b, b_storage_options)
         sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
         result = Comparison()
         objects = _objects(sources, result)
@@ -205,7 +204,7 @@ def _objects(
 
 def _holds_more(obj: Any) -> bool:
     """Whether something is in an object, however deep, that is no tensor."""
-    leaves = (value for value in walk(obj, attributes=False) if not isinstance(value, CONTAINERS))
+    leaves = (value for value in walk(obj, attributes=False) if not is_container(value))
     return any(not isinstance(value, Tensor) for value in leaves)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptsave.comparison.numbers import NumberDifference, Tolerance
 from ptsave.support.torch_tensors import untyped_of
-from ptsave.tree.containers import CONTAINERS, attributes_of, items_of
+from ptsave.tree.containers import attributes_of, is_container, items_of, nested_too_deep
 from ptsave.tree.paths import MAX_DEPTH
 
 __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
@@ -115,7 +115,7 @@ class EntryComparer:
                 inner = self._compare_entry(*each, depth)
                 if inner is not None:
                     if depth > MAX_DEPTH:
-                        raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
+                        raise nested_too_deep()
                     pending.append(inner)
                     break
             else:
@@ -233,7 +233,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     """Return the entries of a container by their keys; None for anything else."""
     if isinstance(value, Tensor):
         return None
-    if isinstance(value, CONTAINERS) and not isinstance(value, torch.Size):
+    if is_container(value) and not isinstance(value, torch.Size):
         parts = dict(items_of(value))
         for name, attribute in attributes_of(value).items():  # such as `_metadata`
             parts[f"__dict__.{name}" if name in parts else name] = attribute

@@ -19,6 +19,7 @@ __all__ = [
     "attributes_of",
     "is_container",
     "items_of",
+    "nested_too_deep",
     "set_attributes",
     "values_of",
     "walk",
@@ -168,3 +169,15 @@ def walk_entries(
                 break
         else:
             pending.pop()
+
+
+def nested_too_deep(file: str = "") -> ValueError:
+    """Return the error for containers below `MAX_DEPTH` levels, where they may not be left out.
+
+    Parameters
+    ----------
+    file : str, optional
+        The file that they are in.
+    """
+    where = f"{file}: " if file else ""
+    return ValueError(f"{where}containers are nested deeper than {MAX_DEPTH} levels")

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.tree.containers import attributes_of, is_container, walk_entries
+from ptsave.tree.containers import (
+    attributes_of,
+    is_container,
+    nested_too_deep,
+    walk_entries,
+)
 from ptsave.tree.paths import MAX_DEPTH, Path
 
 __all__ = ["Flattened", "flatten", "some_of"]
@@ -116,7 +121,7 @@ def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, str, Any]]:
             result.losses.append(f"{name} (it is {again} again)")
             continue
         if len(path) >= MAX_DEPTH:
-            raise ValueError(f"containers are nested deeper than {MAX_DEPTH} levels")
+            raise nested_too_deep()
         _remark_on_metadata(value, name, result)
         if not len(value):
             result.losses.append(f"{name} (an empty {type(value).__name__})")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ptsave.errors import EntryNotFoundError
-from ptsave.tree.containers import is_container, walk_entries
+from ptsave.tree.containers import is_container, nested_too_deep, walk_entries
 from ptsave.tree.paths import MAX_DEPTH, Path, dotted
 from ptsave.tree.tree import EntryTree
 
@@ -137,7 +137,7 @@ def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", (*path, key), value
         elif is_inner and again is None and len(path) >= MAX_DEPTH:
-            raise ValueError(f"{file}: containers are nested deeper than {MAX_DEPTH} levels")
+            raise nested_too_deep(file)
 
 
 def _paths_to(obj: Any, name: str) -> Iterator[Path]:
