@@ -68,22 +68,25 @@ def command(
         except Exception as error:
             codes.append(FAILED)
             report_error(ctx, error)
-    nbytes = sum(map(_nbytes_of, found))
+    sizes = [_sizes_of(checkpoints) for checkpoints in found]
+    nbytes = sum(sum(map(sum, each)) for each in sizes)
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
-        for checkpoints in found:
-            codes.append(_verify_all(ctx, checkpoints, list_all, progress_from(bar, done)))
-            done += _nbytes_of(checkpoints)
+        for checkpoints, own in zip(found, sizes, strict=True):
+            codes.append(_verify_all(ctx, checkpoints, own, list_all, progress_from(bar, done)))
+            done += sum(map(sum, own))
     ctx.exit(max(codes))
 
 
-def _nbytes_of(found: CheckpointFiles) -> int:
-    return sum(_file_nbytes(files, path) for files in found.sets for path in files.paths)
+def _sizes_of(found: CheckpointFiles) -> list[list[int]]:
+    """Return the size of each file of each set: of a remote one it is asked once."""
+    return [[_file_nbytes(files, path) for path in files.paths] for files in found.sets]
 
 
 def _verify_all(
     ctx: click.Context,
     checkpoints: CheckpointFiles,
+    sizes: list[list[int]],
     list_all: bool,
     progress: ProgressCallback | None,
 ) -> int:
@@ -91,9 +94,9 @@ def _verify_all(
     codes = [0]
     problems = [Problem(text) for text in checkpoints.problems]
     done = 0
-    for files in checkpoints.sets:
+    for files, file_sizes in zip(checkpoints.sets, sizes, strict=True):
         shards = []
-        for path in files.paths:
+        for path, nbytes in zip(files.paths, file_sizes, strict=True):
             try:
                 found = verify_file(
                     path, progress_from(progress, done), storage_options=files.storage_options
@@ -105,7 +108,7 @@ def _verify_all(
                 shards.append(found)
                 codes.append(NEGATIVE if found.problems else 0)
                 _print(ctx, found, list_all)
-            done += _file_nbytes(files, path)
+            done += nbytes
         problems += compare_with_index(files, shards)
     for problem in problems:
         click.echo(f"{printable(checkpoints.path)}: DAMAGED: {printable(problem.reason)}")
