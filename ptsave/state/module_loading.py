@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ class StateDictPart:
             self._groups = _group(self.entries, self.prefix)
             self._grouped_at = foreign_runs
         return self._groups
+
+    def own_entries(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of the module's own entries that are there, by their names in it."""
+        entries, prefix = self.entries, self.prefix
+        return {name: entries[prefix + name] for name in names if prefix + name in entries}
 
     def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
         """Return the entries under `child_prefix`: a new dict, in this one's order."""
@@ -248,12 +253,12 @@ class Loading:
         plainly: bool,
     ) -> None:
         """Let torch's code load the module, after showing the entries it passes to others' code."""
-        entries, prefix = part.entries, part.prefix
         names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
-        seen = {prefix + name: entries[prefix + name] for name in names if prefix + name in entries}
+        found = part.own_entries(names)
+        seen = {part.prefix + name: entry for name, entry in found.items()}
         # Only where all values are there is nothing to be read first, whatever the metadata says.
         plainly &= self.assign
-        plainly &= all(are_plain(own.get(key[len(prefix) :]), seen[key]) for key in seen)
+        plainly &= all(are_plain(own.get(name), entry) for name, entry in found.items())
         if seen and not plainly:
             self._show(seen)
         elif seen:
@@ -404,8 +409,8 @@ class Checking(Loading):
         **_: Any,
     ) -> None:
         """Compare keys and shapes; other errors appear only when torch's code really runs."""
-        entries, prefix = part.entries, part.prefix
-        found = {name: entries[prefix + name] for name in own if prefix + name in entries}
+        prefix = part.prefix
+        found = part.own_entries(own)
         self.missing += [prefix + name for name in own if name not in found]
         for name, entry in found.items():
             if not is_tensor_like(entry):
