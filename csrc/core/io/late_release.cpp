@@ -60,10 +60,10 @@ class Releases {
   Releases() {
     static_cast<void>(std::atexit([] { instance().finish(); }));
     // A child would hold the files as long as it lives.
-    const auto unlock = [] { instance().mutex_.unlock(); };
-    if (::pthread_atfork([] { instance().lock_when_idle(); }, unlock, unlock) != 0) {
-      throw std::bad_alloc();
-    }
+    const auto prepare = [] { instance().lock_when_idle(); };
+    const auto in_parent = [] { instance().mutex_.unlock(); };
+    const auto in_child = [] { instance().begin_child(); };
+    if (::pthread_atfork(prepare, in_parent, in_child) != 0) throw std::bad_alloc();
   }
 
   bool ensure_running() {
@@ -83,6 +83,12 @@ class Releases {
       if (n_pending_.load() == 0) return;
       mutex_.unlock();
     }
+  }
+
+  // The parent's thread is not here, though it may have had no time to say that it ends.
+  void begin_child() {
+    is_running_ = false;
+    mutex_.unlock();
   }
 
   void run() {

@@ -7,8 +7,13 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
+#include <functional>
+#include <set>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "common/scratch.h"
 #include "core/base/error.h"
@@ -36,6 +41,27 @@ class ReplacedFile : public testing::Test {
 };
 
 bool is_open(int fd) { return ::fcntl(fd, F_GETFD) >= 0; }
+
+// A file of the fixture's size over the one at `path`.
+void replace(const std::string& path) {
+  AtomicFile file(path, path);
+  file.file().write_at(0, std::string(kLargeNbytes, 'y').data(), kLargeNbytes);
+  file.commit(false);
+}
+
+// Runs `action` in a forked process that is killed when it takes too long; returns what wait says.
+int in_child(const std::function<void()>& action) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr unsigned kMaxSeconds = 120;
+    ::alarm(kMaxSeconds);
+    action();
+    std::_Exit(testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  return status;
+}
 
 TEST_F(ReplacedFile, IsLetGoOfInTheEnd) {
   Descriptor held = hold();
@@ -69,9 +95,7 @@ TEST_F(ReplacedFile, IsNeitherALinkNorADirectory) {
 
 TEST_F(ReplacedFile, IsNotHeldByAChild) {
   for (int i = 0; i < 20; ++i) {
-    AtomicFile file(path_, path_);
-    file.file().write_at(0, std::string(kLargeNbytes, 'y').data(), kLargeNbytes);
-    file.commit(false);
+    replace(path_);
     const pid_t child = ::fork();
     if (child == 0) ::_exit(static_cast<int>(n_removed_files_open()));
     int status = 0;
@@ -80,11 +104,56 @@ TEST_F(ReplacedFile, IsNotHeldByAChild) {
   }
 }
 
+TEST_F(ReplacedFile, IsLetGoOfByAChildsOwnThread) {
+  for (int i = 0; i < 50; ++i) {
+    replace(path_);
+    finish_releases();  // and the thread is about to end
+    ASSERT_EQ(in_child([&] {
+                replace(path_);
+                finish_releases();
+                EXPECT_EQ(n_removed_files_open(), 0U);
+              }),
+              0);
+  }
+}
+
+TEST_F(ReplacedFile, IsLetGoOfByWhicheverThreadReplacesIt) {
+  const auto replace_often = [&](const std::string& path) {
+    for (int i = 0; i < 5; ++i) replace(path);
+  };
+  std::vector<std::thread> threads;
+  threads.reserve(4);
+  for (const char* name : {"model.pt", "model.pt", "a.pt", "b.pt"}) {
+    threads.emplace_back(replace_often, folder_ / name);
+  }
+  // Children end at once: they see no more than they have to.
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(in_child([] { finish_releases(); }), 0);
+  for (std::thread& thread : threads) thread.join();
+  finish_releases();
+  EXPECT_EQ(n_removed_files_open(), 0U);
+  EXPECT_EQ(folder_.names(), (std::set<std::string>{"a.pt", "b.pt", "model.pt"}));
+}
+
+TEST_F(ReplacedFile, IsLetGoOfByWhicheverProcessReplacesIt) {
+  std::vector<pid_t> children;
+  for (const char* name : {"model.pt", "model.pt", "other.pt"}) {
+    children.push_back(::fork());
+    if (children.back() != 0) continue;
+    for (int i = 0; i < 5; ++i) replace(folder_ / name);
+    finish_releases();
+    std::_Exit(static_cast<int>(n_removed_files_open()));
+  }
+  for (const pid_t child : children) {
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(folder_.names(), (std::set<std::string>{"model.pt", "other.pt"}));
+}
+
 TEST_F(ReplacedFile, DoesNotQueueUpWithoutBound) {
   for (int i = 0; i < 12; ++i) {
-    AtomicFile file(path_, path_);
-    file.file().write_at(0, std::string(kLargeNbytes, 'y').data(), kLargeNbytes);
-    file.commit(false);
+    replace(path_);
     EXPECT_LE(n_removed_files_open(), 4U);
   }
   finish_releases();
