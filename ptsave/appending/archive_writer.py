@@ -38,7 +38,9 @@ from ptsave.writing.targets import (
 __all__ = ["ArchiveWriter"]
 
 _SLACK_NBYTES = 64 << 10  # of chunks that come from accelerators: see writing/targets.py
-_ROOM_NBYTES = 4 << 20  # reserved at once, for many small entries
+# Reserved at once, if that is no more than a quarter of the budget: to look at the system's memory
+# takes longer than to copy an entry.
+_ROOM_NBYTES = 128 << 20
 _FORKED = (
     "this process was forked while the archive was being written: only the parent process can add "
     "to it"
@@ -224,7 +226,10 @@ class ArchiveWriter:
         batch = self._queue.begin(nbytes)
         if batch is not None:
             return batch
-        wanted = max(nbytes, min(_ROOM_NBYTES, self._max_nbytes or _ROOM_NBYTES))
+        room_nbytes = _ROOM_NBYTES
+        if self._max_nbytes is not None:
+            room_nbytes = min(room_nbytes, self._max_nbytes // 4)
+        wanted = max(nbytes, room_nbytes)
         for each in {wanted: None, nbytes: None}:  # without a second look if they are the same
             reservation = self._reserve_now(each)
             if reservation is not None:

@@ -1,7 +1,7 @@
 """Batches of entries on their way to the file, and the thread that writes them.
 
 A batch collects entries while the one before is written, so that many small ones become one large
-write; it goes out as soon as it has some MiB, or after a moment.  The thread exists while there is
+write; it goes out when it is large, or after a moment.  The thread exists while there is
 work, and a moment longer.
 """
 
@@ -18,8 +18,9 @@ from ptsave.support.threads import PAUSE, Thread
 
 __all__ = ["Batch", "BatchQueue"]
 
-_ENOUGH_NBYTES = 16 << 20  # not worth waiting for more
-_MAX_NBYTES = 128 << 20  # of a batch, beyond which another one begins
+# A batch of this size is not kept waiting, and another one begins.  Below it a burst of entries, as
+# of one step of a training, is only copied: to write beside it would take its cores.
+_MAX_NBYTES = 128 << 20
 _MAX_AGE = 0.05  # seconds that a small batch waits for more
 _LINGER = 0.2  # seconds without work after which the thread ends
 _SLAB_NBYTES = 32 << 20
@@ -118,7 +119,7 @@ class BatchQueue:
             self._is_filling = False
             batch = self._batches[-1]
             if self._thread is not None:
-                if batch.nbytes >= _ENOUGH_NBYTES or batch.n_entries <= 1 or self._is_urgent:
+                if batch.nbytes >= _MAX_NBYTES or batch.n_entries <= 1 or self._is_urgent:
                     self._changed.notify_all()
                 return
             thread = self._thread = Thread(self._run, "ptsave-appending")
@@ -209,7 +210,7 @@ class BatchQueue:
             return 0
         if self._is_filling:
             return PAUSE
-        if batch.nbytes >= _ENOUGH_NBYTES or self._is_urgent:
+        if batch.nbytes >= _MAX_NBYTES or self._is_urgent:
             return 0
         return batch.due - time.monotonic()
 
