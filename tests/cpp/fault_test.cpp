@@ -24,6 +24,7 @@
 #include "core/io/late_release.h"
 #include "core/io/system.h"
 #include "core/read/reader.h"
+#include "core/write/appended_archive.h"
 #include "core/write/packed_body.h"
 #include "core/write/source_stager.h"
 #include "core/write/staged_chunks.h"
@@ -600,6 +601,88 @@ TEST_P(ConversionFaults, LeaveNothingOrAWholeFile) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, ConversionFaults, testing::Bool(),
+                         [](const auto& each) { return each.param ? "Direct" : "Buffered"; });
+
+// -------------------------------------------------------------------------------- growing archives
+
+// Two batches and the end; a batch that fails is appended again.  Returns how many calls failed.
+int grow(const std::string& path, bool direct) {
+  const std::vector<archive_fixture::Record> records = contents();
+  std::vector<RecordSpec> first;
+  std::vector<RecordSpec> second;
+  for (const auto& record : records) {
+    first.push_back({record.name, record.data.size()});
+    second.push_back({"again-" + record.name, record.data.size()});
+  }
+  const Payloads payloads = [&](std::size_t i) {
+    return std::as_bytes(std::span(records[i].data)).data();
+  };
+  const WriteOptions options{true, 2, 4096};
+  AppendedArchive archive({path, path}, "archive", 64);
+  int n_failed = 0;
+  for (const auto* specs : {&first, &second}) {
+    try {
+      archive.append(*specs, payloads, direct, options, kNoPoll);
+    } catch (const IoError&) {
+      ++n_failed;
+      archive.append(*specs, payloads, direct, options, kNoPoll);
+    }
+  }
+  archive.sync();
+  archive.close("pickle", "little", true, true);
+  return n_failed;
+}
+
+class GrowingFaults : public testing::TestWithParam<bool> {};
+
+TEST_P(GrowingFaults, ABatchThatFailedCanBeRepeated) {
+  const Folder folder;
+  grow(folder / "expected", false);
+  const std::string expected = scratch::read_file(folder / "expected");
+  ::unlink((folder / "expected").c_str());
+  const std::string path = folder / "target";
+  for (const int errnum : {EIO, ENOSPC}) {
+    bool happened = true;
+    for (int n = 1; happened; ++n) {
+      ::unlink(path.c_str());
+      const Injection injection({errnum, nullptr, false, {}}, n);
+      bool failed = false;
+      try {
+        grow(path, GetParam());
+      } catch (const IoError& error) {
+        failed = true;
+        EXPECT_EQ(error.errnum(), errnum) << injection.call();
+      }
+      happened = injection.happened();
+      const bool is_there = !failed || injection.after_rename();
+      if (injection.call() != "unlinkat") {
+        EXPECT_EQ(folder.names(), is_there ? Names{"target"} : Names{}) << injection.call();
+      }
+      if (is_there) {
+        EXPECT_TRUE(scratch::read_file(path) == expected) << injection.call();
+      }
+    }
+  }
+}
+
+TEST_P(GrowingFaults, ShortTransfersAreContinued) {
+  const Folder folder;
+  grow(folder / "expected", false);
+  const std::string expected = scratch::read_file(folder / "expected");
+  for (const auto cut : {&one, &half}) {
+    const Injection injection({0, cut, true, "pread"}, 1);
+    grow(folder / "target", GetParam());
+    EXPECT_TRUE(scratch::read_file(folder / "target") == expected);
+  }
+  for (int n = 1;; ++n) {
+    const Injection injection({0, &half, false, {}}, n);
+    grow(folder / "target", false);
+    EXPECT_TRUE(scratch::read_file(folder / "target") == expected);
+    if (!injection.happened()) break;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, GrowingFaults, testing::Bool(),
                          [](const auto& each) { return each.param ? "Direct" : "Buffered"; });
 
 }  // namespace
