@@ -349,7 +349,8 @@ class Reader(StorageSource):
     def payload_offset(self, record: int) -> int: ...
     def read(self, record: int, *, verify: bool) -> bytes: ...
     # The next two do not touch storages that the others have made, and are safe for concurrent use.
-    # No record twice; no targets: nothing is kept.
+    # No record twice; no targets: nothing is kept.  Targets are in CPU memory or on accelerators
+    # that can_stage().
     def read_records(
         self,
         records: list[int],
@@ -357,6 +358,7 @@ class Reader(StorageSource):
         *,
         n_threads: int,
         verify: bool,
+        max_pinned_nbytes: int,
     ) -> list[DamagedRecord]: ...
     def read_range(self, offset: int, target: torch.Tensor, *, n_threads: int) -> None: ...
     # (number, name, payload offset, location) of each record; the location is that of the storage
@@ -447,9 +449,13 @@ def read_ranges(
     progress: Progress,
 ) -> None: ...
 
-# Copies the bytes of a contiguous CPU tensor to one of that size that can_stage() on its device.
-def copy_to_device(
-    source: torch.Tensor, target: torch.Tensor, *, n_threads: int, max_pinned_nbytes: int
+# Copies the bytes of contiguous CPU tensors to ones of that size on devices that can_stage():
+# (source, target).  Sources do not overlap.
+def copy_to_devices(
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    n_threads: int,
+    max_pinned_nbytes: int,
 ) -> None: ...
 
 # How many hold the storage in C++; its Python object is one of them.

@@ -66,20 +66,22 @@ void read_ranges(const std::vector<std::pair<int, std::string>>& files,
   without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
 }
 
-// target.copy_(source) of as many bytes, from CPU memory to an accelerator.
-void copy_to_device(const py::handle& source, const py::handle& target, std::size_t n_threads,
-                    std::size_t max_pinned_nbytes) {
-  const at::Tensor from = unpack_bytes_of(source);
-  const at::Tensor to = unpack_bytes_of(target);
-  if (!from.is_cpu() || from.nbytes() != to.nbytes()) {
-    throw py::type_error("expected a source in CPU memory, as large as its target");
+// target.copy_(source) of as many bytes, from CPU memory to an accelerator, for each (source,
+// target).
+void copy_to_devices(const std::vector<std::pair<py::object, py::object>>& pairs,
+                     std::size_t n_threads, std::size_t max_pinned_nbytes) {
+  std::vector<ToAccelerator> copies;
+  copies.reserve(pairs.size());
+  for (const auto& [source, target] : pairs) {
+    const at::Tensor& from = unpack_bytes_of(source);
+    const at::Tensor& to = unpack_bytes_of(target);
+    if (!from.is_cpu() || from.nbytes() != to.nbytes()) {
+      throw py::type_error("expected a source in CPU memory, as large as its target");
+    }
+    copies.push_back({from, to});
   }
-  std::vector<ByteSource> sources;
-  sources.emplace_back(static_cast<const std::byte*>(from.const_data_ptr()), from.nbytes(),
-                       "memory");
-  RangeTargets read(std::move(sources), {{0, 0, to}});
-  const Poll poll = make_poll([&] { return read.nbytes_read(); }, py::none());
-  without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
+  const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+  without_gil([&] { copy_to_accelerators(copies, n_threads, max_pinned_nbytes, poll); });
 }
 
 py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
@@ -116,7 +118,7 @@ void bind_ranges(py::module_& module) {
   module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
              py::arg("n_threads"), py::arg("direct"), py::arg("max_pinned_nbytes"),
              py::arg("progress"));
-  module.def("copy_to_device", &copy_to_device, py::arg("source"), py::arg("target"), py::kw_only(),
+  module.def("copy_to_devices", &copy_to_devices, py::arg("copies"), py::kw_only(),
              py::arg("n_threads"), py::arg("max_pinned_nbytes"));
   module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
              py::arg("offset"), py::arg("nbytes"));

@@ -24,6 +24,7 @@
 #include "core/read/scatter.h"
 #include "pickle/in/unpickler.h"
 #include "storage/archive_storages.h"
+#include "storage/record_targets.h"
 
 namespace py = pybind11;
 
@@ -121,15 +122,17 @@ class Reader final : public StorageSource {
   // Without targets, only checks.  Else target k, of bytes, gets records[k]; no record comes twice.
   std::vector<DamagedRecord> read_records(const std::vector<std::size_t>& records,
                                           const std::vector<py::object>& targets,
-                                          std::size_t n_threads, bool verify) const {
+                                          std::size_t n_threads, bool verify,
+                                          std::size_t max_pinned_nbytes) const {
     for (const std::size_t i : records) checked(i);
-    std::vector<std::span<std::byte>> memory;
-    memory.reserve(targets.size());
-    for (const py::object& target : targets) memory.push_back(writable_bytes(target));
-    const std::vector<Destination> destinations = whole_payloads(index(), records, memory);
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(targets.size());
+    for (const py::object& target : targets) tensors.push_back(unpack_bytes_of(target));
     const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
-    return without_gil(
-        [&] { return reader_->read_records(records, destinations, n_threads, verify, poll); });
+    return without_gil([&] {
+      return ptsave::read_records(*reader_, records, tensors, n_threads, verify, max_pinned_nbytes,
+                                  poll);
+    });
   }
   void read_range(std::uint64_t offset, const py::handle& target, std::size_t n_threads) const {
     const std::span<std::byte> memory = writable_bytes(target);
@@ -256,7 +259,7 @@ void bind_reading(py::module_& module) {
       .def("payload_offset", &Reader::payload_offset, py::arg("record"))
       .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))
       .def("read_records", &Reader::read_records, py::arg("records"), py::arg("targets"),
-           py::kw_only(), py::arg("n_threads"), py::arg("verify"))
+           py::kw_only(), py::arg("n_threads"), py::arg("verify"), py::arg("max_pinned_nbytes"))
       .def("read_range", &Reader::read_range, py::arg("offset"), py::arg("target"), py::kw_only(),
            py::arg("n_threads"))
       .def("places", &Reader::places)

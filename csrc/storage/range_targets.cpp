@@ -7,6 +7,13 @@
 #include "device/bytes.h"
 
 namespace ptsave {
+namespace {
+
+const std::byte* begin_of(const at::Tensor& tensor) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr());
+}
+
+}  // namespace
 
 RangeTargets::RangeTargets(std::vector<ByteSource> files, const std::vector<TensorRange>& ranges)
     : read_(std::move(files), file_ranges(ranges)) {}
@@ -33,6 +40,26 @@ void RangeTargets::run(std::size_t n_threads, std::size_t max_pinned_nbytes, con
       AcceleratorUnstager::n_leases(n_threads, max_pinned_nbytes / RangeRead::kLeaseNbytes);
   AcceleratorUnstager unstager(targets_, RangeRead::kLeaseNbytes, n_leases);
   read_.run(std::min(n_threads, n_leases), poll, &unstager);
+}
+
+void copy_to_accelerators(const std::vector<ToAccelerator>& copies, std::size_t n_threads,
+                          std::size_t max_pinned_nbytes, const Poll& poll) {
+  if (copies.empty()) return;
+  // One file, whose bytes between the sources nobody reads.
+  const std::byte* begin = begin_of(copies.front().source);
+  const std::byte* end = begin;
+  for (const ToAccelerator& copy : copies) {
+    begin = std::min(begin, begin_of(copy.source));
+    end = std::max(end, begin_of(copy.source) + copy.source.nbytes());
+  }
+  std::vector<ByteSource> memory;
+  memory.emplace_back(begin, static_cast<std::uint64_t>(end - begin), "memory");
+  std::vector<TensorRange> ranges;
+  ranges.reserve(copies.size());
+  for (const ToAccelerator& copy : copies) {
+    ranges.push_back({0, static_cast<std::uint64_t>(begin_of(copy.source) - begin), copy.target});
+  }
+  RangeTargets(std::move(memory), ranges).run(n_threads, max_pinned_nbytes, poll);
 }
 
 }  // namespace ptsave

@@ -39,4 +39,14 @@ class RangeTargets {
   RangeRead read_;
 };
 
+// Copies the bytes of contiguous tensors in CPU memory to contiguous tensors of as many on
+// accelerators, as RangeTargets::run() does: what is near each other crosses the bus together.
+// std::invalid_argument if sources overlap.
+struct ToAccelerator {
+  at::Tensor source;
+  at::Tensor target;
+};
+void copy_to_accelerators(const std::vector<ToAccelerator>& copies, std::size_t n_threads,
+                          std::size_t max_pinned_nbytes, const Poll& poll);
+
 }  // namespace ptsave

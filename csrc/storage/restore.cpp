@@ -26,24 +26,48 @@ bool convert_alike(c10::ScalarType from, c10::ScalarType to) {
          !c10::isIntegralType(to, /*includeBool=*/true);
 }
 
-// The source's values on the target's device, if that is an accelerator and this takes no
-// rearranging; else the source itself.
-at::Tensor moved(const at::Tensor& source, const at::Tensor& target,
-                 const Restore::Options& options, const Poll& poll) {
-  const c10::Device device = target.device();
-  const bool is_large = source.nbytes() >= kMinPinnedNbytes;
-  if (!is_large || !convert_alike(source.scalar_type(), target.scalar_type()) ||
-      !source.is_contiguous() || source.is_conj() || source.is_neg() ||
-      !SideStreams::are_supported(device)) {
-    return source;
+// Whether a source may cross the bus as it is, to be converted on the target's device.
+bool crosses_as_it_is(const at::Tensor& source, const at::Tensor& target) {
+  return source.defined() && source.is_cpu() && source.nbytes() > 0 &&
+         SideStreams::are_supported(target.device()) &&
+         convert_alike(source.scalar_type(), target.scalar_type()) && source.is_contiguous() &&
+         !source.is_conj() && !source.is_neg();
+}
+
+// Numbers of tensors, in the order of their addresses; of those that overlap the first.
+void sort_apart(std::vector<std::size_t>& numbers, const std::vector<at::Tensor>& tensors) {
+  const auto begin_of = [&](std::size_t i) {
+    return static_cast<const std::byte*>(tensors[i].const_data_ptr());
+  };
+  std::ranges::sort(numbers, {}, begin_of);
+  const std::byte* end = nullptr;
+  std::erase_if(numbers, [&](std::size_t i) {
+    const bool overlaps = end != nullptr && begin_of(i) < end;
+    if (!overlaps) end = begin_of(i) + tensors[i].nbytes();
+    return overlaps;
+  });
+}
+
+// Puts the values of sources that are to be converted on an accelerator there, unless there are few
+// of them.  They cross the bus together, in chunks of page-locked memory.
+void move_sources(std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& targets,
+                  const Restore::Options& options, const Poll& poll) {
+  std::vector<std::size_t> numbers;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    if (crosses_as_it_is(sources[i], targets[i])) numbers.push_back(i);
   }
-  at::Tensor there = at::empty(source.sizes(), source.options().device(device));
-  std::vector<ByteSource> memory;
-  memory.emplace_back(static_cast<const std::byte*>(source.const_data_ptr()), source.nbytes(),
-                      "memory");
-  RangeTargets targets(std::move(memory), {{0, 0, there}});
-  targets.run(options.n_threads, options.max_pinned_nbytes, poll);
-  return there;
+  sort_apart(numbers, sources);
+  std::uint64_t nbytes = 0;
+  for (const std::size_t i : numbers) nbytes += sources[i].nbytes();
+  if (nbytes < kMinPinnedNbytes) return;
+  std::vector<ToAccelerator> copies;
+  copies.reserve(numbers.size());
+  for (const std::size_t i : numbers) {
+    const at::TensorOptions there = sources[i].options().device(targets[i].device());
+    copies.push_back({sources[i], at::empty(sources[i].sizes(), there)});
+  }
+  copy_to_accelerators(copies, options.n_threads, options.max_pinned_nbytes, poll);
+  for (std::size_t k = 0; k < numbers.size(); ++k) sources[numbers[k]] = copies[k].target;
 }
 
 }  // namespace
@@ -154,15 +178,19 @@ std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& 
     auto end = begin;
     for (; end != others.end() && nbytes < kBatchNbytes; ++end) {
       const std::optional<std::size_t> record = copies_[*end].record;
-      if (!record || is_filled_[*record]) continue;
+      if (!record || is_filled_[*record]) {
+        nbytes += copies_[*end].target.nbytes();
+        continue;
+      }
       destinations.push_back(own_storage(*record));
       nbytes += destinations.back().nbytes;
       is_filled_[*record] = true;
     }
     std::vector<DamagedRecord> damaged = fill(destinations, options, poll);
     if (!damaged.empty()) return damaged;
-    for (; begin != end; ++begin) {
-      copy(copies_[*begin], options, poll);
+    std::vector<at::Tensor> sources = sources_of({begin, end}, options, poll);
+    for (auto source = sources.begin(); begin != end; ++begin, ++source) {
+      copy(copies_[*begin], std::exchange(*source, at::Tensor()), options, poll);
       const std::optional<std::size_t> record = copies_[*begin].record;
       if (record && --n_uses[*record] == 0 && !stays[*record]) {
         reader_.discard(*record);
@@ -173,17 +201,34 @@ std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& 
   return {};
 }
 
-void Restore::copy(const TensorCopy& copy, const Options& options, const Poll& poll) {
+// The sources of copies that have records.
+std::vector<at::Tensor> Restore::sources_of(std::span<const std::size_t> batch,
+                                            const Options& options, const Poll& poll) const {
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> targets;
+  for (const std::size_t i : batch) {
+    const TensorCopy& copy = copies_[i];
+    sources.push_back(copy.record ? copy.source_in(storage_of_(*copy.record)) : at::Tensor());
+    targets.push_back(copy.target);
+  }
+  // A target in host memory may be the source of a later copy, which moves that when it is made.
+  if (std::ranges::none_of(targets, [](const at::Tensor& target) { return target.is_cpu(); })) {
+    move_sources(sources, targets, options, poll);
+  }
+  return sources;
+}
+
+void Restore::copy(const TensorCopy& copy, at::Tensor source, const Options& options,
+                   const Poll& poll) {
   const at::NoGradGuard no_grad;
   if (!copy.record) {
     copy.target.copy_(copy.source);
     return;
   }
-  const at::Tensor source = copy.source_in(storage_of_(*copy.record));
-  // What is to be converted crosses the bus as it is, in chunks of page-locked memory.
-  const at::Tensor there = moved(source, copy.target, options, poll);
+  std::vector<at::Tensor> sources{std::move(source)};
+  move_sources(sources, {copy.target}, options, poll);
   has_changed_[*copy.record] = true;
-  copy.target.copy_(there);
+  copy.target.copy_(sources.front());
 }
 
 std::vector<std::size_t> Restore::changed() const {

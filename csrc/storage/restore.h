@@ -56,7 +56,9 @@ class Restore {
                                          const Options& options, const Poll& poll);
   std::vector<DamagedRecord> copy_others(const std::vector<std::size_t>& others,
                                          const Options& options, const Poll& poll);
-  void copy(const TensorCopy& copy, const Options& options, const Poll& poll);
+  std::vector<at::Tensor> sources_of(std::span<const std::size_t> batch, const Options& options,
+                                     const Poll& poll) const;
+  void copy(const TensorCopy& copy, at::Tensor source, const Options& options, const Poll& poll);
   Destination own_storage(std::size_t record) const;
 
   ArchiveReader& reader_;

@@ -6,7 +6,7 @@ Storages are placed on devices by torch's rules, asked once for each location, b
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +23,21 @@ from ptsave.support.torch_serialization import location_rules, restore_location
 from ptsave.support.user_warnings import warn_user
 
 __all__ = [
+    "MIN_PINNED_NBYTES",
     "Placement",
     "accelerator_of",
     "convert_alike",
     "fill",
     "may_reach_accelerator",
+    "memory_for",
     "to_device",
+    "to_devices",
     "verifies_storages",
 ]
 
 _ID_N_DIGITS = 20  # of names, and then of checksums
 _CPU = torch.device("cpu")
-_MIN_PINNED_NBYTES = 1 << 20  # below this threads and streams cost more than they save
+MIN_PINNED_NBYTES = 1 << 20  # below this threads and streams cost more than they save
 
 
 def verifies_storages(reader: RecordReader) -> bool:
@@ -112,25 +115,45 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
     What is large goes from CPU memory to an accelerator in chunks of page-locked memory.
     """
-    is_bytes = (
+    (result,) = to_devices([tensor], [torch.device(device)])
+    return result
+
+
+def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return each tensor on its device, as :func:`to_device` does; small ones cross together."""
+    results: list[Tensor | None] = [None] * len(tensors)
+    if sum(tensor.nbytes for tensor in tensors if _is_bytes(tensor)) >= MIN_PINNED_NBYTES:
+        results = [memory_for(*pair) for pair in zip(tensors, devices, strict=True)]
+    copies = [(t, there) for t, there in zip(tensors, results, strict=True) if there is not None]
+    if copies:
+        limits = config.current()
+        _C.copy_to_devices(
+            copies, n_threads=limits.n_readers, max_pinned_nbytes=limits.max_pinned_nbytes
+        )
+    return [
+        tensor.to(device) if there is None else there
+        for tensor, device, there in zip(tensors, devices, results, strict=True)
+    ]
+
+
+def memory_for(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """Return memory on an accelerator for the bytes of a CPU tensor; None if it needs more."""
+    if not _is_bytes(tensor):
+        return None
+    target = torch.empty(0, device=device).device
+    return torch.empty_like(tensor, device=target) if _C.can_stage(target) else None
+
+
+def _is_bytes(tensor: Tensor) -> bool:
+    return (
         type(tensor) is Tensor
         and tensor.device == _CPU
         and not tensor.requires_grad
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
+        and tensor.numel() > 0
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-    if not is_bytes or tensor.nbytes < _MIN_PINNED_NBYTES:
-        return tensor.to(device)
-    target = torch.empty(0, device=device).device
-    if not _C.can_stage(target):
-        return tensor.to(device)
-    result = torch.empty_like(tensor, device=target)
-    limits = config.current()
-    _C.copy_to_device(
-        tensor, result, n_threads=limits.n_readers, max_pinned_nbytes=limits.max_pinned_nbytes
-    )
-    return result
 
 
 def convert_alike(source: torch.dtype, target: torch.dtype) -> bool:

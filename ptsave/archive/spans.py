@@ -50,7 +50,8 @@ class Span:
     begin : int
         Offset of the part in the payload, in bytes.
     target : torch.Tensor
-        Contiguous uint8 in CPU memory, as long as the part.
+        Contiguous uint8 as long as the part, in CPU memory; `EngineSpans` fills whole records on
+        accelerators, too.
     """
 
     record: int
@@ -163,7 +164,11 @@ class EngineSpans:
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         try:
             damaged = self._engine.read_records(
-                list(records), [], n_threads=self._reader.limits.n_readers, verify=verify
+                list(records),
+                [],
+                n_threads=self._reader.limits.n_readers,
+                verify=verify,
+                max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
             )
         except (_C.FormatError, OSError) as error:
             if len(records) > 1:  # which stops at the first
@@ -185,7 +190,11 @@ class EngineSpans:
 
     def _transfer(self, records: list[int], targets: list[Tensor], *, verify: bool) -> None:
         damaged = self._engine.read_records(
-            records, targets, n_threads=self._reader.limits.n_readers, verify=verify
+            records,
+            targets,
+            n_threads=self._reader.limits.n_readers,
+            verify=verify,
+            max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
         )
         if damaged:
             raise damage_of(self._reader, damaged)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptsave.archive.filling import to_device
 from ptsave.archive.recovery import recovered
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
@@ -148,8 +147,11 @@ class Archive:
             If the data is damaged.
         """
         contents, tensor = self._contents, self._tensor(name)
-        (result,) = contents.read([tensor], self._verify if verify is None else verify)
-        return result if device is None else to_device(result, device)
+        verify = self._verify if verify is None else verify
+        if device is not None:
+            return contents.read_to(torch.device(device), tensor, verify)
+        (result,) = contents.read([tensor], verify)
+        return result
 
     def get_slice(self, name: str | Path, *, verify: bool | None = None) -> TensorSlice:
         """Return a stand-in for a tensor whose parts are read when it is indexed.

@@ -13,8 +13,9 @@ from torch.nn import Parameter
 
 from ptsave.archive.checks import find_damage
 from ptsave.archive.damage import damage_of
+from ptsave.archive.filling import MIN_PINNED_NBYTES, memory_for, to_device
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import ArchiveSpans, Span, spans_of
+from ptsave.archive.spans import ArchiveSpans, EngineSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
 from ptsave.archive.weights_only import raise_with_advice
@@ -69,12 +70,13 @@ class Contents(Protocol):
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
+    def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor: ...
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor: ...
     def verify(self, *, progress: bool) -> None: ...
 
 
 class OneFile:
-    """The parts of a single file: itself."""
+    """The parts of a single file, which is itself; its tensors go to devices once they are read."""
 
     @property
     def parts(self: Contents) -> Sequence[Contents]:
@@ -82,6 +84,13 @@ class OneFile:
 
     def by_part(self: Contents, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
         return [(self, tensors)]
+
+    def read_to(
+        self: Contents, device: torch.device, tensor: Tensor, verify: bool | None
+    ) -> Tensor:
+        """Read a tensor and return it on a device."""
+        (values,) = self.read([tensor], verify)
+        return to_device(values, device)
 
 
 class UnreadContents(OneFile):
@@ -153,6 +162,19 @@ class UnreadContents(OneFile):
                 as_saved(tensor, view_as(storages[number], tensor, offset, tensor.stride()))
             )
         return result
+
+    def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
+        number, engine = self.reader.engine.record_of(tensor), self.reader.engine
+        if (
+            number is not None
+            and engine.record(number).nbytes == tensor.nbytes >= MIN_PINNED_NBYTES
+            and isinstance(self._spans, EngineSpans)
+            and (there := memory_for(tensor, device)) is not None
+        ):
+            target = there.view(-1).view(torch.uint8)
+            self._spans.read([Span(number, 0, target)], verify=verify)
+            return there
+        return super().read_to(device, tensor, verify)
 
     def can_read_packed(self, tensors: list[Tensor]) -> bool:
         """Whether each of these tensors has a record of its own."""

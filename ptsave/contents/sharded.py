@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ptsave.contents.contents import Contents, Place
@@ -63,6 +64,10 @@ class ShardedContents:
             found = part.read(group, verify)
             values.update((id(t), v) for t, v in zip(group, found, strict=True))
         return [values[id(tensor)] for tensor in tensors]
+
+    def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
+        ((part, _),) = self.by_part([tensor])
+        return part.read_to(device, tensor, verify)
 
     def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
         ((part, _),) = self.by_part([tensor])

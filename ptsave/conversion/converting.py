@@ -176,7 +176,8 @@ def convert(
     A ``.pt`` file made from one other keeps its object; all else is a flat dict of tensors.  Files
     that only load as a whole (from before torch 1.6, compressed, with sparse or quantized tensors)
     are converted from memory.  Tensors that are not contiguous, and all that is no local file, go
-    through a temporary file without a name beside the target.
+    through a temporary file without a name beside the target.  Bytes go from file to file: no
+    device is used, wherever the tensors were saved from.
 
     Examples
     --------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.filling import convert_alike, to_device
+from ptsave.archive.filling import convert_alike, to_devices
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import read_header
@@ -127,10 +127,12 @@ class FetchedShard:
             assert self._contents is not None
             obj = self._contents.obj
             values = self._contents.read([obj[read.entry.name] for read in batch], None)
-            for read, value in zip(batch, values, strict=True):
-                with torch.no_grad():
-                    if convert_alike(value.dtype, read.target.dtype):
-                        value = to_device(value, read.target.device)  # noqa: PLW2901
+            devices = [
+                read.target.device if convert_alike(v.dtype, read.target.dtype) else v.device
+                for read, v in zip(batch, values, strict=True)
+            ]
+            with torch.no_grad():
+                for read, value in zip(batch, to_devices(values, devices), strict=True):
                     read.target.copy_(value)
 
     def close(self) -> None:

@@ -93,6 +93,7 @@ _CALLS = """
         "load": lambda: ptsave.load(file),
         "load to the device": lambda: ptsave.load(file, "fake:1"),
         "load_into": lambda: ptsave.load_into(file, model),
+        "load_into, another dtype": lambda: ptsave.load_into(file, half),
         "load_checkpoint": lambda: ptsave.load_checkpoint(folder + "/checkpoint.pt", model=model),
         "load_model": lambda: ptsave.load_model(model, shards),
         "load_model of .bin": lambda: ptsave.load_model(model, folder + "/bin"),
@@ -101,6 +102,7 @@ _CALLS = """
         "load of safetensors": lambda: ptsave.load(folder + "/one/model.safetensors", "fake:1"),
         "save_model": lambda: ptsave.save_model(model, folder + "/saved"),
         "get_tensor": get_tensors,
+        "convert": lambda: ptsave.convert(file, folder + "/converted.safetensors"),
         "release_staging_memory": ptsave.release_staging_memory,
     }}
     touched = {{}}
@@ -119,3 +121,4 @@ def test_no_context_on_device_0(fake: Any, chosen: bool) -> None:
     assert result.returncode == 0, result.stderr
     touched = json.loads(result.stdout)
     assert {name: devices for name, devices in touched.items() if 0 in devices} == {}
+    assert touched["convert"] == []  # also of a file that was saved from device 1

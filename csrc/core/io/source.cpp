@@ -59,6 +59,7 @@ void ByteSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes) c
 }
 
 bool ByteSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
+  if (memory_ != nullptr) return true;
   return sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
 }
 

@@ -75,17 +75,18 @@ void ArchiveReader::read(std::size_t i, std::uint64_t offset, void* payload, boo
 std::vector<DamagedRecord> ArchiveReader::read_records(std::vector<std::size_t> records,
                                                        const std::vector<Destination>& destinations,
                                                        std::size_t n_threads, bool verify,
-                                                       const Poll& poll) const {
+                                                       const Poll& poll, Unstager* unstager) const {
   std::ranges::sort(records);
   records.erase(std::unique(records.begin(), records.end()), records.end());
   for (const bool exact_offsets : {false, true}) {
     const std::shared_ptr<const TransferPlan> wanted = plan(records, exact_offsets);
-    auto scatter = std::make_shared<Scatter>(wanted, destinations, verify, nullptr, nullptr);
+    auto scatter = std::make_shared<Scatter>(wanted, destinations, verify, nullptr, unstager);
     try {
       Transfer transfer(source_, index_, wanted, std::move(scatter), n_threads, verify);
       return transfer.wait_all(poll);
     } catch (const LayoutMismatch&) {
       if (exact_offsets) throw;
+      if (unstager != nullptr) unstager->drain();  // as in fill()
     }
   }
   return {};

@@ -39,12 +39,12 @@ class ArchiveReader {
   void read(std::size_t i, std::uint64_t offset, void* payload, bool verify) const;
 
   // Reads `records` whole, in file order, and fills the destinations; damaged ones are returned in
-  // file order.  Without destinations nothing is kept.  Does not disturb the calls below, and is
-  // safe for concurrent use, as are all const functions.
+  // file order.  Without destinations nothing is kept.  `unstager` is as for fill().  Does not
+  // disturb the calls below, and is safe for concurrent use, as are all const functions.
   std::vector<DamagedRecord> read_records(std::vector<std::size_t> records,
                                           const std::vector<Destination>& destinations,
-                                          std::size_t n_threads, bool verify,
-                                          const Poll& poll) const;
+                                          std::size_t n_threads, bool verify, const Poll& poll,
+                                          Unstager* unstager = nullptr) const;
   // Reads bytes of the archive as they are, by several threads if there are many.
   void read_range(std::uint64_t offset, std::byte* to, std::size_t nbytes, std::size_t n_threads,
                   const Poll& poll) const;

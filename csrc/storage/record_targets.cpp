@@ -1,0 +1,58 @@
+#include "storage/record_targets.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "device/accelerator_unstager.h"
+#include "device/bytes.h"
+
+namespace ptsave {
+namespace {
+
+std::span<std::byte> memory_of(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
+}
+
+// As bytes, which the destinations name by number from then on.
+std::vector<at::Tensor> accelerator_targets(std::vector<Destination>& destinations,
+                                            std::span<const at::Tensor> tensors) {
+  std::vector<at::Tensor> targets;
+  auto destination = destinations.begin();  // there are none for empty tensors
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.nbytes() == 0) continue;
+    if (!tensor.is_cpu()) {
+      const auto begin = static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize();
+      destination->target = targets.size();
+      targets.push_back(bytes_of(tensor.storage(), begin, tensor.nbytes()));
+    }
+    ++destination;
+  }
+  return targets;
+}
+
+}  // namespace
+
+std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
+                                        const std::vector<std::size_t>& records,
+                                        std::span<const at::Tensor> targets, std::size_t n_threads,
+                                        bool verify, std::size_t max_pinned_nbytes,
+                                        const Poll& poll) {
+  std::vector<std::span<std::byte>> memory;
+  memory.reserve(targets.size());
+  for (const at::Tensor& target : targets) memory.push_back(memory_of(target));
+  std::vector<Destination> destinations = whole_payloads(reader.index(), records, memory);
+  std::vector<at::Tensor> on_accelerators = accelerator_targets(destinations, targets);
+  if (on_accelerators.empty()) {
+    return reader.read_records(records, destinations, n_threads, verify, poll);
+  }
+  const std::size_t n_leases =
+      AcceleratorUnstager::n_leases(n_threads, max_pinned_nbytes / kMaxChunkNbytes);
+  AcceleratorUnstager unstager(std::move(on_accelerators), kMaxChunkNbytes, n_leases);
+  // Each worker holds a lease while it reads.
+  std::vector<DamagedRecord> damaged = reader.read_records(
+      records, destinations, std::min(n_threads, n_leases), verify, poll, &unstager);
+  unstager.drain();
+  return damaged;
+}
+
+}  // namespace ptsave
