@@ -9,7 +9,10 @@ comes from a fresh process that has saved and loaded one tensor before, so that 
 measured.  Files are on tmpfs and in the page cache.  The floor of a save is one write() of the
 finished file's bytes, that of a load is making as many empty tensors in a loop: every library has
 to do that and more.  Files are compared byte by byte, and loaded objects tensor by tensor, outside
-the clock.
+the clock.  Loaded objects are freed outside it, too, which decides the ratio: to load 100,000
+tensors takes 0.21 s of CPU time beside torch's 5.9 (28 times; two cores of an AMD EPYC), to free
+them 0.06 beside 0.10, so a clock that stops after that shows 23 times.  A forked child takes the
+same time as a fresh process.
 """
 
 from __future__ import annotations
