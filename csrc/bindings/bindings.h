@@ -34,5 +34,6 @@ void bind_staging(pybind11::module_& module);
 void bind_ranges(pybind11::module_& module);
 void bind_packing(pybind11::module_& module);
 void bind_appending(pybind11::module_& module);
+void bind_statistics(pybind11::module_& module);
 
 }  // namespace ptsave

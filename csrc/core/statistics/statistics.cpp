@@ -1,0 +1,425 @@
+#include "core/statistics/statistics.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "core/crc/crc32.h"
+#include "core/statistics/moments.h"
+#include "core/statistics/small_floats.h"
+
+namespace ptsave {
+namespace {
+
+using namespace statistics_internal;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+constexpr std::size_t kPieceNbytes = std::size_t{32} << 10;
+// Pieces are merged into chunks and these in their order, whoever had them: always the same result.
+constexpr std::size_t kChunkNbytes = std::size_t{1} << 20;
+// To start threads takes as long as some 100 KiB.
+constexpr std::size_t kNbytesOfThreads = std::size_t{4} << 20;
+
+Statistics nothing() {
+  Statistics result;
+  result.min = kInfinity;
+  result.max = -kInfinity;
+  result.min_integer = std::numeric_limits<std::int64_t>::max();
+  result.max_integer = std::numeric_limits<std::int64_t>::min();
+  return result;
+}
+
+// Takes up numbers of which nothing else is known than their moments.
+void add_moments(Statistics& to, std::uint64_t n, double mean, double imaginary_mean,
+                 double squares) {
+  if (n == 0) return;
+  const auto n_before = static_cast<double>(to.n_finite());
+  const auto n_more = static_cast<double>(n);
+  const double weight = n_more / (n_before + n_more);
+  const double distance = mean - to.mean;
+  const double imaginary = imaginary_mean - to.imaginary_mean;
+  to.mean += distance * weight;
+  to.imaginary_mean += imaginary * weight;
+  to.squares += squares + (distance * distance + imaginary * imaginary) * (n_before * weight);
+}
+
+void merge(Statistics& to, const Statistics& from, std::uint64_t from_nbytes) {
+  add_moments(to, from.n_finite(), from.mean, from.imaginary_mean, from.squares);
+  to.n += from.n;
+  to.n_nan += from.n_nan;
+  to.n_inf += from.n_inf;
+  to.n_zero += from.n_zero;
+  to.min = std::min(to.min, from.min);
+  to.max = std::max(to.max, from.max);
+  to.min_integer = std::min(to.min_integer, from.min_integer);
+  to.max_integer = std::max(to.max_integer, from.max_integer);
+  to.crc = crc32_combine(to.crc, from.crc, from_nbytes);
+}
+
+// ------------------------------------------------------------- numbers of at least two bytes
+
+Moments moments_of(const float* data, std::size_t n) { return moments_kernel().of_floats(data, n); }
+Moments moments_of(const double* data, std::size_t n) {
+  return moments_kernel().of_doubles(data, n);
+}
+NonFinite non_finite_in(const float* data, std::size_t n) {
+  return moments_kernel().non_finite_floats(data, n);
+}
+NonFinite non_finite_in(const double* data, std::size_t n) {
+  return moments_kernel().non_finite_doubles(data, n);
+}
+
+template <typename Number>
+void add_finite(Statistics& to, const Number* data, std::size_t n) {
+  if (n == 0) return;
+  const Moments moments = moments_of(data, n);
+  add_moments(to, n, moments.mean, 0, moments.squares);
+  to.n += n;
+  to.n_zero += moments.n_zero;
+  to.min = std::min(to.min, moments.min);
+  to.max = std::max(to.max, moments.max);
+}
+
+template <typename Number>
+void add_numbers(Statistics& to, const Number* data, std::size_t n) {
+  const NonFinite others = non_finite_in(data, n);
+  if (others.n_nan + others.n_inf == 0) {
+    add_finite(to, data, n);
+    return;
+  }
+  std::array<Number, kBlockLength> finite;
+  std::size_t n_finite = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    finite[n_finite] = data[i];
+    n_finite += std::isfinite(data[i]) ? 1U : 0U;
+  }
+  add_finite(to, finite.data(), n_finite);
+  to.n += others.n_nan + others.n_inf;
+  to.n_nan += others.n_nan;
+  to.n_inf += others.n_inf;
+}
+
+// Makes numbers that the loops take, of any place in memory: a block of at most kBlockLength.
+template <typename From, typename To>
+void convert(const std::byte* data, std::size_t n, To* result) {
+  for (std::size_t i = 0; i < n; ++i) {
+    From element;
+    std::memcpy(&element, data + i * sizeof(From), sizeof(From));
+    result[i] = static_cast<To>(element);
+  }
+}
+
+struct Half {};
+struct BFloat16 {};
+
+template <>
+void convert<Half, float>(const std::byte* data, std::size_t n, float* result) {
+  std::array<std::uint16_t, kBlockLength> bits;
+  std::memcpy(bits.data(), data, 2 * n);
+  moments_kernel().from_half(bits.data(), n, result);
+}
+
+template <>
+void convert<BFloat16, float>(const std::byte* data, std::size_t n, float* result) {
+  for (std::size_t i = 0; i < n; ++i) {
+    std::uint16_t bits = 0;
+    std::memcpy(&bits, data + 2 * i, 2);
+    const std::uint32_t wide = std::uint32_t{bits} << 16;
+    std::memcpy(result + i, &wide, sizeof wide);
+  }
+}
+
+template <typename From, typename To>
+constexpr bool kIsReady = std::is_same_v<From, To>;
+
+// Calls `add` with blocks of numbers.
+template <typename From, typename To, typename Add>
+void for_each_block(const std::byte* data, std::size_t nbytes, std::size_t element_nbytes,
+                    const Add& add) {
+  const bool aligned = std::bit_cast<std::uintptr_t>(data) % alignof(To) == 0;
+  const std::size_t n = nbytes / element_nbytes;
+  for (std::size_t begin = 0; begin < n; begin += kBlockLength) {
+    const std::size_t length = std::min(kBlockLength, n - begin);
+    const std::byte* const block = data + begin * element_nbytes;
+    if (kIsReady<From, To> && aligned) {
+      add(reinterpret_cast<const To*>(block), length);
+      continue;
+    }
+    std::array<To, kBlockLength> numbers;
+    convert<From>(block, length, numbers.data());
+    add(numbers.data(), length);
+  }
+}
+
+template <typename From, typename To>
+void add_reals(Statistics& to, const std::byte* data, std::size_t nbytes,
+               std::size_t element_nbytes) {
+  for_each_block<From, To>(data, nbytes, element_nbytes, [&](const To* numbers, std::size_t n) {
+    if constexpr (std::is_integral_v<From>) {
+      add_finite(to, numbers, n);
+    } else {
+      add_numbers(to, numbers, n);
+    }
+  });
+}
+
+// 64-bit integers: kFlip inverts the highest bit of unsigned ones.
+template <typename Integer, std::uint64_t kFlip>
+void add_wide_integers(Statistics& to, const std::byte* data, std::size_t nbytes) {
+  add_reals<Integer, double>(to, data, nbytes, sizeof(Integer));
+  std::int64_t low = to.min_integer;
+  std::int64_t high = to.max_integer;
+  for (std::size_t i = 0; i < nbytes; i += sizeof(Integer)) {
+    std::uint64_t bits = 0;
+    std::memcpy(&bits, data + i, sizeof bits);
+    const auto element = static_cast<std::int64_t>(bits ^ kFlip);
+    low = std::min(low, element);
+    high = std::max(high, element);
+  }
+  to.min_integer = low;
+  to.max_integer = high;
+}
+
+// ------------------------------------------------------------------------------ complex numbers
+
+template <typename Number>
+void add_complex_block(Statistics& to, const Number* data, std::size_t n) {
+  std::array<double, kBlockLength / 2> real;
+  std::array<double, kBlockLength / 2> imaginary;
+  std::size_t n_finite = 0;
+  for (std::size_t i = 0; i < n; i += 2) {
+    const double x = static_cast<double>(data[i]);
+    const double y = static_cast<double>(data[i + 1]);
+    real[n_finite] = x;
+    imaginary[n_finite] = y;
+    if (std::isfinite(x) && std::isfinite(y)) {
+      ++n_finite;
+    } else if (std::isnan(x) || std::isnan(y)) {
+      ++to.n_nan, ++to.n;
+    } else {
+      ++to.n_inf, ++to.n;
+    }
+  }
+  if (n_finite == 0) return;
+  for (std::size_t i = 0; i < n_finite; ++i) {
+    const double magnitude = std::hypot(real[i], imaginary[i]);
+    to.n_zero += magnitude == 0 ? 1 : 0;
+    to.min = std::min(to.min, magnitude);
+    to.max = std::max(to.max, magnitude);
+  }
+  const Moments x = moments_of(real.data(), n_finite);
+  const Moments y = moments_of(imaginary.data(), n_finite);
+  add_moments(to, n_finite, x.mean, y.mean, x.squares + y.squares);
+  to.n += n_finite;
+}
+
+template <typename From, typename To>
+void add_complex(Statistics& to, const std::byte* data, std::size_t nbytes,
+                 std::size_t part_nbytes) {
+  for_each_block<From, To>(data, nbytes, part_nbytes, [&](const To* numbers, std::size_t n) {
+    add_complex_block(to, numbers, n);
+  });
+}
+
+// ------------------------------------------------------------------------- elements of one byte
+
+// Four tables, or equal bytes in a row would wait for each other.
+std::array<std::uint64_t, 256> count_bytes(const std::byte* data, std::size_t nbytes) {
+  std::array<std::array<std::uint32_t, 256>, 4> counts{};
+  std::size_t i = 0;
+  for (; i + 4 <= nbytes; i += 4) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, data + i, sizeof word);
+    ++counts[0][word & 0xFF];
+    ++counts[1][(word >> 8) & 0xFF];
+    ++counts[2][(word >> 16) & 0xFF];
+    ++counts[3][word >> 24];
+  }
+  for (; i < nbytes; ++i) ++counts[0][std::to_integer<std::size_t>(data[i])];
+  std::array<std::uint64_t, 256> sums{};
+  for (std::size_t byte = 0; byte < sums.size(); ++byte) {
+    for (const auto& table : counts) sums[byte] += table[byte];
+  }
+  return sums;
+}
+
+void add_repeated(Statistics& to, double value, std::uint64_t n) {
+  if (n == 0) return;
+  if (std::isfinite(value)) {
+    add_moments(to, n, value, 0, 0);
+    to.n_zero += value == 0 ? n : 0;
+    to.min = std::min(to.min, value);
+    to.max = std::max(to.max, value);
+  }
+  to.n += n;
+  to.n_nan += std::isnan(value) ? n : 0;
+  to.n_inf += std::isinf(value) ? n : 0;
+}
+
+void add_bytes(Statistics& to, const std::byte* data, std::size_t nbytes,
+               const ByteValues& values) {
+  const std::array<std::uint64_t, 256> counts = count_bytes(data, nbytes);
+  for (std::size_t byte = 0; byte < counts.size(); ++byte) {
+    add_repeated(to, values[byte], counts[byte]);
+  }
+}
+
+void add_nibbles(Statistics& to, const std::byte* data, std::size_t nbytes) {
+  constexpr SmallFloat kE2M1{2, 1, 1, Specials::kNone};
+  const std::array<std::uint64_t, 256> counts = count_bytes(data, nbytes);
+  for (unsigned byte = 0; byte < counts.size(); ++byte) {
+    add_repeated(to, kE2M1(byte & 0xF), counts[byte]);
+    add_repeated(to, kE2M1(byte >> 4), counts[byte]);
+  }
+}
+
+const ByteValues& values_of(Element element) {
+  static const ByteValues int8 =
+      tabulate([](unsigned byte) { return static_cast<double>(static_cast<std::int8_t>(byte)); });
+  static const ByteValues uint8 = tabulate([](unsigned byte) { return double{1} * byte; });
+  static const ByteValues boolean = tabulate([](unsigned byte) { return byte != 0 ? 1.0 : 0.0; });
+  static const ByteValues e4m3 = tabulate(SmallFloat{4, 3, 7, Specials::kLargest});
+  static const ByteValues e4m3uz = tabulate(SmallFloat{4, 3, 8, Specials::kMinusZero});
+  static const ByteValues e5m2 = tabulate(SmallFloat{5, 2, 15, Specials::kIeee});
+  static const ByteValues e5m2uz = tabulate(SmallFloat{5, 2, 16, Specials::kMinusZero});
+  static const ByteValues e8m0 = tabulate([](unsigned byte) {
+    return byte == 0xFF ? kNan : std::ldexp(1.0, static_cast<int>(byte) - 127);
+  });
+  switch (element) {
+    case Element::kInt8:
+      return int8;
+    case Element::kBool:
+      return boolean;
+    case Element::kFloat8E4M3:
+      return e4m3;
+    case Element::kFloat8E4M3Uz:
+      return e4m3uz;
+    case Element::kFloat8E5M2:
+      return e5m2;
+    case Element::kFloat8E5M2Uz:
+      return e5m2uz;
+    case Element::kFloat8E8M0:
+      return e8m0;
+    default:
+      return uint8;
+  }
+}
+
+// ------------------------------------------------------------------------------------ all of them
+
+void add_elements(Statistics& to, Element element, const std::byte* data, std::size_t nbytes) {
+  constexpr std::uint64_t kHighestBit = std::uint64_t{1} << 63;
+  switch (element) {
+    case Element::kFloat64:
+      return add_reals<double, double>(to, data, nbytes, 8);
+    case Element::kFloat32:
+      return add_reals<float, float>(to, data, nbytes, 4);
+    case Element::kFloat16:
+      return add_reals<Half, float>(to, data, nbytes, 2);
+    case Element::kBFloat16:
+      return add_reals<BFloat16, float>(to, data, nbytes, 2);
+    case Element::kComplex128:
+      return add_complex<double, double>(to, data, nbytes, 8);
+    case Element::kComplex64:
+      return add_complex<float, float>(to, data, nbytes, 4);
+    case Element::kComplex32:
+      return add_complex<Half, float>(to, data, nbytes, 2);
+    case Element::kInt64:
+      return add_wide_integers<std::int64_t, 0>(to, data, nbytes);
+    case Element::kUInt64:
+      return add_wide_integers<std::uint64_t, kHighestBit>(to, data, nbytes);
+    case Element::kInt32:
+      return add_reals<std::int32_t, double>(to, data, nbytes, 4);
+    case Element::kUInt32:
+      return add_reals<std::uint32_t, double>(to, data, nbytes, 4);
+    case Element::kInt16:
+      return add_reals<std::int16_t, float>(to, data, nbytes, 2);
+    case Element::kUInt16:
+      return add_reals<std::uint16_t, float>(to, data, nbytes, 2);
+    case Element::kFloat4E2M1Pair:
+      return add_nibbles(to, data, nbytes);
+    default:
+      return add_bytes(to, data, nbytes, values_of(element));
+  }
+}
+
+Statistics statistics_of_chunk(Element element, const std::byte* data, std::size_t nbytes) {
+  Statistics result = nothing();
+  // A table of 256 values is better filled in one go.
+  const std::size_t piece_nbytes = nbytes_of(element) == 1 ? kCachePieceNbytes : kPieceNbytes;
+  for (std::size_t begin = 0; begin < nbytes; begin += piece_nbytes) {
+    const std::size_t length = std::min(piece_nbytes, nbytes - begin);
+    result.crc = crc32(result.crc, data + begin, length);
+    add_elements(result, element, data + begin, length);
+  }
+  return result;
+}
+
+}  // namespace
+
+std::size_t nbytes_of(Element element) {
+  switch (element) {
+    case Element::kComplex128:
+      return 16;
+    case Element::kFloat64:
+    case Element::kComplex64:
+    case Element::kInt64:
+    case Element::kUInt64:
+      return 8;
+    case Element::kFloat32:
+    case Element::kComplex32:
+    case Element::kInt32:
+    case Element::kUInt32:
+      return 4;
+    case Element::kFloat16:
+    case Element::kBFloat16:
+    case Element::kInt16:
+    case Element::kUInt16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+double Statistics::standard_deviation() const {
+  return n_finite() < 2 ? kNan : std::sqrt(squares / static_cast<double>(n_finite() - 1));
+}
+
+// A sum of squares is that of the distances from the mean, and the mean's: no digits are lost.
+double Statistics::norm() const {
+  return std::sqrt(squares + static_cast<double>(n_finite()) *
+                                 (mean * mean + imaginary_mean * imaginary_mean));
+}
+
+Statistics statistics_of(Element element, const void* data, std::size_t nbytes,
+                         std::size_t n_threads, const Poll& poll) {
+  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("not a number of elements");
+  const auto* const bytes = static_cast<const std::byte*>(data);
+  const std::size_t n_chunks = (nbytes + kChunkNbytes - 1) / kChunkNbytes;
+  const auto length_of = [&](std::size_t i) {
+    return std::min(kChunkNbytes, nbytes - i * kChunkNbytes);
+  };
+  const auto of_chunk = [&](std::size_t i) {
+    return statistics_of_chunk(element, bytes + i * kChunkNbytes, length_of(i));
+  };
+  Statistics result = nothing();
+  if (n_threads < 2 || nbytes < kNbytesOfThreads) {
+    for (std::size_t i = 0; i < n_chunks; ++i) merge(result, of_chunk(i), length_of(i));
+    return result;
+  }
+  std::vector<Statistics> parts(n_chunks);
+  ChunkPipeline pipeline(n_chunks, std::min(n_threads, n_chunks),
+                         [&](ChunkPipeline&, std::size_t i) { parts[i] = of_chunk(i); });
+  pipeline.finish(poll);
+  for (std::size_t i = 0; i < n_chunks; ++i) merge(result, parts[i], length_of(i));
+  return result;
+}
+
+}  // namespace ptsave

@@ -1,0 +1,1 @@
+"""Records inputs, outputs, gradients and statistics of the calls of modules."""

@@ -1,0 +1,70 @@
+"""Statistics of tensors of every kind: strided, sparse, nested, distributed, without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptsave import _C
+from ptsave.support.torch_tensors import parts_of_sparse_coo
+
+__all__ = ["PLAIN_TYPES", "is_compact", "local_values", "statistics_of"]
+
+PLAIN_TYPES = {Tensor, nn.Parameter, nn.Buffer}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
+    """Return the fields of `Statistics`, of a strided tensor in CPU memory.
+
+    None if its elements are no numbers, as those of quantized tensors.
+    """
+    try:
+        return _C.tensor_statistics(tensor, n_threads)
+    except TypeError:  # it is not contiguous, or is to be conjugated
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return _C.tensor_statistics(plain, n_threads)
+
+
+def is_compact(tensor: Tensor) -> bool:
+    """Return whether a tensor is its whole storage."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
+    """Return a strided tensor with the values that this process has, and a note about it.
+
+    None if there are none, and the note says why.
+    """
+    if tensor.is_meta:
+        return None, "meta: no values"
+    if type(tensor) not in PLAIN_TYPES:
+        return _values_of_subclass(tensor)
+    if tensor.layout == torch.sparse_coo:
+        return parts_of_sparse_coo(tensor.detach())[1], "sparse: statistics of the stored values"
+    if tensor.layout in _COMPRESSED:
+        return tensor.detach().values(), "sparse: statistics of the stored values"
+    if tensor.is_nested:
+        return tensor.detach().values(), "nested: statistics of all its values"
+    if tensor.is_quantized:
+        return None, "quantized: no statistics"
+    if tensor.layout != torch.strided:
+        return None, f"{tensor.layout}: no statistics"
+    return tensor, ""
+
+
+def _values_of_subclass(tensor: Tensor) -> tuple[Tensor | None, str]:
+    kind = type(tensor).__name__
+    if kind in ("FakeTensor", "FunctionalTensor"):
+        return None, f"{kind}: no values"
+    if kind == "DTensor":
+        return tensor.detach().to_local(), "DTensor: this rank's part"  # type: ignore[attr-defined]
+    if tensor.is_nested:  # the jagged layout
+        return tensor.detach().values(), "nested: statistics of all its values"
+    if nn.parameter.is_lazy(tensor):
+        return None, "uninitialized: no values"
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return tensor.detach().as_subclass(Tensor), ""
+    return None, f"{kind}: no statistics"

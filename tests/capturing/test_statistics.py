@@ -1,0 +1,157 @@
+"""Statistics of tensors, compared with torch's functions in float64."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ptsave.capturing.tensors import local_values, statistics_of
+from ptsave.tree.capture_schema import Statistics
+
+# Of torch: prototypes.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+]
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SMALL_FLOATS = [
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
+INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
+
+
+def found(tensor: Tensor) -> Statistics:
+    fields = statistics_of(tensor, 2)
+    assert fields is not None
+    return Statistics(*fields)
+
+
+def random_bytes(dtype: torch.dtype, n: int) -> Tensor:
+    data = torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8)
+    return (data % 2).bool() if dtype == torch.bool else data.view(dtype)
+
+
+def assert_like_torch(tensor: Tensor) -> None:
+    """Compare with torch, of the finite elements."""
+    statistics = found(tensor)
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).flatten()
+    finite = wide[torch.isfinite(wide)]
+    assert statistics.numel == tensor.numel()
+    assert statistics.n_nan == int(torch.isnan(wide).sum())
+    assert statistics.n_inf == int((torch.isinf(wide) & ~torch.isnan(wide)).sum())
+    assert statistics.n_zero == int((wide == 0).sum())
+    checked = tensor.detach().contiguous().flatten()
+    assert statistics.checksum == zlib.crc32(bytes(checked.view(torch.uint8).numpy()))
+    if not len(finite):
+        assert math.isnan(statistics.min)
+        return
+    sizes = finite.abs() if tensor.is_complex() else finite
+    largest = sizes.abs().max().item()
+    assert statistics.mean == pytest.approx(finite.mean().item(), rel=1e-9, abs=1e-12 * largest)
+    assert statistics.norm == pytest.approx(finite.abs().square().sum().sqrt().item(), rel=1e-9)
+    assert float(statistics.min) == pytest.approx(sizes.min().item(), rel=1e-14)
+    assert float(statistics.max) == pytest.approx(sizes.max().item(), rel=1e-14)
+    if len(finite) > 1:
+        assert statistics.std == pytest.approx(finite.std().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 1000, 70_000])
+def test_floats(dtype: torch.dtype, n: int) -> None:
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    assert_like_torch((3 + 2 * torch.randn(n, dtype=wide)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *SMALL_FLOATS], ids=str)
+def test_every_bit_pattern(dtype: torch.dtype) -> None:
+    integer = torch.int16 if dtype.itemsize == 2 else torch.uint8
+    patterns = torch.arange(256**dtype.itemsize).to(integer).view(dtype)
+    assert_like_torch(patterns)
+    for pattern in patterns[:: 1 if dtype.itemsize == 1 else 251]:
+        assert_like_torch(pattern)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers(dtype: torch.dtype) -> None:
+    tensor = random_bytes(dtype, 5000)
+    assert_like_torch(tensor)
+    statistics = found(tensor)
+    assert (statistics.min, statistics.max) == (int(tensor.min()), int(tensor.max()))
+    assert isinstance(statistics.min, int)
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED, ids=str)
+def test_unsigned_integers(dtype: torch.dtype) -> None:
+    values = [0, 1, 256**dtype.itemsize - 1]
+    statistics = found(torch.tensor(values, dtype=dtype))
+    assert (statistics.min, statistics.max, statistics.n_zero) == (0, values[-1], 1)
+    assert statistics.mean == pytest.approx(sum(values) / 3)
+
+
+def test_float4() -> None:
+    statistics = found(torch.tensor([0x71, 0xF0], dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    # 0.5, 6, 0 and -6: the format of two bits of exponent and one of mantissa.
+    assert (statistics.numel, statistics.min, statistics.max) == (4, -6, 6)
+    assert statistics.mean == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("name", ["uint4", "int4", "uint1"])
+def test_elements_of_few_bits_are_taken_for_bytes(name: str) -> None:
+    tensor = torch.tensor([1, 3], dtype=torch.uint8).view(getattr(torch, name))
+    assert found(tensor).mean == 2
+
+
+@given(st.lists(st.floats(width=32), max_size=40))
+def test_any_numbers(values: list[float]) -> None:
+    assert_like_torch(torch.tensor(values, dtype=torch.float32))
+
+
+def test_strides() -> None:
+    base = torch.randn(8, 6, 4)
+    for tensor in (base.transpose(0, 2), base[:, ::2], base[1:, 1:], base.flip(0), base[0, 0, 0]):
+        assert_like_torch(tensor)
+    assert_like_torch(base.expand(3, 8, 6, 4))
+    assert found(torch.randn(4, dtype=torch.complex64).conj()).numel == 4
+    assert found(torch.view_as_complex(torch.randn(4, 2)).conj().imag).numel == 4
+
+
+def test_an_image_in_another_memory_format_has_the_same_checksum() -> None:
+    images = torch.randn(2, 3, 8, 8)
+    assert found(images) == found(images.to(memory_format=torch.channels_last))
+
+
+def test_large_tensors() -> None:
+    assert_like_torch(1e4 + torch.randn(3_000_001))
+
+
+def test_tensors_without_plain_values() -> None:
+    assert local_values(torch.ones(2, device="meta")) == (None, "meta: no values")
+    values, note = local_values(torch.eye(3).to_sparse())
+    assert values is not None
+    assert (values.numel(), note) == (3, "sparse: statistics of the stored values")
+    values, _ = local_values(torch.eye(3).to_sparse_csr())
+    assert values is not None
+    values, note = local_values(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    assert values is not None
+    assert note.startswith("nested")
+
+
+def test_freed_memory_is_refused() -> None:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="no memory"):
+        statistics_of(tensor, 1)

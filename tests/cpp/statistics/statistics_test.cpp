@@ -1,0 +1,136 @@
+// Statistics against plain loops in long double, and the kernels against each other.
+#include "core/statistics/statistics.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/crc/crc32.h"
+#include "core/statistics/moments.h"
+
+namespace ptsave {
+namespace {
+
+template <typename T>
+std::vector<T> numbers(std::size_t n, double mean, double deviation) {
+  std::mt19937 generator(7);
+  std::normal_distribution<double> distribution(mean, deviation);
+  std::vector<T> result(n);
+  for (T& each : result) each = static_cast<T>(distribution(generator));
+  return result;
+}
+
+template <typename T>
+void expect_same(const std::vector<T>& data, const Statistics& found) {
+  long double sum = 0;
+  for (const T x : data) sum += static_cast<long double>(x);
+  const long double mean = sum / static_cast<long double>(data.size());
+  long double squares = 0;
+  for (const T x : data) {
+    const long double distance = static_cast<long double>(x) - mean;
+    squares += distance * distance;
+  }
+  const double deviation =
+      static_cast<double>(std::sqrt(squares / static_cast<long double>(data.size() - 1)));
+  EXPECT_EQ(found.n, data.size());
+  EXPECT_NEAR(found.mean, static_cast<double>(mean), 1e-12 * (1 + std::abs(found.mean)));
+  EXPECT_NEAR(found.standard_deviation(), deviation, 1e-9 * deviation);
+  EXPECT_EQ(found.crc, crc32(0, data.data(), data.size() * sizeof(T)));
+}
+
+TEST(Statistics, OfManySizes) {
+  for (const std::size_t n : {2U, 3U, 17U, 4095U, 4096U, 4097U, 8192U, 100'000U, 3'000'000U}) {
+    const auto floats = numbers<float>(n, 3, 2);
+    expect_same(floats, statistics_of(Element::kFloat32, floats.data(), 4 * n));
+    const auto doubles = numbers<double>(n, -3, 2);
+    expect_same(doubles, statistics_of(Element::kFloat64, doubles.data(), 8 * n));
+  }
+}
+
+// Sums of squares in a naive way would have no digit left.
+TEST(Statistics, OfADeviationThatIsSmallBesideTheMean) {
+  const auto data = numbers<double>(1'000'000, 1e6, 1e-3);
+  expect_same(data, statistics_of(Element::kFloat64, data.data(), 8 * data.size()));
+}
+
+TEST(Statistics, DoNotDependOnThreads) {
+  const auto data = numbers<float>(4'000'001, 1, 100);
+  const Statistics alone = statistics_of(Element::kFloat32, data.data(), 4 * data.size(), 1);
+  const Statistics together =
+      statistics_of(Element::kFloat32, data.data(), 4 * data.size(), 3, [] {});
+  EXPECT_EQ(alone.mean, together.mean);
+  EXPECT_EQ(alone.squares, together.squares);
+  EXPECT_EQ(alone.crc, together.crc);
+}
+
+TEST(Statistics, OfNothing) {
+  const Statistics found = statistics_of(Element::kFloat32, nullptr, 0);
+  EXPECT_EQ(found.n, 0U);
+  EXPECT_EQ(found.norm(), 0);
+  EXPECT_TRUE(std::isnan(found.standard_deviation()));
+}
+
+TEST(Statistics, CountWhatIsNotFinite) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  std::vector<float> data(10'000, 2);
+  data[0] = kInfinity;
+  data[1] = -kInfinity;
+  data[5'000] = std::numeric_limits<float>::quiet_NaN();
+  data[9'999] = -0.0F;
+  const Statistics found = statistics_of(Element::kFloat32, data.data(), 4 * data.size());
+  EXPECT_EQ(found.n_inf, 2U);
+  EXPECT_EQ(found.n_nan, 1U);
+  EXPECT_EQ(found.n_zero, 1U);
+  EXPECT_EQ(found.min, 0);
+  EXPECT_EQ(found.max, 2);
+  EXPECT_NEAR(found.mean, 2.0 * 9996 / 9997, 1e-12);
+}
+
+TEST(Statistics, KernelsAgree) {
+  using namespace statistics_internal;
+  const auto floats = numbers<float>(kBlockLength, 5, 1);
+  const auto doubles = numbers<double>(kBlockLength, 5, 1);
+  std::vector<std::uint16_t> halves(1 << 16);
+  for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
+  std::vector<float> expected(halves.size());
+  kMomentsKernels[0].from_half(halves.data(), halves.size(), expected.data());
+  const Moments first = kMomentsKernels[0].of_floats(floats.data(), floats.size());
+  for (std::size_t i = 0; i < kNMomentsKernels; ++i) {
+    const MomentsKernel& kernel = kMomentsKernels[i];
+    if (!kernel.supported()) continue;
+    SCOPED_TRACE(kernel.name);
+    const Moments found = kernel.of_floats(floats.data(), floats.size());
+    EXPECT_EQ(found.min, first.min);
+    EXPECT_EQ(found.max, first.max);
+    EXPECT_NEAR(found.mean, first.mean, 1e-12);
+    EXPECT_NEAR(kernel.of_doubles(doubles.data(), doubles.size()).mean, 5, 0.1);
+    std::vector<float> converted(halves.size());
+    kernel.from_half(halves.data(), halves.size(), converted.data());
+    EXPECT_EQ(std::memcmp(converted.data(), expected.data(), 4 * expected.size()), 0);
+    EXPECT_EQ(kernel.non_finite_floats(converted.data(), 0x7C00).n_inf, 0U);
+    const NonFinite others = kernel.non_finite_floats(converted.data(), converted.size());
+    EXPECT_EQ(others.n_inf, 2U);
+    EXPECT_EQ(others.n_nan, 2U * 1023U);
+  }
+}
+
+TEST(Statistics, ExtremesOfWideIntegersAreExact) {
+  const std::vector<std::int64_t> data = {(std::int64_t{1} << 62) + 1, -5, 3};
+  const Statistics found = statistics_of(Element::kInt64, data.data(), 8 * data.size());
+  EXPECT_EQ(found.max_integer, data[0]);
+  EXPECT_EQ(found.min_integer, -5);
+}
+
+TEST(Statistics, OfUnalignedMemory) {
+  const auto data = numbers<float>(5'000, 0, 1);
+  std::vector<std::byte> bytes(4 * data.size() + 1);
+  std::memcpy(bytes.data() + 1, data.data(), 4 * data.size());
+  expect_same(data, statistics_of(Element::kFloat32, bytes.data() + 1, 4 * data.size()));
+}
+
+}  // namespace
+}  // namespace ptsave
