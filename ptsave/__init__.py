@@ -6,6 +6,7 @@ from ptsave.support import torch_version as _torch_version  # first: it may refu
 from ptsave.appending.archive_writer import ArchiveWriter
 from ptsave.background.async_save import async_save, release_staging_memory
 from ptsave.background.save_future import SaveFuture
+from ptsave.capturing.capture import Capture, capture
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.contents.archive import Archive, open  # noqa: A004 - named as Python's
 from ptsave.contents.tensor_info import TensorInfo
@@ -40,6 +41,7 @@ __all__ = [
     "Archive",
     "ArchiveWriter",
     "AsyncCheckpointer",
+    "Capture",
     "CheckpointWarning",
     "Compaction",
     "Comparison",
@@ -59,6 +61,7 @@ __all__ = [
     "__version__",
     "add_prefix",
     "async_save",
+    "capture",
     "compact",
     "compare",
     "convert",

@@ -152,13 +152,13 @@ def test_packages_import_nothing() -> None:
 
 # What users may rely on: a name that is added or taken away changes this list and CHANGELOG.md.
 PUBLIC = """
-    Archive ArchiveWriter AsyncCheckpointer CheckpointWarning Compaction Comparison Conversion
-    CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights NotCheckpointError
-    SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters UnsupportedSourceError
-    UnsupportedUrlError __version__ add_prefix async_save compact compare convert install installed
-    load load_checkpoint load_into load_model load_optimizer_state_dict load_state_dict open
-    register_lazy_buffer release_staging_memory save save_checkpoint save_model strip_prefix
-    uninstall
+    Archive ArchiveWriter AsyncCheckpointer Capture CheckpointWarning Compaction Comparison
+    Conversion CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights
+    NotCheckpointError SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters
+    UnsupportedSourceError UnsupportedUrlError __version__ add_prefix async_save capture compact
+    compare convert install installed load load_checkpoint load_into load_model
+    load_optimizer_state_dict load_state_dict open register_lazy_buffer release_staging_memory
+    save save_checkpoint save_model strip_prefix uninstall
 """
 
 

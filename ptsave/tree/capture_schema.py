@@ -122,8 +122,9 @@ class CapturedCall:
         Numbers of the events of its beginning and its end; events of a run are counted from 0.
     parent : int or None
         `id` of the call that this one was made in, by the same thread.
-    status : {"returned", "raised", "stopped"}
-        "stopped" is a recomputation that ended early, when it had all that the backward needs.
+    status : {"returned", "raised", "stopped", "unfinished"}
+        "stopped" is a recomputation that ended early, when it had all that the backward needs;
+        "unfinished" a call whose end no hook saw, because of a KeyboardInterrupt for example.
     error : str
         Type and message of the exception of a call that raised.
     stack : tuple of str
@@ -139,7 +140,7 @@ class CapturedCall:
     order: int
     end: int
     parent: int | None
-    status: Literal["returned", "raised", "stopped"] = "returned"
+    status: Literal["returned", "raised", "stopped", "unfinished"] = "returned"
     error: str = ""
     stack: tuple[str, ...] = ()
 

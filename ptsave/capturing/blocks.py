@@ -1,0 +1,237 @@
+"""Blocks of records on their way to the file, and the tensors that go with them.
+
+Tensors of a few KiB are cloned and added together, because each addition to the archive takes as
+long as the copy of 100 KiB.  Tensors on accelerators are copied to the host behind the work that
+the device has to do, and a thread waits for them: for their statistics and to add them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ptsave.capturing.tensors import is_compact, statistics_of
+from ptsave.errors import StagingFullError
+from ptsave.support.thread_pool import ThreadPool
+from ptsave.tree.capture_schema import block_key, block_to_plain
+
+__all__ = ["Block", "Blocks", "Writer"]
+
+_SMALL_NBYTES = 128 << 10
+_MAX_PENDING_NBYTES = 4 << 20
+_MAX_PENDING = 256
+MAX_VALUES = 8192  # of a block
+
+_STORED, _NOTE, _STATISTICS = 11, 13, 14  # fields of the row of a value
+
+_NO_ROOM = "dropped: no room in memory"
+_NO_BYTES = "dropped: max_bytes"
+
+
+class Writer(Protocol):
+    """The part of `ArchiveWriter` that a capture needs."""
+
+    def add(self, name: str, value: object, *, copy: bool = True) -> bool: ...
+    def add_group(self, entries: dict[str, Any], *, copy: bool = True) -> bool: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Staged:
+    """A tensor on its way from an accelerator, and the row that waits for its statistics."""
+
+    def __init__(self, host: Tensor, event: Any, name: str) -> None:
+        self.host = host
+        self.event = event
+        self.name = name  # "" if its values are not kept
+        self.row = -1
+
+
+class Block:
+    """Records of one step that go to the file together."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.key = block_key(step, number)
+        self.calls: list[tuple[Any, ...]] = []
+        self.values: list[tuple[Any, ...]] = []
+        self.staged: list[Staged] = []
+
+
+class Blocks:
+    """Adds blocks and tensors to an archive, within bounds of memory and of the file."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        *,
+        n_threads: int,
+        max_bytes: int | None,
+        max_staged_bytes: int,
+        when_full: str,
+        statistics: bool,
+    ) -> None:
+        self._writer = writer
+        self._n_threads = n_threads
+        self._max_bytes = max_bytes
+        self._max_staged_bytes = max_staged_bytes
+        self._when_full = when_full
+        self._statistics = statistics
+        self._lock = threading.Lock()
+        self._pending: dict[str, Tensor] = {}
+        self._pending_nbytes = 0
+        self._dropped: set[str] = set()
+        self._unwritten: list[tuple[str, dict[str, Any]]] = []
+        self._lane = ThreadPool(1, "ptsave-capture")
+        self._room = threading.Condition()
+        self._staged_nbytes = 0
+        self._failure: BaseException | None = None
+        self.stored_nbytes = 0
+        self.n_dropped = 0
+
+    def store(self, name: str, tensor: Tensor, nbytes: int) -> str:
+        """Add a tensor of the CPU as it is now; returns why not, or ""."""
+        with self._lock:
+            if not self._fits_file(nbytes):
+                return _NO_BYTES
+            if nbytes > _SMALL_NBYTES:
+                return self._store_large(name, tensor, nbytes)
+            self._pending[name] = tensor.detach().clone()
+            self._pending_nbytes += nbytes
+            self.stored_nbytes += nbytes
+            if self._pending_nbytes > _MAX_PENDING_NBYTES or len(self._pending) > _MAX_PENDING:
+                self._add_pending()
+        return ""
+
+    def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
+        """Copy a tensor from an accelerator, without waiting for it; or return why not."""
+        nbytes = tensor.nbytes
+        if name and not self._fits_file(nbytes):
+            return _NO_BYTES
+        if not self._reserve(nbytes):
+            self.n_dropped += 1
+            return _NO_ROOM
+        host = tensor.detach().to("cpu", non_blocking=True)
+        event = torch.Event(device=tensor.device)
+        event.record()
+        staged = Staged(host, event, name)
+        if name:
+            self.stored_nbytes += nbytes
+        block.staged.append(staged)
+        return staged
+
+    def finish(self, block: Block) -> None:
+        """Add a block that is complete."""
+        self._raise_failure()
+        if block.staged:
+            self._lane.submit(self._finish_staged, block)
+        elif block.calls or block.values:
+            self._finish_block(block)
+
+    def add(self, key: str, value: object) -> None:
+        """Add an entry that is never dropped."""
+        while not self._writer.add(key, value, copy=False):
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Wait for all that is on its way, and add it."""
+        self._lane.shutdown()
+        self._raise_failure()
+        with self._lock:
+            self._add_pending()
+        while self._unwritten:
+            self._writer.flush()
+            self._write_blocks()
+
+    def cancel(self) -> None:
+        """Give up whatever is on its way."""
+        self._lane.shutdown(cancel_futures=True)
+        self._pending.clear()
+        self._unwritten.clear()
+
+    # ------------------------------------------------------------------------------- tensors
+
+    def _fits_file(self, nbytes: int) -> bool:
+        fits = self._max_bytes is None or self.stored_nbytes + nbytes <= self._max_bytes
+        self.n_dropped += not fits
+        return fits
+
+    def _store_large(self, name: str, tensor: Tensor, nbytes: int) -> str:
+        whole = tensor.layout != torch.strided or tensor.is_nested or is_compact(tensor)
+        value = (
+            tensor.detach()
+            if whole
+            else tensor.detach().clone(memory_format=torch.contiguous_format)
+        )
+        if not self._writer.add(name, value, copy=whole):
+            self.n_dropped += 1
+            return _NO_ROOM
+        self.stored_nbytes += nbytes
+        return ""
+
+    def _add_pending(self) -> None:
+        pending, self._pending, self._pending_nbytes = self._pending, {}, 0
+        if pending and not self._writer.add_group(pending, copy=False):
+            self._dropped.update(pending)
+            self.n_dropped += len(pending)
+
+    # -------------------------------------------------------------------------------- blocks
+
+    def _finish_block(self, block: Block) -> None:
+        with self._lock:
+            self._add_pending()
+        values = block.values
+        if self._dropped:
+            values = [self._without_dropped(row) for row in values]
+        self._unwritten.append((block.key, block_to_plain(block.calls, values)))
+        self._write_blocks()
+
+    def _without_dropped(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        if row[_STORED] not in self._dropped:
+            return row
+        return (*row[:_STORED], "", row[_STORED + 1], _NO_ROOM, *row[_NOTE + 1 :])
+
+    def _write_blocks(self) -> None:
+        """Add the blocks; those that found no room stay for the next time."""
+        while self._unwritten and self._writer.add(*self._unwritten[0], copy=False):
+            self._unwritten.pop(0)
+
+    # -------------------------------------------------------------------- from accelerators
+
+    def _reserve(self, nbytes: int) -> bool:
+        with self._room:
+            self._raise_failure()
+            if self._staged_nbytes and self._staged_nbytes + nbytes > self._max_staged_bytes:
+                if self._when_full == "raise":
+                    raise StagingFullError.no_room(
+                        nbytes, self._staged_nbytes, self._max_staged_bytes
+                    )
+                return False
+            self._staged_nbytes += nbytes
+        return True
+
+    def _finish_staged(self, block: Block) -> None:
+        try:
+            for staged in block.staged:
+                self._finish_tensor(block, staged)
+            self._finish_block(block)
+        except BaseException as error:
+            self._failure = error
+
+    def _finish_tensor(self, block: Block, staged: Staged) -> None:
+        staged.event.synchronize()
+        row = block.values[staged.row]
+        found = statistics_of(staged.host, self._n_threads) if self._statistics else None
+        stored = bool(staged.name) and self._writer.add(staged.name, staged.host, copy=False)
+        if staged.name and not stored:
+            self._dropped.add(staged.name)
+        block.values[staged.row] = (*row[:_STATISTICS], found)
+        with self._room:
+            self._staged_nbytes -= staged.host.nbytes
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

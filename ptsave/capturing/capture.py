@@ -1,0 +1,393 @@
+"""`capture`: every layer's inputs, outputs, gradients and statistics, into one archive."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Container, Iterable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ptsave.appending.archive_writer import ArchiveWriter
+from ptsave.capturing.blocks import Blocks
+from ptsave.capturing.hooks import Hooks
+from ptsave.capturing.recorder import Recorder, Site
+from ptsave.capturing.selection import (
+    class_name,
+    is_scripted,
+    modules_by_path,
+    refuse_compiled,
+    selected,
+)
+from ptsave.errors import CheckpointWarning
+from ptsave.support import config, torch_version
+from ptsave.support.sizes import parse_size
+from ptsave.tree.capture_schema import FORMAT, HEADER, SUMMARY
+from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
+
+__all__ = ["Capture", "capture"]
+
+WHAT = ("inputs", "outputs", "grads", "params")
+_MAX_STAGED_NBYTES = (
+    1 << 30
+)  # of copies of tensors on accelerators, unless max_memory_bytes is given
+
+
+class Capture:
+    """A capture that goes on from :meth:`start` to :meth:`stop`; a context manager.
+
+    See :func:`capture`, which makes one.
+
+    Attributes
+    ----------
+    step_number : int
+        The step that is going on, counted from 0.
+    stored_nbytes : int
+        Bytes of tensors for the file so far.
+    dropped : int
+        Tensors that were left out for lack of memory, or by `max_bytes`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        what: Iterable[str],
+        include: str | Iterable[str],
+        exclude: str | Iterable[str],
+        steps: Container[int] | Callable[[int], bool] | None,
+        statistics: bool,
+        tensors: bool,
+        call_stacks: bool,
+        optimizer: Optimizer | None,
+        max_bytes: int | str | None,
+        max_memory_bytes: int | str | None,
+        when_full: Literal["wait", "drop", "raise"],
+        fsync: bool,
+    ) -> None:
+        self._model = model
+        self._path = path
+        self._what = _checked_what(what)
+        self._include = _patterns(include)
+        self._exclude = _patterns(exclude)
+        self._steps = steps
+        self._statistics = statistics
+        self._tensors = tensors
+        self._stacks = call_stacks
+        self._optimizer = optimizer
+        self._max_bytes = None if max_bytes is None else parse_size(max_bytes, "max_bytes")
+        self._max_memory = (
+            None if max_memory_bytes is None else parse_size(max_memory_bytes, "max_memory_bytes")
+        )
+        self._when_full = when_full
+        self._fsync = fsync
+        self._handle: Any = None
+        self._running = False
+        self._done = False
+        self.step_number = 0
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self._blocks.stored_nbytes
+
+    @property
+    def dropped(self) -> int:
+        return self._blocks.n_dropped
+
+    def start(self) -> Capture:
+        """Install the hooks and begin the file.
+
+        Raises
+        ------
+        RuntimeError
+            If the capture was started before.
+        ValueError
+            If no module is selected, or the model went through ``torch.compile``.
+        SaveError
+            If the file cannot be written.
+        """
+        if self._running or self._done:
+            raise RuntimeError("a capture is started once: make another one, with another path")
+        refuse_compiled(self._model)
+        sites, skipped = self._sites()
+        self._writer = ArchiveWriter(
+            self._path,
+            fsync=self._fsync,
+            max_memory_bytes=self._max_memory,
+            when_full=self._when_full,
+        )
+        try:
+            self._begin(sites, skipped)
+        except BaseException:
+            self._writer.abort()
+            raise
+        return self
+
+    def _begin(self, sites: list[Site], skipped: dict[str, str]) -> None:
+        n_threads = min(config.current().n_threads, torch.get_num_threads())
+        self._blocks = Blocks(
+            self._writer,
+            n_threads=n_threads,
+            max_bytes=self._max_bytes,
+            max_staged_bytes=self._max_memory or _MAX_STAGED_NBYTES,
+            when_full=self._when_full,
+            statistics=self._statistics,
+        )
+        self._recorder = Recorder(
+            self._blocks,
+            n_threads=n_threads,
+            statistics=self._statistics,
+            tensors=self._tensors,
+            stacks=self._stacks,
+        )
+        self._hooks = Hooks(self._recorder, sites, self._what)
+        self._write_header(sites, skipped)
+        self._recorder.begin_step(0, recording=self._wants(0))
+        self._hooks.install()
+        if self._optimizer is not None:
+            self._handle = self._optimizer.register_step_post_hook(lambda *_: self.step())
+        self._running = True
+
+    def step(self) -> None:
+        """End a step: the records of what comes now are those of the next one.
+
+        With an `optimizer`, its step does this.
+        """
+        if not self._running:
+            raise RuntimeError("the capture is not running: start() it, or use it in a with block")
+        if self._recorder.recording:
+            self._recorder.end_step()
+        self.step_number += 1
+        self._recorder.begin_step(self.step_number, recording=self._wants(self.step_number))
+
+    def stop(self) -> None:
+        """Remove all hooks, and complete the file.
+
+        Raises
+        ------
+        SaveError
+            If the file could not be written: the disk is full, ...
+        """
+        if not self._running:
+            return
+        self._complete()
+        if self._recorder.n_calls == 0:
+            warnings.warn(
+                f"{os.fspath(self._path)}: no call of the selected modules was captured: code that "
+                "was compiled before the capture does not see its hooks",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+    def _complete(self) -> None:
+        self._remove_hooks()
+        try:
+            self._recorder.end()
+            self._blocks.close()
+            self._blocks.add(SUMMARY, self._summary())
+            self._writer.close()
+        except BaseException:
+            self._blocks.cancel()
+            self._writer.abort()
+            raise
+
+    def __enter__(self) -> Capture:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.stop()
+            return
+        try:
+            self._complete()  # the values that led to the error are the interesting ones
+        except Exception as second:
+            if second is not error:
+                second.__context__ = None
+                warnings.warn(
+                    f"the capture could not be completed: {second}", CheckpointWarning, stacklevel=2
+                )
+
+    # --------------------------------------------------------------------------------- parts
+
+    def _remove_hooks(self) -> None:
+        self._running = False
+        self._done = True
+        self._recorder.recording = False
+        self._hooks.remove()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _wants(self, step: int) -> bool:
+        if self._steps is None:
+            return True
+        return bool(self._steps(step)) if callable(self._steps) else step in self._steps
+
+    def _sites(self) -> tuple[list[Site], dict[str, str]]:
+        modules = modules_by_path(self._model)
+        paths = list(selected(modules, self._include, self._exclude))
+        if not paths:
+            raise ValueError(
+                f"no module is selected by include={self._include!r}, exclude={self._exclude!r}: "
+                f"the model has {', '.join(map(repr, list(modules)[:8]))}, ..."
+            )
+        skipped = {
+            path: "TorchScript: its calls run no hooks"
+            for path in paths
+            if is_scripted(modules[path])
+        }
+        return [Site(path, modules[path]) for path in paths if path not in skipped], skipped
+
+    def _write_header(self, sites: list[Site], skipped: dict[str, str]) -> None:
+        header = {
+            "format": FORMAT,
+            "version": SCHEMA_VERSION,
+            "model": class_name(self._model),
+            "modules": {site.path: site.class_name for site in sites},
+            "skipped": skipped,
+            "what": self._what,
+            "include": self._include,
+            "exclude": self._exclude,
+            "tensors": self._tensors,
+            "statistics": self._statistics,
+            "call_stacks": self._stacks,
+            "torch": str(torch.__version__),
+            "ptsave": torch_version.VERSION,
+            "started": time.time(),
+        }
+        self._blocks.add(HEADER, header)
+
+    def _summary(self) -> dict[str, Any]:
+        return {
+            "steps": self.step_number + 1,
+            "calls": self._recorder.n_calls,
+            "values": self._recorder.n_values,
+            "stored_nbytes": self.stored_nbytes,
+            "dropped": self.dropped,
+            "finished": time.time(),
+        }
+
+
+def capture(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    what: Iterable[Literal["inputs", "outputs", "grads", "params"]] = WHAT,  # type: ignore[assignment]
+    include: str | Iterable[str] = "*",
+    exclude: str | Iterable[str] = (),
+    steps: Container[int] | Callable[[int], bool] | None = None,
+    statistics: bool = True,
+    tensors: bool = True,
+    call_stacks: bool = False,
+    optimizer: Optimizer | None = None,
+    max_bytes: int | str | None = None,
+    max_memory_bytes: int | str | None = None,
+    when_full: Literal["wait", "drop", "raise"] = "wait",
+    fsync: bool = False,
+) -> Capture:
+    """Record what goes through the modules of a network, while it is trained, into one file.
+
+    The hooks copy values at the speed of memory; threads write them.  Outputs and gradients of the
+    model are those that it has without.  The file is one dict that :func:`torch.load` opens, by
+    names such as ``"3/forward/layers.0.mlp#0/inputs/0"``; docs/format.md describes it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Wrappers (DDP, DataParallel, FSDP, ...) are looked through.
+    path : str or os.PathLike
+        The file; it is there once the capture has stopped.
+    what : iterable of {"inputs", "outputs", "grads", "params"}
+        Values to keep.  "grads" are the gradients with respect to inputs and outputs (the whole
+        gradient of that tensor, also from its other uses), and those of parameters whenever they
+        have been accumulated; "params" the parameters as each step begins.
+    include, exclude : str or iterable of str
+        Patterns of modules' paths, as in ``"layers.*.mlp"``: those that one of `include` matches
+        and none of `exclude`.  ``""`` is the path of the model itself.
+    steps : container of int, callable or None
+        Steps to record, ``range(100, 103)`` for example; None is all.  The first one is 0.
+    statistics : bool
+        Whether to take count, mean, deviation, extremes, norm and checksum of each tensor.
+    tensors : bool
+        Whether to keep the tensors themselves.
+    call_stacks : bool
+        Whether to note where each call was made.
+    optimizer : torch.optim.Optimizer or None
+        Its steps are those of the capture; without one, :meth:`Capture.step` marks them.
+    max_bytes : int, str or None
+        Bytes of tensors in the file, ``"8GB"`` for example; later ones are left out, with a note.
+    max_memory_bytes : int, str or None
+        Bytes of tensors that wait to be written; the default is that of :func:`ptsave.async_save`.
+    when_full : {"wait", "drop", "raise"}
+        For tensors that find no room there: wait in the hook, leave them out, or raise.
+    fsync : bool
+        Whether the file is to survive a loss of power once the capture has stopped.
+
+    Returns
+    -------
+    Capture
+        To be used in a ``with`` block, or started and stopped.  An exception in the block
+        completes the file, too.
+
+    Raises
+    ------
+    ValueError
+        For parameters that make no sense.
+
+    Notes
+    -----
+    ``torch.compile`` of the model, or a part of it, has to come after the start, in the block: each
+    hook breaks the graph.  Code that was compiled before ignores new hooks, and `start` refuses it.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "run.pt")
+    ...     with ptsave.capture(model, path, what=["outputs"], include="1") as capture:
+    ...         for step in range(2):
+    ...             _ = model(torch.ones(2, 4))
+    ...             capture.step()
+    ...     run = torch.load(path)
+    >>> [name for name in run if "forward" in name]
+    ['0/forward/1#0/outputs', '1/forward/1#0/outputs']
+    """
+    return Capture(
+        model,
+        path,
+        what=what,
+        include=include,
+        exclude=exclude,
+        steps=steps,
+        statistics=statistics,
+        tensors=tensors,
+        call_stacks=call_stacks,
+        optimizer=optimizer,
+        max_bytes=max_bytes,
+        max_memory_bytes=max_memory_bytes,
+        when_full=when_full,
+        fsync=fsync,
+    )
+
+
+def _patterns(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _checked_what(what: Iterable[str]) -> list[str]:
+    wanted = [what] if isinstance(what, str) else list(what)
+    unknown = set(wanted) - set(WHAT)
+    if unknown or not wanted:
+        raise ValueError(f"what holds some of {', '.join(WHAT)}, not {wanted!r}")
+    return wanted

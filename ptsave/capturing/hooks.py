@@ -1,0 +1,147 @@
+"""Hooks of modules and parameters, which tell a recorder of calls and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ptsave.capturing.recorder import Recorder, Site
+from ptsave.support.torch_capture import never_compiled
+from ptsave.support.torch_modules import parameters_of
+
+__all__ = ["Hooks"]
+
+
+class _ModuleHooks:
+    """The two hooks of a module.  While they run nothing is compiled, even below torch.compile."""
+
+    def __init__(self, hooks: Hooks, site: Site) -> None:
+        self._hooks = hooks
+        self._recorder = hooks.recorder
+        self._site = site
+
+    @never_compiled
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder
+        if not recorder.recording:
+            return
+        if self._hooks.step != recorder.step:
+            self._hooks.begin_step()
+        call = recorder.begin(self._site)
+        hooks = self._hooks
+        if hooks.inputs or hooks.grads:
+            recorder.arguments(call, args, kwargs, hooks.inputs, hooks.grads)
+
+    @never_compiled
+    def after(self, module: nn.Module, args: object, result: object) -> None:
+        recorder = self._recorder
+        if not recorder.recording:
+            return
+        call = recorder.end_call(self._site, result)
+        hooks = self._hooks
+        if call is not None and (hooks.outputs or hooks.grads):
+            recorder.value(call, "outputs", result, hooks.outputs, hooks.grads)
+        if hooks.late:
+            hooks.record_late(self._site)
+
+
+class Hooks:
+    """Installs hooks, and removes all of them."""
+
+    def __init__(self, recorder: Recorder, sites: Iterable[Site], what: Iterable[str]) -> None:
+        wanted = set(what)
+        self.recorder = recorder
+        self.inputs = "inputs" in wanted
+        self.outputs = "outputs" in wanted
+        self.grads = "grads" in wanted
+        self.params = "params" in wanted
+        self.step = -1  # the step whose parameters are recorded
+        self.late: dict[Site, list[str]] = {}  # parameters that a lazy module had not yet
+        self._sites = list(sites)
+        self._handles: list[Any] = []
+        self._hooked: dict[int, tuple[Tensor, list[tuple[Site, str]]]] = {}
+        self._counts: dict[int, int] = {}
+
+    def install(self) -> None:
+        try:
+            for site in self._sites:
+                hooks = _ModuleHooks(self, site)
+                self._handles += [
+                    site.module.register_forward_pre_hook(hooks.before, with_kwargs=True),
+                    site.module.register_forward_hook(hooks.after, always_call=True),
+                ]
+            self._hook_parameters()
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    # ---------------------------------------------------------------------------- parameters
+
+    def begin_step(self) -> None:
+        """Record the parameters, before the first call of a step."""
+        self.step = self.recorder.step
+        self._counts.clear()
+        for site in self._sites:
+            site.counts.clear()
+        self._hook_parameters()
+        if self.params:
+            for site in self._sites:
+                self._record(site, parameters_of(site.module))
+
+    def record_late(self, site: Site) -> None:
+        names = self.late.pop(site, None)
+        if names is not None:
+            self._hook_parameters()
+            parameters = parameters_of(site.module)
+            self._record(site, {name: parameters.get(name) for name in names})
+
+    def _record(self, site: Site, parameters: dict[str, Tensor | None]) -> None:
+        for name, parameter in parameters.items():
+            if parameter is None:
+                continue
+            if nn.parameter.is_lazy(parameter):
+                self.late.setdefault(site, []).append(name)
+            else:
+                self.recorder.parameter("params", site, 0, name, parameter)
+
+    def _hook_parameters(self) -> None:
+        """Register hooks of parameters that are trained and have none yet."""
+        if not self.grads:
+            return
+        for site in self._sites:
+            for name, parameter in parameters_of(site.module).items():
+                if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
+                    continue
+                if id(parameter) in self._hooked:
+                    owners = self._hooked[id(parameter)][1]
+                    if (site, name) not in owners:
+                        owners.append((site, name))
+                elif not nn.parameter.is_lazy(parameter):
+                    self._hook_parameter(site, name, parameter)
+
+    def _hook_parameter(self, site: Site, name: str, parameter: Tensor) -> None:
+        owners = [(site, name)]
+        self._hooked[id(parameter)] = parameter, owners
+        with suppress(RuntimeError):  # not a leaf, such as a view of a flat parameter
+            hook = partial(self._accumulated, owners)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    @never_compiled
+    def _accumulated(self, owners: list[tuple[Site, str]], parameter: Tensor) -> None:
+        recorder = self.recorder
+        if not recorder.recording or parameter.grad is None:
+            return
+        number = self._counts.get(id(parameter), 0)
+        self._counts[id(parameter)] = number + 1
+        for site, name in owners:
+            recorder.parameter("grads", site, number, name, parameter.grad)

@@ -1,0 +1,456 @@
+"""Turns values into rows of records, and tensors into entries of the archive.
+
+The rows are those of `CapturedCall` and `CapturedValue`, made as tuples at once: hooks have 20 us.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ptsave.capturing.blocks import MAX_VALUES, Block, Blocks, Staged
+from ptsave.capturing.selection import class_name
+from ptsave.capturing.tensors import PLAIN_TYPES, local_values, statistics_of
+from ptsave.support.torch_capture import (
+    StopRecomputationError,
+    graph_task_id,
+    never_compiled,
+    version_of,
+)
+from ptsave.tree.capture_schema import escape
+
+__all__ = ["Call", "Recorder", "Site"]
+
+_PLAIN = (bool, int, float, complex, str)
+_AS_TEXT = (bytes, bytearray, range, slice, torch.dtype, torch.device, torch.Size, enum.Enum)
+_MAX_TEXT = 200
+_MAX_DEPTH = 50
+_GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
+
+
+class Site:
+    """A module and the path that it is called by."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.text = escape(path)
+        self.class_name = class_name(module)
+        self.counts: dict[str, Iterator[int]] = {}  # of calls, by phase
+
+
+class Call:
+    """A call that has begun."""
+
+    __slots__ = (
+        "error",
+        "id",
+        "name",
+        "number",
+        "order",
+        "parent",
+        "phase",
+        "site",
+        "stack",
+        "step",
+    )
+
+    def __init__(  # noqa: PLR0917
+        self, site: Site, step: int, phase: str, number: int, order: int, call_id: int
+    ) -> None:
+        self.site = site
+        self.step = step
+        self.phase = phase
+        self.number = number
+        self.order = order
+        self.id = call_id
+        self.name = f"{step}/{phase}/{site.text}#{number}"
+        self.parent: int | None = None
+        self.stack: tuple[str, ...] = ()
+        self.error = sys.exc_info()[1]  # of the user's: the call may be made in an except block
+
+    def row(self, end: int, status: str, error: str) -> tuple[Any, ...]:
+        return (
+            self.id,
+            self.step,
+            self.phase,
+            self.site.path,
+            self.number,
+            self.site.class_name,
+            self.order,
+            end,
+            self.parent,
+            status,
+            error,
+            self.stack,
+        )
+
+
+class Seen:
+    """A tensor that has been recorded, as it was at one count of changes."""
+
+    __slots__ = ("ref", "row", "version")
+
+    def __init__(self, tensor: Tensor, version: int, row: tuple[Any, ...]) -> None:
+        self.ref = weakref.ref(tensor)
+        self.version = version
+        self.row = row
+
+
+class Hooked:
+    """A tensor whose gradient is recorded, under the names of all calls that it is a value of."""
+
+    __slots__ = ("n_gradients", "owners", "ref", "version")
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.ref = weakref.ref(tensor)
+        self.version = version
+        self.owners: list[tuple[Call, str]] = []
+        self.n_gradients = 0  # more than one if a graph is gone through again
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+class Recorder:
+    """Records events of one run.
+
+    Attributes
+    ----------
+    recording : bool
+        Whether events of now are to be recorded.
+    """
+
+    def __init__(
+        self, blocks: Blocks, *, n_threads: int, statistics: bool, tensors: bool, stacks: bool
+    ) -> None:
+        self.recording = False
+        self.step = 0
+        self.n_calls = 0
+        self.n_values = 0
+        self._blocks = blocks
+        self._n_threads = n_threads
+        self._statistics = statistics
+        self._tensors = tensors
+        self._stacks = stacks
+        self._lock = threading.Lock()
+        self._thread = _Thread()
+        self._event = count().__next__
+        self._call_id = count().__next__
+        self._open: dict[int, Call] = {}
+        self._seen: dict[int, Seen] = {}
+        self._block_number = count()
+        self._block = Block(0, next(self._block_number))
+        self._hooked: dict[int, Hooked] = {}
+        self._handles: list[Any] = []  # of hooks of tensors
+        self._leaf_handles: list[Any] = []
+        self._texts: dict[Any, str] = {}
+
+    # --------------------------------------------------------------------------------- steps
+
+    def begin_step(self, step: int, *, recording: bool) -> None:
+        self.step = step
+        self._block_number = count()
+        self._block = Block(step, next(self._block_number))
+        self.recording = recording
+
+    def end_step(self) -> None:
+        """Hand over the records of a step."""
+        self._seen.clear()
+        self._hooked.clear()
+        self._hand_over(more=False)
+        self._remove(self._leaf_handles)
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+
+    def end(self) -> None:
+        """Record the calls that never came to an end."""
+        self.recording = False
+        for call in self._open.values():
+            self._block.calls.append(call.row(self._event(), "unfinished", ""))
+        self.end_step()
+        self._remove(self._handles)
+
+    def _remove(self, handles: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+    def _hand_over(self, *, more: bool = True) -> None:
+        with self._lock:
+            block = self._block
+            if more and len(block.values) < MAX_VALUES:
+                return
+            self._block = Block(self.step, next(self._block_number))
+        self.n_calls += len(block.calls)
+        self.n_values += len(block.values)
+        self._blocks.finish(block)
+
+    # --------------------------------------------------------------------------------- calls
+
+    def begin(self, site: Site) -> Call:
+        phase = "forward" if graph_task_id() == -1 else "recompute"
+        with self._lock:
+            numbers = site.counts.get(phase)
+            if numbers is None:
+                numbers = site.counts[phase] = count()
+            call = Call(site, self.step, phase, next(numbers), self._event(), self._call_id())
+            self._open[call.id] = call
+        calls = self._thread.calls
+        if calls:
+            call.parent = calls[-1].id
+        if self._stacks:
+            call.stack = _stack()
+        calls.append(call)
+        return call
+
+    def end_call(self, site: Site, result: object) -> Call | None:
+        """Return the call of this module that ends; None if its beginning was not recorded."""
+        calls = self._thread.calls
+        for i in range(len(calls) - 1, -1, -1):
+            if calls[i].site is site:
+                call = calls[i]
+                del calls[i:]  # calls above it never ended
+                break
+        else:
+            return None
+        status, error = _outcome(call, result) if result is None else ("returned", "")
+        self._block.calls.append(call.row(self._event(), status, error))
+        self._open.pop(call.id, None)
+        return call if status == "returned" else None
+
+    # -------------------------------------------------------------------------------- values
+
+    def arguments(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool, grads: bool
+    ) -> None:
+        """Record the arguments of a call, or only hook their gradients."""
+        for i, value in enumerate(args):
+            self.value(call, f"inputs/{i}", value, keep, grads)
+        for key, value in kwargs.items():
+            self.value(call, f"inputs/{escape(key)}", value, keep, grads)
+
+    def value(  # noqa: PLR0917
+        self, call: Call, path: str, value: Any, keep: bool, grads: bool, depth: int = 0
+    ) -> None:
+        """Record a value of a call, and all that it contains, or only hook its gradients."""
+        if isinstance(value, Tensor):
+            if keep:
+                self.tensor(f"{call.name}/{path}", call.id, value)
+            if grads and value.requires_grad:
+                self._hook_gradient(call, path, value)
+            return
+        items = None if depth >= _MAX_DEPTH else _items_of(value)
+        if keep:
+            self._describe_other(call, path, value, items, depth)
+        for key, item in items or ():
+            self.value(call, f"{path}/{escape(str(key))}", item, keep, grads, depth + 1)
+
+    def _describe_other(
+        self, call: Call, path: str, value: Any, items: list[Any] | None, depth: int
+    ) -> None:
+        note, text = "", None
+        if value is None or isinstance(value, _PLAIN):
+            text = value
+            if value is not None and type(value) not in _PLAIN:  # an enum, a subclass
+                text = next(kind(value) for kind in _PLAIN if isinstance(value, kind))  # type: ignore[arg-type]
+        elif isinstance(value, _AS_TEXT):
+            text = repr(value)[:_MAX_TEXT]
+        elif items is None:
+            note = "not looked into"
+            if depth >= _MAX_DEPTH:
+                note += f": nested deeper than {_MAX_DEPTH} levels"
+        kind = "plain" if items is None else "container"
+        shape = () if items is None else (len(items),)
+        self._append(
+            (
+                f"{call.name}/{path}",
+                self._event(),
+                call.id,
+                kind,
+                self._text(type(value), _type_name),
+                *("", "", "", shape, 0, False, ""),
+                text,
+                note,
+                None,
+            )
+        )
+
+    def tensor(self, name: str, call: int | None, tensor: Tensor) -> None:
+        """Record a tensor, as it is now."""
+        version = _version(tensor)
+        seen = self._seen.get(id(tensor))
+        if seen is not None and seen.version == version >= 0 and seen.ref() is tensor:
+            row = (name, self._event(), call, *seen.row[3:])
+        else:
+            row = self._describe(name, call, tensor)
+            if version >= 0:
+                self._seen[id(tensor)] = Seen(tensor, version, row)
+        self._append(row)
+
+    def _append(self, row: tuple[Any, ...]) -> None:
+        self._block.values.append(row)
+        if len(self._block.values) >= MAX_VALUES:
+            self._hand_over()
+
+    def _describe(self, name: str, call: int | None, tensor: Tensor) -> tuple[Any, ...]:
+        try:
+            stored, note, found, staged = self._keep(name, tensor)
+        except NotImplementedError as error:  # a wrapper, such as those of vmap
+            stored, found, staged = "", None, None
+            note = f"no values: {str(error).splitlines()[0]}"[:_MAX_TEXT]
+        row = (
+            name,
+            self._event(),
+            call,
+            "tensor",
+            type(tensor).__name__,
+            self._text(tensor.dtype),
+            self._text(tensor.device),
+            self._text(tensor.layout),
+            _shape(tensor),
+            _nbytes(tensor),
+            tensor.requires_grad,
+            stored,
+            None,
+            note,
+            found,
+        )
+        if staged is not None:
+            staged.row = len(self._block.values)
+        return row
+
+    def _keep(
+        self, name: str, tensor: Tensor
+    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
+        """Return its key, a note, its statistics, and its copy if that is on its way."""
+        note, found = "", None
+        values: Tensor | None = tensor
+        plain = type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
+        if not plain or not tensor.is_cpu or tensor.is_nested or tensor.is_quantized:
+            values, note = local_values(tensor)
+        if values is not None and not values.is_cpu:
+            return self._stage(name, values, note)
+        if values is not None and self._statistics:
+            found = statistics_of(values, self._n_threads)
+            if found is None:
+                note = f"{tensor.dtype}: no statistics"
+        if not self._tensors or note.endswith("no values"):
+            return "", note, found, None
+        kept = values if values is not None and note.startswith("DTensor") else tensor
+        why_not = self._blocks.store(name, kept, _nbytes(kept))
+        return ("", why_not, found, None) if why_not else (name, note, found, None)
+
+    def _stage(
+        self, name: str, values: Tensor, note: str
+    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
+        staged = self._blocks.stage(self._block, name if self._tensors else "", values)
+        if isinstance(staged, str):
+            return "", staged, None, None
+        return staged.name, note, None, staged
+
+    def _text(self, key: Any, function: Any = str) -> str:
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = function(key)
+        return text
+
+    # ----------------------------------------------------------------------------- gradients
+
+    def _hook_gradient(self, call: Call, path: str, tensor: Tensor) -> None:
+        version = _version(tensor)
+        hooked = self._hooked.get(id(tensor))
+        if hooked is not None and hooked.version == version and hooked.ref() is tensor:
+            hooked.owners.append((call, path))  # one gradient, of several names
+            return
+        hooked = self._hooked[id(tensor)] = Hooked(tensor, version)
+        hooked.owners.append((call, path))
+        handle = tensor.register_hook(partial(self._gradient, hooked))
+        # That of a leaf stays, that of any other tensor goes with its graph.
+        (self._leaf_handles if tensor.is_leaf else self._handles).append(handle)
+
+    @never_compiled
+    def _gradient(self, hooked: Hooked, grad: Tensor | None) -> None:
+        if grad is None or not self.recording:
+            return
+        again = f"/again-{hooked.n_gradients}" if hooked.n_gradients else ""
+        hooked.n_gradients += 1
+        for call, path in hooked.owners:
+            prefix = f"{call.step}/{_GRADIENTS_OF[call.phase]}/{call.site.text}#{call.number}"
+            self.tensor(f"{prefix}/{path}{again}", call.id, grad)
+
+    # ---------------------------------------------------------------------------- parameters
+
+    def parameter(self, phase: str, site: Site, number: int, name: str, tensor: Tensor) -> None:
+        self.tensor(f"{self.step}/{phase}/{site.text}#{number}/{escape(name)}", None, tensor)
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return keys and elements of a container; None for any other object."""
+    if value is None or isinstance(value, (*_PLAIN, *_AS_TEXT)):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        names = getattr(value, "_fields", None)
+        return list(zip(names or range(len(value)), value, strict=False))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [
+            (field.name, getattr(value, field.name))
+            for field in fields(value)
+            if hasattr(value, field.name)
+        ]
+    return None
+
+
+def _outcome(call: Call, result: object) -> tuple[str, str]:
+    """Return status and error of a call whose result is None: it may have raised."""
+    error = sys.exc_info()[1]
+    if error is None or error is call.error:
+        return "returned", ""
+    if isinstance(error, StopRecomputationError):
+        return "stopped", ""
+    return "raised", f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+
+
+def _stack() -> tuple[str, ...]:
+    frames = traceback.extract_stack(sys._getframe(3))
+    return tuple(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+
+
+def _type_name(kind: type) -> str:
+    return (
+        kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed; -1 if torch does not count."""
+    return -1 if tensor.is_inference() else version_of(tensor)
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    if is_lazy(tensor):
+        return ()
+    if tensor.is_nested:
+        return tuple(map(str, tensor.shape)) if tensor.layout == torch.jagged else (tensor.size(0),)
+    return tuple(tensor.shape)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if is_lazy(tensor) or tensor.is_nested:
+        return 0
+    return tensor.numel() * tensor.element_size()

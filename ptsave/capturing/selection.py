@@ -1,0 +1,70 @@
+"""Which modules of a model are captured, and the paths that they are called by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ptsave.support.torch_capture import WRAPPED_ATTRIBUTE, is_compiled
+
+__all__ = ["class_name", "is_scripted", "modules_by_path", "refuse_compiled", "selected"]
+
+# The names under which wrappers hold the module that they wrap: torch.compile, FSDP, checkpointing.
+_WRAPPING_NAMES = {WRAPPED_ATTRIBUTE, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def class_name(obj: object) -> str:
+    """Return the full name of an object's class."""
+    kind = type(obj)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise for a model whose hooks would be ignored by code that is compiled already.
+
+    Raises
+    ------
+    ValueError
+        If it, or a module in it, went through ``torch.compile``.
+    """
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            raise ValueError(
+                f"the {'module ' + repr(path) if path else 'model'} went through torch.compile "
+                "before, and compiled code does not see new hooks: begin the capture of the plain "
+                "model first and compile inside it, or capture it without torch.compile"
+            )
+
+
+def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by their paths, wrappers left out: ``module.layers.0`` is ``layers.0``."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        found[_without_wrappers(path, model)] = module  # a wrapped module comes after its wrapper
+    return found
+
+
+def selected(paths: Iterable[str], include: Iterable[str], exclude: Iterable[str]) -> Iterator[str]:
+    """Yield the paths that a pattern of `include` matches and none of `exclude`."""
+    include, exclude = list(include), list(exclude)
+    for path in paths:
+        if any(fnmatchcase(path, pattern) for pattern in include) and not any(
+            fnmatchcase(path, pattern) for pattern in exclude
+        ):
+            yield path
+
+
+def _without_wrappers(path: str, model: nn.Module) -> str:
+    parts = path.split(".") if path else []
+    if isinstance(model, _WRAPPERS) and parts:
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPING_NAMES)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Return whether a module is TorchScript, whose calls run no hooks of Python's."""
+    return isinstance(module, torch.jit.ScriptModule)

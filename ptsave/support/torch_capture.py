@@ -1,0 +1,65 @@
+"""The private names of torch that the hooks of a capture need.
+
+Checked with torch 2.13.0; where one is missing, `private` makes ``import ptsave`` fail and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from ptsave.support.torch_version import private
+
+__all__ = [
+    "COMPILED_ATTRIBUTE",
+    "WRAPPED_ATTRIBUTE",
+    "StopRecomputationError",
+    "graph_task_id",
+    "is_compiled",
+    "never_compiled",
+    "version_of",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# The number of the backward that this thread works on; -1 outside of one.
+graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
+# Ends a recomputation that has everything that the backward needs.
+StopRecomputationError: type[Exception] = private(checkpoint, "_StopRecomputationError")
+_eval_frame: Any = private(private(torch._C, "_dynamo"), "eval_frame")
+_set_strategy: Callable[[Any, Any], None] = private(_eval_frame, "set_code_exec_strategy")
+_FrameExecStrategy: Any = private(_eval_frame, "_FrameExecStrategy")
+_FrameAction: Any = private(_eval_frame, "_FrameAction")
+# Of a frame, and of the frames of all that it calls.
+_NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+# Where a compiled module keeps the module, and where one has its own compiled forward.
+WRAPPED_ATTRIBUTE = "_orig_mod"
+COMPILED_ATTRIBUTE = "_compiled_call_impl"
+private(nn.Module, COMPILED_ATTRIBUTE)
+private(torch.ones(()), "_version")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has taken a module."""
+    is_wrapper = WRAPPED_ATTRIBUTE in module.__dict__.get("_modules", ())
+    return is_wrapper or getattr(module, COMPILED_ATTRIBUTE, None) is not None
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Have dynamo break graphs at a function, and run it as it is: a decorator.
+
+    ``torch.compiler.disable`` does that too, and imports dynamo, which takes seconds.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "ptsave.capture records here"  # type: ignore[attr-defined]
+    _set_strategy(function.__code__, _NEVER)
+    return function
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; raises RuntimeError for inference tensors."""
+    return tensor._version

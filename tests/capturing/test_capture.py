@@ -1,0 +1,485 @@
+"""Captures of small networks: names, values, calls, and all that can go wrong in a hook."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from captured_runs import Run, assert_bit_identical, captured, tensors_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ptsave
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # dynamo's imports
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pt"
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+
+
+class Block(nn.Module):
+    """A module whose contents and outputs hypothesis chooses."""
+
+    def __init__(self, children: list[nn.Module], times: int, style: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(children)
+        self.times = times
+        self.style = style
+
+    def forward(self, x: Tensor, *, scale: Any = None) -> Any:
+        for part in self.parts:
+            for _ in range(self.times):
+                x = first_tensor(part(x))
+        if self.style == "in-place":
+            return (x * 1).mul_(2)
+        if self.style == "view":
+            return {"rows": x[1:], "all": (x, None)}
+        if self.style == "same":
+            return [x, x]
+        return x
+
+
+def first_tensor(value: Any) -> Tensor:
+    tensors = [tensor for _, tensor in tensors_in(value)]
+    return tensors[-1]
+
+
+leaves = st.sampled_from(["linear", "relu", "relu_", "identity", "dropout"])
+trees: st.SearchStrategy[Any] = st.recursive(
+    leaves,
+    lambda inner: st.tuples(
+        st.lists(inner, max_size=3),
+        st.integers(1, 2),
+        st.sampled_from(["plain", "in-place", "view", "same"]),
+    ),
+    max_leaves=8,
+)
+
+
+def build(tree: Any) -> nn.Module:
+    kinds = {
+        "linear": lambda: nn.Linear(3, 3),
+        "relu": nn.ReLU,
+        "relu_": lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)),
+        "identity": nn.Identity,
+        "dropout": lambda: nn.Dropout(0.3),
+    }
+    if isinstance(tree, str):
+        return kinds[tree]()  # type: ignore[no-any-return,operator]
+    children, times, style = tree
+    return Block([build(child) for child in children], times, style)
+
+
+@settings(max_examples=25)
+@given(trees)
+def test_random_trees(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
+    """Values are those of clones that plain hooks take, and training goes on as without."""
+    model = nn.Sequential(nn.Linear(3, 3), build(tree))
+    path = tmp_path_factory.mktemp("tree") / "run.pt"
+
+    def loss_of(module: nn.Module) -> Tensor:
+        return first_tensor(module(torch.ones(4, 3))).square().sum()
+
+    assert_bit_identical(model, loss_of, path)
+    expected = clones_of(model, path)
+    run = Run(path)
+    names = [name for name in run.names("forward") if run.values[name].kind == "tensor"]
+    assert sorted(names) == sorted(expected)
+    for name, clone in expected.items():
+        assert torch.equal(run.tensor(name), clone)
+        statistics = run.values[name].statistics
+        assert statistics is not None
+        assert statistics.numel == clone.numel()
+
+
+def clones_of(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Run a model in a capture and under plain hooks; return the clones by names."""
+    expected: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def before(_: nn.Module, args: Any, name: str = name) -> None:
+            number = counts.get(name, 0)
+            for place, tensor in tensors_in(args):
+                key = f"0/forward/{name}#{number}/inputs/{'/'.join(place)}"
+                expected[key] = tensor.detach().clone()
+
+        def after(_: nn.Module, args: Any, result: Any, name: str = name) -> None:
+            number = counts.get(name, 0)
+            counts[name] = number + 1
+            for place, tensor in tensors_in(result, ("outputs",)):
+                key = f"0/forward/{name}#{number}/{'/'.join(place)}"
+                expected[key] = tensor.detach().clone()
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after))
+    with ptsave.capture(model, path):
+        first_tensor(model(torch.ones(4, 3))).square().sum().backward()
+    for handle in handles:
+        handle.remove()
+    return expected
+
+
+def test_names_and_phases(path: Path) -> None:
+    run = assert_bit_identical(network(), lambda model: model(torch.ones(2, 4)).sum(), path)
+    assert [call.module for call in run.calls[:4]] == ["", "0", "1", "2"]
+    assert {call.step for call in run.calls} == {0, 1}
+    assert run.calls[1].parent == run.calls[0].id
+    assert run.calls[1].class_name == "torch.nn.modules.linear.Linear"
+    assert "0/params/0#0/weight" in run.values
+    assert "1/grads/2#0/bias" in run.values
+    assert "0/backward/2#0/inputs/0" in run.values
+    assert run.entries["capture/end"]["steps"] == 3
+
+
+def test_gradients_are_those_of_autograd(path: Path) -> None:
+    model = network()
+    x = torch.randn(2, 4, requires_grad=True)
+    kept: dict[str, Any] = {}
+
+    def keep(_: nn.Module, args: object, output: Tensor) -> None:
+        output.retain_grad()
+        kept["2"] = output
+
+    with ptsave.capture(model, path):
+        model[2].register_forward_hook(keep)
+        model(x).square().sum().backward()
+    run = Run(path)
+    assert x.grad is not None
+    assert torch.equal(run.tensor("0/backward/#0/inputs/0"), x.grad)
+    assert torch.equal(run.tensor("0/backward/2#0/outputs"), kept["2"].grad)
+    for name, parameter in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        assert parameter.grad is not None
+        assert torch.equal(run.tensor(f"0/grads/{module}#0/{own}"), parameter.grad)
+        assert torch.equal(run.tensor(f"0/params/{module}#0/{own}"), parameter.detach())
+
+
+def test_a_module_that_is_used_twice(path: Path) -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(OrderedDict(a=layer, b=nn.ReLU(), c=layer))
+    run = captured(model, lambda: model(torch.ones(1, 3)).sum().backward(), path)
+    assert [(call.module, call.call) for call in run.calls] == [
+        ("", 0),
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+    ]
+    assert "0/backward/a#1/outputs" in run.values
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    past: Any = None
+
+
+class Nested(nn.Module):
+    def forward(self, x: Tensor, *, mask: Tensor, mode: str, flags: dict[str, Any]) -> Output:
+        return Output(x * mask, [Pair(x + 1, None), {"a/b": (x, 1.5)}])
+
+
+def test_nested_values(path: Path) -> None:
+    model = Nested()
+    x, mask = torch.randn(2, 2), torch.ones(2, 2)
+    flags = {"deep": [True, torch.float16], "what": object()}
+    run = captured(model, lambda: model(x, mask=mask, mode="sum", flags=flags), path)
+    values = {name.removeprefix("0/forward/#0/"): value for name, value in run.values.items()}
+    assert values["inputs/mode"].value == "sum"
+    assert values["inputs/flags"].shape == (2,)
+    assert values["inputs/flags/deep/0"].value is True
+    assert values["inputs/flags/deep/1"].value == "torch.float16"
+    assert values["inputs/flags/what"].note == "not looked into"
+    assert values["outputs"].type.endswith("Output")
+    assert values["outputs/past/0/right"].value is None
+    assert values["outputs/past/1/a%2Fb/1"].value == 1.5
+    assert torch.equal(run.tensor("0/forward/#0/outputs/past/1/a%2Fb/0"), x)
+    assert values["outputs/past/1/a%2Fb/0"].stored == "0/forward/#0/inputs/0"
+
+
+def test_inputs_are_those_before_in_place_operations(path: Path) -> None:
+    model = nn.ReLU(inplace=True)
+    x = torch.tensor([-1.0, 1.0])
+    run = captured(model, lambda: model(x).add_(5), path)
+    assert run.tensor("0/forward/#0/inputs/0").tolist() == [-1, 1]
+    assert run.tensor("0/forward/#0/outputs").tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls(path: Path, reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = checkpoint(self.inner, x, use_reentrant=reentrant)
+            assert isinstance(result, Tensor)
+            return result
+
+    x = torch.ones(2, 4, requires_grad=True)
+    run = assert_bit_identical(Model(), lambda model: model(x).sum(), path)
+    phases = {(call.phase, call.module) for call in run.calls}
+    assert {("forward", "inner.0"), ("recompute", "inner.0"), ("forward", "")} <= phases
+    assert ("recompute", "") not in phases
+    assert all(call.status in ("returned", "stopped") for call in run.calls)
+    assert torch.equal(
+        run.tensor("0/forward/inner.0#0/inputs/0"), run.tensor("0/recompute/inner.0#0/inputs/0")
+    )
+    phase = "recompute_backward" if reentrant else "backward"
+    assert f"0/{phase}/inner.2#0/outputs" in run.values
+
+
+def test_modules_that_raise(path: Path) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("no such thing")
+
+    model = nn.Sequential(nn.Identity(), Broken())
+    with ptsave.capture(model, path):
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                model(torch.ones(1))
+        model[0](torch.ones(1))
+    run = Run(path)
+    statuses = [(call.module, call.status, call.parent) for call in run.calls]
+    assert statuses == [
+        ("", "raised", None),
+        ("0", "returned", 0),
+        ("1", "raised", 0),
+        ("", "raised", None),
+        ("0", "returned", 3),
+        ("1", "raised", 3),
+        ("0", "returned", None),
+    ]
+    assert run.calls[2].error == "KeyError: 'no such thing'"
+
+
+def test_an_error_in_the_block_keeps_the_file_and_no_hook(path: Path) -> None:
+    model = network()
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012, SIM117
+        with ptsave.capture(model, path):
+            model(torch.ones(1, 4))
+            raise ZeroDivisionError
+    assert len(Run(path).calls) == 4
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_include_exclude_and_steps(path: Path) -> None:
+    layers = nn.ModuleList([network(), network()])
+    model = nn.ModuleDict({"layers": layers})
+
+    def run() -> None:
+        for _ in range(4):
+            for layer in layers:
+                layer(torch.ones(1, 4))
+            capture.step()
+
+    with ptsave.capture(
+        model, path, include="layers.*", exclude=["*.1", "*.0.*"], steps=range(1, 3)
+    ) as capture:
+        run()
+    found = {(call.step, call.module) for call in Run(path).calls}
+    assert found == {
+        (step, f"layers.{name}") for step in (1, 2) for name in ("0", "1.0", "1.2")
+    } - {(1, "layers.1.1")}
+
+
+def test_statistics_alone(path: Path) -> None:
+    run = assert_bit_identical(
+        network(), lambda model: model(torch.ones(2, 4)).sum(), path, tensors=False
+    )
+    assert not [value for value in run.entries.values() if isinstance(value, Tensor)]
+    value = run.values["0/params/0#0/weight"]
+    assert value.statistics is not None
+    assert value.stored == ""
+
+
+def test_tensors_without_statistics(path: Path) -> None:
+    model = network()
+    run = captured(model, lambda: model(torch.ones(2, 4)), path, statistics=False)
+    assert all(value.statistics is None for value in run.values.values())
+
+
+def test_call_stacks(path: Path) -> None:
+    model = network()
+    run = captured(model, lambda: model(torch.ones(2, 4)), path, call_stacks=True)
+    assert any("test_capture.py" in line and "<lambda>" in line for line in run.calls[0].stack)
+
+
+def test_max_bytes(path: Path) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(100, 100))
+    run = captured(model, lambda: model(torch.ones(1, 100)), path, what=["outputs"], max_bytes=500)
+    assert run.values["0/forward/1#0/outputs"].note == "dropped: max_bytes"
+    assert run.entries["capture/end"]["dropped"] == 1
+    assert run.entries["capture/end"]["stored_nbytes"] == 400
+
+
+def test_views_hold_their_own_bytes_only(path: Path) -> None:
+    model = nn.Identity()
+    base = torch.arange(1_000_000.0)
+    run = captured(model, lambda: model(base[10:40_010].view(200, 200).t()), path)
+    assert path.stat().st_size < 500_000
+    assert torch.equal(run.tensor("0/forward/#0/outputs"), base[10:40_010].view(200, 200).t())
+
+
+def test_gradient_accumulation_and_a_second_backward(path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ptsave.capture(model, path):
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    run = Run(path)
+    assert torch.equal(run.tensor("0/grads/#1/weight"), 2 * run.tensor("0/grads/#0/weight"))
+    assert "0/backward/#0/outputs/again-1" in run.values
+
+
+def test_kinds_of_tensors(path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, **kinds: Tensor) -> None:
+            return None
+
+    model = Model()
+    kinds = {
+        "sparse": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "meta": torch.ones(3, device="meta"),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "empty": torch.ones(0, 3),
+        "scalar": torch.tensor(3.0),
+        "fp8": torch.ones(3).to(torch.float8_e4m3fn),
+    }
+    run = captured(model, lambda: model(**kinds), path)
+    for name in kinds:
+        value = run.values[f"0/forward/#0/inputs/{name}"]
+        assert (value.statistics is None) == (name == "meta"), name
+        assert bool(value.stored) == (name != "meta"), name
+    assert run.values["0/forward/#0/inputs/meta"].note == "meta: no values"
+    assert torch.equal(run.tensor("0/forward/#0/inputs/sparse").to_dense(), torch.eye(3))
+
+
+def test_inference_and_no_grad_and_autocast(path: Path) -> None:
+    model = network()
+
+    def run_all() -> None:
+        with torch.inference_mode():
+            model(torch.ones(1, 4))
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(1, 4)).sum().backward()
+
+    run = captured(model, run_all, path)
+    assert run.values["0/forward/0#2/outputs"].dtype == "torch.bfloat16"
+    assert run.names("backward")
+
+
+def test_lazy_modules(path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    run = captured(model, lambda: model(torch.ones(1, 4)).sum().backward(), path)
+    assert run.tensor("0/params/0#0/weight").shape == (3, 4)
+    assert run.tensor("0/grads/0#0/weight").shape == (3, 4)
+
+
+def test_parametrized_modules(path: Path) -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    run = assert_bit_identical(model, lambda model: model(torch.ones(2, 4)).sum(), path)
+    assert "0/params/0.parametrizations.weight#0/original0" in run.values
+
+
+def test_wrappers_are_looked_through(path: Path) -> None:
+    model = nn.DataParallel(network())
+    run = captured(model, lambda: model(torch.ones(2, 4)), path)
+    assert [call.module for call in run.calls] == ["", "0", "1", "2"]
+
+
+def test_threads(path: Path) -> None:
+    model = network()
+
+    def work() -> None:
+        for _ in range(20):
+            model(torch.ones(1, 4)).sum().backward()
+
+    def run_all() -> None:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run = captured(model, run_all, path, what=["inputs", "outputs"])
+    assert len(run.calls) == 3 * 20 * 4
+    by_id = {call.id: call for call in run.calls}
+    assert all(by_id[c.parent].module == "" for c in run.calls if c.parent is not None)
+
+
+def test_compiled_models(path: Path) -> None:
+    model = network()
+    with pytest.raises(ValueError, match=r"torch\.compile"):
+        ptsave.capture(torch.compile(model), path).start()  # type: ignore[arg-type]
+    assert not path.exists()
+
+
+@pytest.mark.slow
+def test_compilation_inside_a_capture(path: Path) -> None:
+    model = network()
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with ptsave.capture(model, path) as capture:
+        compiled = torch.compile(model, backend="eager")
+        result = compiled(x)
+        result.sum().backward()
+        capture.step()
+        compiled(x)
+    assert torch.equal(result, expected)
+    run = Run(path)
+    assert [call.module for call in run.calls] == ["", "0", "1", "2"] * 2
+    assert torch.equal(run.tensor("0/forward/#0/outputs"), expected)
+    compiled(x)  # its hooks are gone, or do nothing
+    torch.compiler.reset()
+
+
+def test_parameters_that_make_no_sense(path: Path) -> None:
+    with pytest.raises(ValueError, match="what holds"):
+        ptsave.capture(network(), path, what=["weights"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="no module is selected"):
+        ptsave.capture(network(), path, include="nowhere").start()
+    with pytest.raises(RuntimeError, match="not running"):
+        ptsave.capture(network(), path).step()
+
+
+def test_a_capture_of_nothing_warns(path: Path) -> None:
+    with pytest.warns(ptsave.CheckpointWarning, match="no call"), ptsave.capture(network(), path):
+        pass
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    model = network()
+    with pytest.raises(FileNotFoundError):
+        ptsave.capture(model, tmp_path / "no" / "run.pt").start()
+    assert not model[0]._forward_hooks

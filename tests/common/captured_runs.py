@@ -1,0 +1,94 @@
+"""Reads captures back, and trains models with and without one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ptsave
+from ptsave.tree.capture_schema import (
+    CapturedCall,
+    CapturedValue,
+    calls_in,
+    is_block_key,
+    parse_name,
+    values_in,
+)
+
+__all__ = ["Run", "assert_bit_identical", "captured", "tensors_in"]
+
+
+class Run:
+    """A capture, read with stock torch."""
+
+    def __init__(self, path: Path) -> None:
+        self.entries: dict[str, Any] = torch.load(path, weights_only=True)
+        blocks = [value for key, value in self.entries.items() if is_block_key(key)]
+        self.calls: list[CapturedCall] = sorted(
+            (call for block in blocks for call in calls_in(block)), key=lambda call: call.order
+        )
+        values = [value for block in blocks for value in values_in(block)]
+        self.values: dict[str, CapturedValue] = {value.name: value for value in values}
+        assert len(self.values) == len(values), "two values have one name"
+        for name in self.values:
+            parse_name(name)
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self.entries[self.values[name].stored]
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def names(self, phase: str) -> list[str]:
+        return [name for name in self.values if parse_name(name).phase == phase]
+
+
+def captured(model: nn.Module, run: Callable[[], object], path: Path, **options: Any) -> Run:
+    with ptsave.capture(model, path, **options):
+        run()
+    return Run(path)
+
+
+def tensors_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the tensors of nested values, with paths as a capture writes them."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, (*path, str(i)))
+
+
+def assert_bit_identical(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], path: Path, **options: Any
+) -> Run:
+    """Train two copies for two steps, one of them captured; compare all bits."""
+    results = []
+    for capturing in (False, True):
+        torch.manual_seed(1)
+        copied = copy.deepcopy(model)
+        optimizer = torch.optim.SGD([p for p in copied.parameters() if p.requires_grad], 0.1)
+        found: list[Tensor] = []
+        capture = ptsave.capture(copied, path, optimizer=optimizer, **options)
+        if capturing:
+            capture.start()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = loss_of(copied)
+            loss.backward()
+            found += [p.grad.clone() for p in copied.parameters() if p.grad is not None]
+            optimizer.step()
+            found += [loss.detach(), *(p.detach().clone() for p in copied.parameters())]
+        capture.stop()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in copied.modules())
+        results.append(found)
+    assert len(results[0]) == len(results[1])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    return Run(path)
