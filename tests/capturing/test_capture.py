@@ -446,6 +446,7 @@ def test_compiled_models(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks for it
 def test_compilation_inside_a_capture(path: Path) -> None:
     model = network()
     x = torch.randn(2, 4)
