@@ -45,10 +45,11 @@ class Staged:
     """A tensor on its way from an accelerator, and the row that waits for its statistics."""
 
     def __init__(self, host: Tensor, event: Any, name: str) -> None:
-        self.host = host
+        self.host: Tensor | None = host  # until it has arrived
         self.event = event
         self.name = name  # "" if its values are not kept
         self.row = -1
+        self.found: tuple[Any, ...] | None = None
 
 
 class Block:
@@ -114,13 +115,16 @@ class Blocks:
         if not self._reserve(nbytes):
             self.n_dropped += 1
             return _NO_ROOM
-        host = tensor.detach().to("cpu", non_blocking=True)
+        # Page-locked, or the copy would wait for the device.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+        host.copy_(tensor.detach(), non_blocking=True)
         event = torch.Event(device=tensor.device)
-        event.record()
+        event.record(torch.accelerator.current_stream(tensor.device))
         staged = Staged(host, event, name)
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
+        self._lane.submit(self._take_staged, staged, nbytes)
         return staged
 
     def finish(self, block: Block) -> None:
@@ -142,9 +146,9 @@ class Blocks:
         self._raise_failure()
         with self._lock:
             self._add_pending()
-        while self._unwritten:
-            self._writer.flush()
-            self._write_blocks()
+            while self._unwritten:
+                self._writer.flush()
+                self._write_blocks()
 
     def cancel(self) -> None:
         """Give up whatever is on its way."""
@@ -183,11 +187,11 @@ class Blocks:
     def _finish_block(self, block: Block) -> None:
         with self._lock:
             self._add_pending()
-        values = block.values
-        if self._dropped:
-            values = [self._without_dropped(row) for row in values]
-        self._unwritten.append((block.key, block_to_plain(block.calls, values)))
-        self._write_blocks()
+            values = block.values
+            if self._dropped:
+                values = [self._without_dropped(row) for row in values]
+            self._unwritten.append((block.key, block_to_plain(block.calls, values)))
+            self._write_blocks()
 
     def _without_dropped(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
         if row[_STORED] not in self._dropped:
@@ -195,16 +199,19 @@ class Blocks:
         return (*row[:_STORED], "", row[_STORED + 1], _NO_ROOM, *row[_NOTE + 1 :])
 
     def _write_blocks(self) -> None:
-        """Add the blocks; those that found no room stay for the next time."""
+        """Add the blocks, under the lock; those that found no room stay for the next time."""
         while self._unwritten and self._writer.add(*self._unwritten[0], copy=False):
             self._unwritten.pop(0)
 
     # -------------------------------------------------------------------- from accelerators
 
     def _reserve(self, nbytes: int) -> bool:
+        """Take room for so many bytes; a tensor that is larger than all of it gets it alone."""
         with self._room:
+            if self._when_full == "wait":
+                self._room.wait_for(lambda: self._failure is not None or self._has_room(nbytes))
             self._raise_failure()
-            if self._staged_nbytes and self._staged_nbytes + nbytes > self._max_staged_bytes:
+            if not self._has_room(nbytes):
                 if self._when_full == "raise":
                     raise StagingFullError.no_room(
                         nbytes, self._staged_nbytes, self._max_staged_bytes
@@ -213,24 +220,41 @@ class Blocks:
             self._staged_nbytes += nbytes
         return True
 
-    def _finish_staged(self, block: Block) -> None:
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._staged_nbytes or self._staged_nbytes + nbytes <= self._max_staged_bytes
+
+    def _take_staged(self, staged: Staged, nbytes: int) -> None:
+        """Wait for a tensor, and hand it on."""
         try:
-            for staged in block.staged:
-                self._finish_tensor(block, staged)
-            self._finish_block(block)
+            if self._failure is None:
+                self._finish_tensor(staged)
         except BaseException as error:
             self._failure = error
+        finally:
+            staged.host = None
+            with self._room:
+                self._staged_nbytes -= nbytes
+                self._room.notify_all()
 
-    def _finish_tensor(self, block: Block, staged: Staged) -> None:
+    def _finish_tensor(self, staged: Staged) -> None:
+        host = staged.host
+        assert host is not None
         staged.event.synchronize()
-        row = block.values[staged.row]
-        found = statistics_of(staged.host, self._n_threads) if self._statistics else None
-        stored = bool(staged.name) and self._writer.add(staged.name, staged.host, copy=False)
-        if staged.name and not stored:
+        if self._statistics:
+            staged.found = statistics_of(host, self._n_threads)
+        if staged.name and not self._writer.add(staged.name, host, copy=False):
             self._dropped.add(staged.name)
-        block.values[staged.row] = (*row[:_STATISTICS], found)
-        with self._room:
-            self._staged_nbytes -= staged.host.nbytes
+            self.n_dropped += 1
+
+    def _finish_staged(self, block: Block) -> None:
+        try:
+            if self._failure is None:
+                for staged in block.staged:
+                    row = block.values[staged.row]
+                    block.values[staged.row] = (*row[:_STATISTICS], staged.found)
+                self._finish_block(block)
+        except BaseException as error:
+            self._failure = error
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
