@@ -458,8 +458,6 @@ def copy_to_devices(
     max_pinned_nbytes: int,
 ) -> None: ...
 
-# How many hold the storage in C++; its Python object is one of them.
-
 # Parts of a file as uint8 tensors whose bytes are had from it when they are used; the second only
 # of parts that the page cache holds.
 def map_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor: ...
@@ -467,6 +465,8 @@ def map_cached_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch
 
 # Makes the memory of such a tensor independent of the file, where it is.
 def detach_from_file(storage: torch.UntypedStorage, name: bytes) -> None: ...
+
+# How many hold the storage in C++; its Python object is one of them.
 def storage_use_count(storage: torch.UntypedStorage) -> int: ...
 
 # The fields of tree.capture_schema.Statistics, of a contiguous tensor in CPU memory; None if its
