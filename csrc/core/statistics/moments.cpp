@@ -64,16 +64,16 @@ PTSAVE_INLINE Moments moments_of(const Number* data, std::size_t n) {
   return {n_zero, mean, squares, static_cast<double>(low), static_cast<double>(high)};
 }
 
-// Bits: an unsigned integer as wide as the number; kInfinity: the bits of infinity.
-template <typename Bits, Bits kInfinity, typename Number>
+// Bits: an unsigned integer as wide as the number; Infinity: the bits of infinity.
+template <typename Bits, Bits Infinity, typename Number>
 PTSAVE_INLINE NonFinite non_finite(const Number* data, std::size_t n) {
   constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
   Bits n_nan = 0;
   Bits n_both = 0;
   for (std::size_t i = 0; i < n; ++i) {
     const Bits magnitude = std::bit_cast<Bits>(data[i]) & kWithoutSign;
-    n_nan += magnitude > kInfinity ? 1U : 0U;
-    n_both += magnitude >= kInfinity ? 1U : 0U;
+    n_nan += magnitude > Infinity ? 1U : 0U;
+    n_both += magnitude >= Infinity ? 1U : 0U;
   }
   return {n_nan, n_both - n_nan};
 }
@@ -85,8 +85,8 @@ PTSAVE_INLINE void from_half(const std::uint16_t* data, std::size_t n, float* re
     const std::uint32_t magnitude = (half & 0x7FFF) << 13;
     const std::uint32_t exponent = half & 0x7C00;
     const std::uint32_t normal = magnitude + (112U << 23);
-    const float shifted = std::bit_cast<float>(magnitude + (113U << 23));
-    const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(shifted - 0x1p-14F);
+    const auto shifted = std::bit_cast<float>(magnitude + (113U << 23));
+    const auto subnormal = std::bit_cast<std::uint32_t>(shifted - 0x1p-14F);
     const std::uint32_t finite = exponent == 0 ? subnormal : normal;
     const std::uint32_t bits = exponent == 0x7C00 ? magnitude | 0x7F80'0000 : finite;
     const std::uint32_t sign = (half & 0x8000) << 16;
@@ -108,13 +108,13 @@ PTSAVE_INLINE void from_half(const std::uint16_t* data, std::size_t n, float* re
   TARGET NonFinite non_finite_doubles_##NAME(const double* data, std::size_t n) {         \
     return non_finite<std::uint64_t, 0x7FF0'0000'0000'0000>(data, n);                     \
   }                                                                                       \
-  TARGET void from_half_##NAME(const std::uint16_t* data, std::size_t n, float* result) { \
+  void TARGET from_half_##NAME(const std::uint16_t* data, std::size_t n, float* result) { \
     from_half(data, n, result);                                                           \
   }
 
 #define PTSAVE_KERNEL_ENTRY(NAME, SUPPORTED) \
   {#NAME,                                    \
-   SUPPORTED,                                \
+   (SUPPORTED),                              \
    of_floats_##NAME,                         \
    of_doubles_##NAME,                        \
    non_finite_floats_##NAME,                 \

@@ -31,14 +31,14 @@ struct SmallFloat {
     const unsigned exponent = (bits >> mantissa_nbits) & largest;
     const bool negative = (bits >> (mantissa_nbits + exponent_nbits) & 1U) != 0;
     const bool all_ones = exponent == largest && mantissa == (1U << mantissa_nbits) - 1;
+    const bool is_minus_zero = negative && exponent == 0 && mantissa == 0;
     constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     double value = 0;
     if (specials == Specials::kIeee && exponent == largest) {
       value = mantissa == 0 ? kInfinity : kNan;
-    } else if (specials == Specials::kLargest && all_ones) {
-      value = kNan;
-    } else if (specials == Specials::kMinusZero && negative && exponent == 0 && mantissa == 0) {
+    } else if ((specials == Specials::kLargest && all_ones) ||
+               (specials == Specials::kMinusZero && is_minus_zero)) {
       value = kNan;
     } else if (exponent == 0) {
       value = std::ldexp(mantissa, 1 - bias - mantissa_nbits);

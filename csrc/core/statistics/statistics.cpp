@@ -170,8 +170,8 @@ void add_reals(Statistics& to, const std::byte* data, std::size_t nbytes,
   });
 }
 
-// 64-bit integers: kFlip inverts the highest bit of unsigned ones.
-template <typename Integer, std::uint64_t kFlip>
+// 64-bit integers: Flip inverts the highest bit of unsigned ones.
+template <typename Integer, std::uint64_t Flip>
 void add_wide_integers(Statistics& to, const std::byte* data, std::size_t nbytes) {
   add_reals<Integer, double>(to, data, nbytes, sizeof(Integer));
   std::int64_t low = to.min_integer;
@@ -179,7 +179,7 @@ void add_wide_integers(Statistics& to, const std::byte* data, std::size_t nbytes
   for (std::size_t i = 0; i < nbytes; i += sizeof(Integer)) {
     std::uint64_t bits = 0;
     std::memcpy(&bits, data + i, sizeof bits);
-    const auto element = static_cast<std::int64_t>(bits ^ kFlip);
+    const auto element = static_cast<std::int64_t>(bits ^ Flip);
     low = std::min(low, element);
     high = std::max(high, element);
   }
@@ -195,8 +195,8 @@ void add_complex_block(Statistics& to, const Number* data, std::size_t n) {
   std::array<double, kBlockLength / 2> imaginary;
   std::size_t n_finite = 0;
   for (std::size_t i = 0; i < n; i += 2) {
-    const double x = static_cast<double>(data[i]);
-    const double y = static_cast<double>(data[i + 1]);
+    const auto x = static_cast<double>(data[i]);
+    const auto y = static_cast<double>(data[i + 1]);
     real[n_finite] = x;
     imaginary[n_finite] = y;
     if (std::isfinite(x) && std::isfinite(y)) {
@@ -281,34 +281,34 @@ void add_nibbles(Statistics& to, const std::byte* data, std::size_t nbytes) {
 }
 
 const ByteValues& values_of(Element element) {
-  static const ByteValues int8 =
+  static const ByteValues kInt8 =
       tabulate([](unsigned byte) { return static_cast<double>(static_cast<std::int8_t>(byte)); });
-  static const ByteValues uint8 = tabulate([](unsigned byte) { return double{1} * byte; });
-  static const ByteValues boolean = tabulate([](unsigned byte) { return byte != 0 ? 1.0 : 0.0; });
-  static const ByteValues e4m3 = tabulate(SmallFloat{4, 3, 7, Specials::kLargest});
-  static const ByteValues e4m3uz = tabulate(SmallFloat{4, 3, 8, Specials::kMinusZero});
-  static const ByteValues e5m2 = tabulate(SmallFloat{5, 2, 15, Specials::kIeee});
-  static const ByteValues e5m2uz = tabulate(SmallFloat{5, 2, 16, Specials::kMinusZero});
-  static const ByteValues e8m0 = tabulate([](unsigned byte) {
+  static const ByteValues kUint8 = tabulate([](unsigned byte) { return double{1} * byte; });
+  static const ByteValues kBoolean = tabulate([](unsigned byte) { return byte != 0 ? 1.0 : 0.0; });
+  static const ByteValues kE4M3 = tabulate(SmallFloat{4, 3, 7, Specials::kLargest});
+  static const ByteValues kE4M3Uz = tabulate(SmallFloat{4, 3, 8, Specials::kMinusZero});
+  static const ByteValues kE5M2 = tabulate(SmallFloat{5, 2, 15, Specials::kIeee});
+  static const ByteValues kE5M2Uz = tabulate(SmallFloat{5, 2, 16, Specials::kMinusZero});
+  static const ByteValues kE8M0 = tabulate([](unsigned byte) {
     return byte == 0xFF ? kNan : std::ldexp(1.0, static_cast<int>(byte) - 127);
   });
   switch (element) {
     case Element::kInt8:
-      return int8;
+      return kInt8;
     case Element::kBool:
-      return boolean;
+      return kBoolean;
     case Element::kFloat8E4M3:
-      return e4m3;
+      return kE4M3;
     case Element::kFloat8E4M3Uz:
-      return e4m3uz;
+      return kE4M3Uz;
     case Element::kFloat8E5M2:
-      return e5m2;
+      return kE5M2;
     case Element::kFloat8E5M2Uz:
-      return e5m2uz;
+      return kE5M2Uz;
     case Element::kFloat8E8M0:
-      return e8m0;
+      return kE8M0;
     default:
-      return uint8;
+      return kUint8;
   }
 }
 
