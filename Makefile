@@ -138,7 +138,7 @@ tsan: $(SETUP_STAMP)  ## C++ unit tests under ThreadSanitizer
 	$(CONFIGURE) -B build/tsan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
 	  -DPTSAVE_SANITIZE=thread
 	$(NO_ASLR) $(CMAKE) --build build/tsan --parallel $(JOBS)
-	$(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
+	TSAN_OPTIONS=die_after_fork=0 $(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
 
 fuzz: fuzz-parser fuzz-unpickler  ## fuzz the archive parser and the unpickler, FUZZ_SECONDS together
 
