@@ -121,12 +121,17 @@ PTSAVE_INLINE void from_half(const std::uint16_t* data, std::size_t n, float* re
    non_finite_doubles_##NAME,                \
    from_half_##NAME}
 
+#define PTSAVE_AVX512_FEATURES "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"
+#if defined(__clang__)  // has no such option for a function
+#define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES
+#else
+#define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES ",prefer-vector-width=512"
+#endif
+
 PTSAVE_KERNEL(portable, )
 #if defined(__x86_64__)
 PTSAVE_KERNEL(avx2, __attribute__((target("avx2,fma"))))
-PTSAVE_KERNEL(
-    avx512,
-    __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,prefer-vector-width=512"))))
+PTSAVE_KERNEL(avx512, __attribute__((target(PTSAVE_AVX512))))
 
 bool avx2_supported() {
   return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
