@@ -137,6 +137,8 @@ void AppendedArchive::write(const ArchiveLayout& layout, const Payloads& payload
   const std::uint64_t begin = records_.end();
   const std::uint64_t origin =
       direct ? align_down(begin, out.direct_io_alignment().block_nbytes()) : begin;
+  // Direct writes that make a file longer wait for each other.
+  if (direct) out.preallocate(layout.central_directory_offset());
   std::string front(begin - origin, '\0');
   out.read_at(origin, front.data(), front.size());
   progress_ = 0;
