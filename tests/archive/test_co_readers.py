@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -117,13 +118,25 @@ def _nbytes_read(what: str, path: Path, **environment: str) -> list[int]:
     return list(counts)
 
 
+def _nbytes_refaulted() -> int:
+    """Return how many bytes of files the kernel has had to read again since it started."""
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counts["workingset_refault_file"]) * mmap.PAGESIZE
+
+
 @pytest.mark.parametrize("what", ["load", "load_into", "load_model"])
 def test_ranks_of_one_machine_read_a_file_once(archive: Path, what: str) -> None:
     if what == "load_model":
         archive = archive.with_suffix(".safetensors")
         save_file(_state(), archive)
+    # A virtual machine may give pages of the cache back (DAMON) before the last rank is there.
+    for _ in range(3):
         make_cold(archive)
-    counts = _nbytes_read(what, archive, LOCAL_WORLD_SIZE=str(N_RANKS))
+        before = _nbytes_refaulted()
+        counts = _nbytes_read(what, archive, LOCAL_WORLD_SIZE=str(N_RANKS))
+        again = max(0, sum(counts) - archive.stat().st_size)
+        if again == 0 or _nbytes_refaulted() - before < again:
+            break
     assert 0.95 < sum(counts) / archive.stat().st_size < 1.05, counts
 
 
