@@ -226,9 +226,10 @@ def run_task(task: Task) -> Figure:
     return Figure(**PROGRAM.run_task(task))
 
 
-def measure_cold_limit(path: Path) -> Figure:
+def measure_cold_limit(path: Path) -> dict[str, Figure]:
+    """Return the figures of `LIMIT_THREADS`."""
     _, seconds = _limits.measure("direct-read", path, path.stat().st_size)
-    return Figure(min(seconds.values()))
+    return {name: Figure(seconds[str(n_threads)]) for name, n_threads in LIMIT_THREADS.items()}
 
 
 # --------------------------------------------------------------------------------------- the rounds
@@ -251,25 +252,25 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
         contenders = [STOCK, PTSAVE, *([LIMIT] if workload.cold else LIMIT_THREADS)]
         for contender in random.sample(contenders, len(contenders)):
             if contender == LIMIT:
-                figure = measure_cold_limit(path)
+                measured = measure_cold_limit(path)
             else:
-                figure = run_task(
-                    Task(
-                        workload.checkpoint,
-                        contender,
-                        str(path),
-                        cold=workload.cold,
-                        fresh_optimizer=workload.fresh_optimizer and contender in (STOCK, PTSAVE),
-                        compare=number == 0 and contender in (STOCK, PTSAVE),
-                    )
+                task = Task(
+                    workload.checkpoint,
+                    contender,
+                    str(path),
+                    cold=workload.cold,
+                    fresh_optimizer=workload.fresh_optimizer and contender in (STOCK, PTSAVE),
+                    compare=number == 0 and contender in (STOCK, PTSAVE),
                 )
-            figures.setdefault((name, contender), []).append(figure)
-    choose_limits([name for name in names if not WORKLOADS[name].cold], figures)
+                measured = {contender: run_task(task)}
+            for measured_contender, figure in measured.items():
+                figures.setdefault((name, measured_contender), []).append(figure)
+    choose_limits(names, figures)
     return figures
 
 
 def choose_limits(names: list[str], figures: Figures) -> None:
-    """Let the number of threads that has the best median be the limit of warm workloads."""
+    """Let the number of threads that has the best median be the limit."""
     for name in names:
         figures[name, LIMIT] = min(
             (figures[name, contender] for contender in LIMIT_THREADS),

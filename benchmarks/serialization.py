@@ -45,7 +45,8 @@ Memory that a virtual machine's host may have taken back is fetched before the c
 s and GB/s are medians over the rounds, and ratios are medians of the ratios within a round.
 A load ends when one byte of every page of every tensor has been read.  safetensors always maps the
 file, checks nothing and copies nothing before a page is touched: compare it with `mmap=True`.
-ptsave checks every CRC, except with `mmap=True`.  A limit is the best of 1, 2 and 4 threads."""
+ptsave checks every CRC, except with `mmap=True`.  A limit is that of 1, 2 or 4 threads,
+whichever has the best median over the rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)

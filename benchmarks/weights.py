@@ -288,20 +288,20 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
         contenders = [LOOP, PTSAVE, *([LIMIT] if workload.cold else LIMIT_THREADS)]
         for contender in random.sample(contenders, len(contenders)):
             if contender == LIMIT:
-                figure = measure_cold_limit(folder / ONE_FILE)
+                measured = measure_cold_limit(folder / ONE_FILE)
             else:
-                figure = run_task(
-                    Task(
-                        contender,
-                        str(folder),
-                        cold=workload.cold,
-                        loaders=workload.loaders,
-                        saves=workload.saves,
-                        compare=number == 0 and contender in (LOOP, PTSAVE),
-                    )
+                task = Task(
+                    contender,
+                    str(folder),
+                    cold=workload.cold,
+                    loaders=workload.loaders,
+                    saves=workload.saves,
+                    compare=number == 0 and contender in (LOOP, PTSAVE),
                 )
-            figures.setdefault((name, contender), []).append(figure)
-    choose_limits([name for name in names if not WORKLOADS[name].cold], figures)
+                measured = {contender: run_task(task)}
+            for measured_contender, figure in measured.items():
+                figures.setdefault((name, measured_contender), []).append(figure)
+    choose_limits(names, figures)
     return figures
 
 

@@ -19,7 +19,13 @@ class LayoutMismatchError(RuntimeError): ...
 @final
 class WriteOptions:
     def __init__(
-        self, *, compute_crcs: bool, n_threads: int, chunk_nbytes: int, max_pinned_nbytes: int
+        self,
+        *,
+        compute_crcs: bool,
+        n_threads: int,
+        chunk_nbytes: int,
+        payloads_are_still: bool,
+        max_pinned_nbytes: int,
     ) -> None: ...
 
 # Whether the engine copies from and to this device.
@@ -205,11 +211,16 @@ class NumberedStorages:
     # Every storage is written anew from here on.
     def forget(self) -> None: ...
 
+# The beginning and the end of a pickle of a dict, between which parts add its entries.
+DICT_HEAD: bytes
+STOP: bytes
+
 # Records that are written together, and copies of their storages in slabs of a size.
 @final
 class AppendBatch:
     def __init__(self, *, slab_nbytes: int) -> None: ...
     # Adds the pending storages, as they are now if `copy`, and a part of the pickle of a dict.
+    # Returns tensor_statistics of `measured` if that is the only one of them, with `copy`.
     def add(
         self,
         storages: NumberedStorages,
@@ -217,10 +228,8 @@ class AppendBatch:
         *,
         copy: bool,
         n_threads: int,
-        progress: Progress,
-    ) -> None: ...
-    @property
-    def nbytes(self) -> int: ...
+        measured: torch.Tensor | None = None,
+    ) -> tuple[Any, ...] | None: ...
     @property
     def pickle_nbytes(self) -> int: ...
     @property
@@ -360,7 +369,15 @@ class Reader(StorageSource):
         verify: bool,
         max_pinned_nbytes: int,
     ) -> list[DamagedRecord]: ...
-    def read_range(self, offset: int, target: torch.Tensor, *, n_threads: int) -> None: ...
+    # Fills contiguous tensors, in CPU memory or on accelerators that can_stage(), from offsets on.
+    # Parts for accelerators do not overlap.
+    def read_ranges(
+        self,
+        ranges: Sequence[tuple[int, torch.Tensor]],
+        *,
+        n_threads: int,
+        max_pinned_nbytes: int,
+    ) -> None: ...
     # (number, name, payload offset, location) of each record; the location is that of the storage
     # that the engine's unpickler has taken from it.
     def places(self) -> list[tuple[int, str, int, str | None]]: ...
@@ -436,18 +453,22 @@ def unpickle_weights_only(
     storages: StorageSource | None,
 ) -> Any: ...
 
-# Fills contiguous tensors, in CPU memory or on accelerators that can_stage(): (number of the file,
-# offset, tensor).  Ranges of a file do not overlap, nor do tensors.  A file is a descriptor, which
-# stays the caller's, and its name.
-def read_ranges(
-    files: Sequence[tuple[int, bytes]],
-    ranges: Sequence[tuple[int, int, torch.Tensor]],
-    *,
-    n_threads: int,
-    direct: bool,
-    max_pinned_nbytes: int,
-    progress: Progress,
-) -> None: ...
+# The files of one load; a file is a descriptor, which stays the caller's, and its name.  Safe for
+# concurrent use.
+class RangeFiles:
+    def __init__(
+        self, files: Sequence[tuple[int, bytes]], *, direct: bool, n_threads: int
+    ) -> None: ...
+    # Fills contiguous tensors, in CPU memory or on accelerators that can_stage(): (number of the
+    # file, offset, tensor).  Ranges of a file do not overlap, nor do tensors.
+    def read(
+        self,
+        ranges: Sequence[tuple[int, int, torch.Tensor]],
+        *,
+        n_threads: int,
+        max_pinned_nbytes: int,
+        progress: Progress,
+    ) -> None: ...
 
 # Copies the bytes of contiguous CPU tensors to ones of that size on devices that can_stage():
 # (source, target).  Sources do not overlap.
@@ -458,6 +479,13 @@ def copy_to_devices(
     max_pinned_nbytes: int,
 ) -> None: ...
 
+# The number of bytes below which such copies cost more than they save.
+MIN_PINNED_NBYTES: int
+
+# Whether the CPU and accelerators convert all values of a dtype alike: not from floating point to
+# integers, where what does not fit becomes anything.
+def convert_alike(source: torch.dtype, target: torch.dtype) -> bool: ...
+
 # Parts of a file as uint8 tensors whose bytes are had from it when they are used; the second only
 # of parts that the page cache holds.
 def map_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor: ...
@@ -466,9 +494,18 @@ def map_cached_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch
 # Makes the memory of such a tensor independent of the file, where it is.
 def detach_from_file(storage: torch.UntypedStorage, name: bytes) -> None: ...
 
+# A CPU storage with any bytes in memory of its own, in huge pages where there are any.
+def huge_page_storage(nbytes: int) -> torch.UntypedStorage: ...
+
 # How many hold the storage in C++; its Python object is one of them.
 def storage_use_count(storage: torch.UntypedStorage) -> int: ...
 
 # The fields of tree.capture_schema.Statistics, of a contiguous tensor in CPU memory; None if its
 # elements are no numbers.
 def tensor_statistics(tensor: torch.Tensor, n_threads: int = 1) -> tuple[Any, ...] | None: ...
+
+# The counts and sizes of comparison.measures.TensorDifference; None if the elements of one are no
+# numbers.
+def tensor_difference(
+    a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0, n_threads: int = 1
+) -> dict[str, Any] | None: ...

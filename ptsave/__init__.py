@@ -7,6 +7,11 @@ from ptsave.appending.archive_writer import ArchiveWriter
 from ptsave.background.async_save import async_save, release_staging_memory
 from ptsave.background.save_future import SaveFuture
 from ptsave.capturing.capture import Capture, capture
+from ptsave.comparison.captures import (
+    CaptureComparison,
+    CapturedDifference,
+    compare_captures,
+)
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.contents.archive import Archive, open  # noqa: A004 - named as Python's
 from ptsave.contents.tensor_info import TensorInfo
@@ -34,6 +39,8 @@ from ptsave.state.optimizers import load_optimizer_state_dict
 from ptsave.state.prefixes import add_prefix, strip_prefix
 from ptsave.training.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ptsave.training.checkpointer import AsyncCheckpointer
+from ptsave.tree.capture_schema import CapturedCall, CapturedValue
+from ptsave.tree.captured_summary import CaptureSummary
 
 __version__: str = _torch_version.VERSION
 
@@ -42,6 +49,11 @@ __all__ = [
     "ArchiveWriter",
     "AsyncCheckpointer",
     "Capture",
+    "CaptureComparison",
+    "CaptureSummary",
+    "CapturedCall",
+    "CapturedDifference",
+    "CapturedValue",
     "CheckpointWarning",
     "Compaction",
     "Comparison",
@@ -64,6 +76,7 @@ __all__ = [
     "capture",
     "compact",
     "compare",
+    "compare_captures",
     "convert",
     "install",
     "installed",

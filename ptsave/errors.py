@@ -292,14 +292,16 @@ class UnsupportedSourceError(ValueError):
 
 
 class StagingFullError(RuntimeError):
-    """:func:`ptsave.async_save` has no room for a copy of the tensors; nothing was copied.
+    """There is no room for a copy of the tensors; nothing was copied.
+
+    :func:`ptsave.async_save`, :class:`ptsave.ArchiveWriter` and :func:`ptsave.capture` raise it.
 
     Attributes
     ----------
     nbytes : int
-        Bytes that this save needs.
+        Bytes that the copy needs.
     staged_nbytes : int
-        Bytes that unfinished saves hold.
+        Bytes that unfinished saves hold, and values that wait to be written.
     max_staged_bytes : int
         The limit for all of them together.
 
@@ -322,22 +324,27 @@ class StagingFullError(RuntimeError):
         self.max_staged_bytes = max_staged_bytes
 
     @classmethod
-    def too_large(cls, nbytes: int, limit: int) -> StagingFullError:
-        """Return the error for a save that can never be staged."""
+    def too_large(
+        cls, nbytes: int, limit: int, option: str = "max_staged_bytes"
+    ) -> StagingFullError:
+        """Return the error for a copy that can never be made; `option` sets the limit."""
         message = (
             f"a copy of the tensors takes {nbytes} bytes, and at most {limit} may be staged: "
-            "raise max_staged_bytes (or PTSAVE_MAX_STAGED_BYTES), or use ptsave.save, which needs "
-            "no copy"
+            f"raise {option} (or PTSAVE_MAX_STAGED_BYTES)"
         )
+        if option == "max_staged_bytes":
+            message += ", or use ptsave.save, which needs no copy"
         return cls(message, nbytes=nbytes, max_staged_bytes=limit)
 
     @classmethod
-    def no_room(cls, nbytes: int, staged_nbytes: int, limit: int) -> StagingFullError:
-        """Return the error for a save that has to wait for others and may not."""
+    def no_room(
+        cls, nbytes: int, staged_nbytes: int, limit: int, option: str = "max_staged_bytes"
+    ) -> StagingFullError:
+        """Return the error for a copy that has to wait for others and may not."""
         message = (
             f"a copy of the tensors takes {nbytes} bytes, unfinished saves hold {staged_nbytes}, "
             f"and at most {limit} may be staged: wait for one of them, use when_full='wait', or "
-            "raise max_staged_bytes (or PTSAVE_MAX_STAGED_BYTES)"
+            f"raise {option} (or PTSAVE_MAX_STAGED_BYTES)"
         )
         return cls(message, nbytes=nbytes, staged_nbytes=staged_nbytes, max_staged_bytes=limit)
 

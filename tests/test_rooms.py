@@ -51,7 +51,7 @@ CPP_ROOMS = {
     "core/memory": "base",
     "core/pipeline": "",
     "core/io": "base memory pipeline",
-    "core/statistics": "crc pipeline",
+    "core/statistics": "crc memory pipeline",
     "core/read": "base crc format memory pipeline io",
     "core/write": "base crc format memory pipeline io",
     "pickle/common": "",
@@ -152,13 +152,14 @@ def test_packages_import_nothing() -> None:
 
 # What users may rely on: a name that is added or taken away changes this list and CHANGELOG.md.
 PUBLIC = """
-    Archive ArchiveWriter AsyncCheckpointer Capture CheckpointWarning Compaction Comparison
-    Conversion CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights
-    NotCheckpointError SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters
-    UnsupportedSourceError UnsupportedUrlError __version__ add_prefix async_save capture compact
-    compare convert install installed load load_checkpoint load_into load_model
-    load_optimizer_state_dict load_state_dict open register_lazy_buffer release_staging_memory
-    save save_checkpoint save_model strip_prefix uninstall
+    Archive ArchiveWriter AsyncCheckpointer Capture CaptureComparison CaptureSummary CapturedCall
+    CapturedDifference CapturedValue CheckpointWarning Compaction Comparison Conversion
+    CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights NotCheckpointError
+    SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters UnsupportedSourceError
+    UnsupportedUrlError __version__ add_prefix async_save capture compact compare compare_captures
+    convert install installed load load_checkpoint load_into load_model load_optimizer_state_dict
+    load_state_dict open register_lazy_buffer release_staging_memory save save_checkpoint
+    save_model strip_prefix uninstall
 """
 
 

@@ -4,7 +4,6 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,18 +15,17 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
+#include "bindings/statistics.h"
 #include "core/write/appended_archive.h"
 #include "pickle/out/pickler.h"
 #include "storage/append_batch.h"
 #include "storage/numbered_storages.h"
+#include "storage/tensor_statistics.h"
 
 namespace py = pybind11;
 
 namespace ptsave {
 namespace {
-
-constexpr std::string_view kByteOrder =
-    std::endian::native == std::endian::little ? "little" : "big";
 
 py::object pickled(NumberedStorages& storages, const py::object& object) {
   const auto number = [&](const c10::Storage& storage, const at::Tensor* tensor,
@@ -50,15 +48,27 @@ std::uint32_t number_of(NumberedStorages& storages, const py::object& storage,
   return storages.number(unpacked, &THPVariable_Unpack(tensor.ptr()), scalar_type);
 }
 
-void add(AppendBatch& batch, const NumberedStorages& storages, const py::bytes& pickle, bool copy,
-         std::size_t n_threads, const py::object& callback) {
+// Returns the statistics of `measured` if they were taken beside the copy of its storage.
+py::object add(AppendBatch& batch, const NumberedStorages& storages, const py::bytes& pickle,
+               bool copy, std::size_t n_threads, const py::object& measured) {
   const auto part = static_cast<std::string_view>(pickle);
   const StorageList& fresh = storages.fresh();
+  std::optional<Element> element;
+  c10::ScalarType type = c10::ScalarType::Undefined;
+  if (!measured.is_none() && fresh.storages.size() == 1) {
+    if (!THPVariable_Check(measured.ptr())) throw py::type_error("expected a tensor");
+    const at::Tensor& tensor = THPVariable_Unpack(measured.ptr());
+    type = tensor.scalar_type();
+    if (is_storage(tensor, fresh.storages.front())) element = element_of(type);
+  }
+  std::optional<Statistics> found;
   if (!fresh.storages.empty()) {
-    const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
-    without_gil([&] { batch.add(fresh, storages.first_number(), copy, n_threads, poll); });
+    found = without_gil(
+        [&] { return batch.add(fresh, storages.first_number(), copy, n_threads, element); });
   }
   batch.add_pickle(part);
+  if (!found) return py::none();
+  return fields_of(*found, type);
 }
 
 std::uint64_t write(AppendBatch& batch, AppendedArchive& archive, const std::string& journal_name,
@@ -77,7 +87,7 @@ py::bytes closing_bytes(const std::string& root, std::uint64_t alignment,
   for (const auto& [name, header_offset, nbytes, crc, end] : records) {
     written.add(name, header_offset, nbytes, crc, end);
   }
-  return written.closing_bytes(static_cast<std::string_view>(pickle), kByteOrder, true);
+  return written.closing_bytes(static_cast<std::string_view>(pickle), true);
 }
 
 }  // namespace
@@ -97,8 +107,7 @@ void bind_appending(py::module_& module) {
                [](std::size_t slab_nbytes) { return std::make_unique<AppendBatch>(slab_nbytes); }),
            py::kw_only(), py::arg("slab_nbytes"))
       .def("add", &add, py::arg("storages"), py::arg("pickle"), py::kw_only(), py::arg("copy"),
-           py::arg("n_threads"), py::arg("progress"))
-      .def_property_readonly("nbytes", &AppendBatch::nbytes)
+           py::arg("n_threads"), py::arg("measured") = py::none())
       .def_property_readonly("pickle_nbytes", &AppendBatch::pickle_nbytes)
       .def_property_readonly("is_staged", &AppendBatch::is_staged)
       .def("write", &write, py::arg("archive"), py::arg("journal_name"), py::kw_only(),
@@ -125,7 +134,7 @@ void bind_appending(py::module_& module) {
           "close",
           [](AppendedArchive& self, const py::bytes& pickle, bool compute_crcs, bool durable) {
             const auto data = static_cast<std::string_view>(pickle);
-            without_gil([&] { self.close(data, kByteOrder, compute_crcs, durable); });
+            without_gil([&] { self.close(data, compute_crcs, durable); });
           },
           py::arg("pickle"), py::kw_only(), py::arg("compute_crcs"), py::arg("durable"))
       .def("keep", &AppendedArchive::keep)
@@ -134,6 +143,8 @@ void bind_appending(py::module_& module) {
           [](const AppendedArchive& self) { return py::bytes(self.temporary_name()); })
       .def("discard", &AppendedArchive::discard)
       .def_property_readonly("nbytes", &AppendedArchive::nbytes);
+  module.attr("DICT_HEAD") = py::bytes(kDictHead.data(), kDictHead.size());
+  module.attr("STOP") = py::bytes(&kStop, 1);
   module.def("closing_bytes", &closing_bytes, py::arg("root"), py::arg("alignment"),
              py::arg("records"), py::arg("pickle"));
 }

@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
-#include <span>
 #include <string>
 
 namespace ptsave {
@@ -18,9 +17,6 @@ std::string encode(const pybind11::str& text);
 // Of a torch.device; TypeError for anything else.
 c10::Device unpack_device(const pybind11::handle& device);
 
-// The memory of a tensor on the CPU that holds its elements as a file does, one after the other;
-// TypeError for anything else.
-std::span<std::byte> writable_bytes(const pybind11::handle& tensor);
 // A contiguous tensor in CPU memory or on an accelerator that SideStreams supports; TypeError for
 // anything else.
 const at::Tensor& unpack_bytes_of(const pybind11::handle& tensor);
@@ -35,5 +31,6 @@ void bind_ranges(pybind11::module_& module);
 void bind_packing(pybind11::module_& module);
 void bind_appending(pybind11::module_& module);
 void bind_statistics(pybind11::module_& module);
+void bind_difference(pybind11::module_& module);
 
 }  // namespace ptsave

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "bindings/bindings.h"
+#include "device/bytes.h"
 #include "storage/storage.h"
 
 namespace py = pybind11;
@@ -60,10 +61,8 @@ py::list tensor_facts(const py::list& tensors) {
       result[i] = py::none();
       continue;
     }
-    const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
     result[i] = py::make_tuple(dtype_of(tensor), shape_of(tensor), tuple_of(tensor.strides()),
-                               tensor.storage_offset() * itemsize, nbytes_of(tensor),
-                               storage_nbytes_of(tensor));
+                               byte_offset(tensor), nbytes_of(tensor), storage_nbytes_of(tensor));
   }
   return result;
 }

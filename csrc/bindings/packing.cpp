@@ -14,6 +14,7 @@
 #include "bindings/file_plans.h"
 #include "core/write/packed_plan.h"
 #include "device/accelerator_payloads.h"
+#include "device/bytes.h"
 
 namespace py = pybind11;
 
@@ -57,9 +58,8 @@ std::unique_ptr<PackedPlan> make_plan_of_tensors(std::string header,
   AcceleratorStager::Sources sources;
   for (const py::object& object : tensors) {
     const at::Tensor& tensor = unpack_bytes_of(object);
-    const auto offset = static_cast<std::uint64_t>(tensor.storage_offset()) * tensor.itemsize();
-    sources.emplace(sizes.size(),
-                    AcceleratorStager::Source{tensor.storage(), offset, tensor.nbytes()});
+    sources.emplace(sizes.size(), AcceleratorStager::Source{tensor.storage(), byte_offset(tensor),
+                                                            tensor.nbytes()});
     sizes.push_back(tensor.nbytes());
   }
   return std::make_unique<PackedPlan>(std::move(header), std::move(sizes),

@@ -1,12 +1,13 @@
-// ptsave._C.read_ranges() and map_range(), and whether memory that was read into is still in use.
+// ptsave._C.RangeFiles and map_range(), and whether memory that was read into is still in use.
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -19,20 +20,11 @@
 #include "device/side_streams.h"
 #include "storage/mapped_range.h"
 #include "storage/range_targets.h"
+#include "storage/storage.h"
 
 namespace py = pybind11;
 
 namespace ptsave {
-std::span<std::byte> writable_bytes(const py::handle& object) {
-  if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous() ||
-      tensor.is_conj() || tensor.is_neg()) {
-    throw py::type_error("can only read into a contiguous tensor in CPU memory");
-  }
-  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
-}
-
 const at::Tensor& unpack_bytes_of(const py::handle& object) {
   if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
@@ -46,22 +38,27 @@ const at::Tensor& unpack_bytes_of(const py::handle& object) {
 
 namespace {
 
-void read_ranges(const std::vector<std::pair<int, std::string>>& files,
+std::shared_ptr<RangeFiles> open_range_files(const std::vector<std::pair<int, std::string>>& files,
+                                             bool direct, std::size_t n_threads) {
+  const auto start = std::make_shared<SharedStart>();
+  std::vector<ByteSource> sources;
+  sources.reserve(files.size());
+  for (const auto& [fd, name] : files) {
+    sources.emplace_back(File::reopen_for_reading(fd, name), 0, direct_reads(direct), start);
+  }
+  return std::make_shared<RangeFiles>(std::move(sources), n_threads);
+}
+
+void read_ranges(const std::shared_ptr<RangeFiles>& files,
                  const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
-                 std::size_t n_threads, bool direct, std::size_t max_pinned_nbytes,
-                 const py::object& callback) {
+                 std::size_t n_threads, std::size_t max_pinned_nbytes, const py::object& callback) {
   std::vector<TensorRange> targets;
   targets.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
     targets.push_back({file, offset, unpack_bytes_of(object)});
   }
   // Only C++ objects are used without the GIL.
-  std::vector<ByteSource> sources;
-  sources.reserve(files.size());
-  for (const auto& [fd, name] : files) {
-    sources.emplace_back(File::reopen_for_reading(fd, name), 0, direct_reads(direct));
-  }
-  RangeTargets read(std::move(sources), targets);
+  RangeTargets read(files, targets);
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
   without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
 }
@@ -82,6 +79,14 @@ void copy_to_devices(const std::vector<std::pair<py::object, py::object>>& pairs
   }
   const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
   without_gil([&] { copy_to_accelerators(copies, n_threads, max_pinned_nbytes, poll); });
+}
+
+bool dtypes_convert_alike(const py::object& from, const py::object& to) {
+  if (!THPDtype_Check(from.ptr()) || !THPDtype_Check(to.ptr())) {
+    throw py::type_error("expected two of torch.dtype");
+  }
+  return convert_alike(reinterpret_cast<THPDtype*>(from.ptr())->scalar_type,
+                       reinterpret_cast<THPDtype*>(to.ptr())->scalar_type);
 }
 
 py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
@@ -107,6 +112,10 @@ void detach_storage(const py::object& storage, const std::string& name) {
   without_gil([&] { detach_from_file(mapped, name); });
 }
 
+py::object new_huge_page_storage(std::uint64_t nbytes) {
+  return py::reinterpret_steal<py::object>(THPStorage_Wrap(huge_page_storage(nbytes)));
+}
+
 // Number of references to the storage; the Python object is one of them.
 std::size_t storage_use_count(const py::object& storage) {
   return unpack_storage(storage).use_count();
@@ -115,16 +124,21 @@ std::size_t storage_use_count(const py::object& storage) {
 }  // namespace
 
 void bind_ranges(py::module_& module) {
-  module.def("read_ranges", &read_ranges, py::arg("files"), py::arg("ranges"), py::kw_only(),
-             py::arg("n_threads"), py::arg("direct"), py::arg("max_pinned_nbytes"),
-             py::arg("progress"));
+  py::class_<RangeFiles, std::shared_ptr<RangeFiles>>(module, "RangeFiles")
+      .def(py::init(&open_range_files), py::arg("files"), py::kw_only(), py::arg("direct"),
+           py::arg("n_threads"))
+      .def("read", &read_ranges, py::arg("ranges"), py::kw_only(), py::arg("n_threads"),
+           py::arg("max_pinned_nbytes"), py::arg("progress"));
   module.def("copy_to_devices", &copy_to_devices, py::arg("copies"), py::kw_only(),
              py::arg("n_threads"), py::arg("max_pinned_nbytes"));
+  module.attr("MIN_PINNED_NBYTES") = kMinPinnedNbytes;
+  module.def("convert_alike", &dtypes_convert_alike, py::arg("source"), py::arg("target"));
   module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
              py::arg("offset"), py::arg("nbytes"));
   module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),
              py::kw_only(), py::arg("offset"), py::arg("nbytes"));
   module.def("detach_from_file", &detach_storage, py::arg("storage"), py::arg("name"));
+  module.def("huge_page_storage", &new_huge_page_storage, py::arg("nbytes"));
   module.def("storage_use_count", &storage_use_count, py::arg("storage"));
 }
 

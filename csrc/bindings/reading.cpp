@@ -134,11 +134,15 @@ class Reader final : public StorageSource {
                                   poll);
     });
   }
-  void read_range(std::uint64_t offset, const py::handle& target, std::size_t n_threads) const {
-    const std::span<std::byte> memory = writable_bytes(target);
+  void read_ranges(const std::vector<std::pair<std::uint64_t, py::object>>& targets,
+                   std::size_t n_threads, std::size_t max_pinned_nbytes) const {
+    std::vector<ArchiveRange> ranges;
+    ranges.reserve(targets.size());
+    for (const auto& [offset, target] : targets) {
+      ranges.push_back({offset, unpack_bytes_of(target)});
+    }
     const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
-    without_gil(
-        [&] { reader_->read_range(offset, memory.data(), memory.size(), n_threads, poll); });
+    without_gil([&] { ptsave::read_ranges(*reader_, ranges, n_threads, max_pinned_nbytes, poll); });
   }
   // (number, name, payload offset, location) of each record.  The location is where the storage was
   // saved that the unpickler has taken from it; None if it has not, or if Python made that storage.
@@ -260,8 +264,8 @@ void bind_reading(py::module_& module) {
       .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))
       .def("read_records", &Reader::read_records, py::arg("records"), py::arg("targets"),
            py::kw_only(), py::arg("n_threads"), py::arg("verify"), py::arg("max_pinned_nbytes"))
-      .def("read_range", &Reader::read_range, py::arg("offset"), py::arg("target"), py::kw_only(),
-           py::arg("n_threads"))
+      .def("read_ranges", &Reader::read_ranges, py::arg("ranges"), py::kw_only(),
+           py::arg("n_threads"), py::arg("max_pinned_nbytes"))
       .def("places", &Reader::places)
       .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
            py::arg("verify"), py::arg("exact_offsets"))

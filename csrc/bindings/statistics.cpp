@@ -1,4 +1,6 @@
 // ptsave._C.tensor_statistics.
+#include "bindings/statistics.h"
+
 #include <pybind11/complex.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -9,15 +11,13 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
+#include "device/bytes.h"
 #include "storage/tensor_statistics.h"
 
 namespace py = pybind11;
 
 namespace ptsave {
 namespace {
-
-// To take the GIL back can take longer than to read this much.
-constexpr std::size_t kNbytesWithGil = std::size_t{64} << 10;
 
 py::object mean_of(const Statistics& found, bool is_complex) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -40,34 +40,46 @@ py::object extreme_of(const Statistics& found, c10::ScalarType type, double valu
   return py::float_(value);
 }
 
+// Whether a tensor has its elements one after the other in CPU memory.
+bool has_bytes(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
+         !tensor.is_conj() && !tensor.is_neg();
+}
+
 py::object tensor_statistics(const py::handle& object, std::size_t n_threads) {
+  const at::Tensor tensor = unpack_measurable(object);
+  const c10::ScalarType type = tensor.scalar_type();
+  if (!element_of(type).has_value()) return py::none();
+  const Statistics found = tensor.nbytes() <= kNbytesWithGil
+                               ? statistics_of(tensor, 1)
+                               : without_gil([&] { return statistics_of(tensor, n_threads); });
+  return fields_of(found, type);
+}
+
+}  // namespace
+
+at::Tensor unpack_measurable(const py::handle& object) {
   if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
-  const at::Tensor tensor = THPVariable_Unpack(object.ptr());
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous() ||
-      tensor.is_conj() || tensor.is_neg()) {
-    throw py::type_error("expected a contiguous tensor in CPU memory");
-  }
-  const std::size_t end =
-      static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize() + tensor.nbytes();
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  if (!has_bytes(tensor)) throw py::type_error("expected a contiguous tensor in CPU memory");
+  const std::size_t end = byte_offset(tensor) + tensor.nbytes();
   if (tensor.nbytes() != 0 && tensor.storage().nbytes() < end) {
     throw std::runtime_error("the tensor has no memory: its storage was freed");
   }
-  const c10::ScalarType type = tensor.scalar_type();
-  if (!element_of(type).has_value()) return py::none();
-  Statistics found;
-  if (tensor.nbytes() <= kNbytesWithGil) {
-    found = statistics_of(tensor, 1, {});
-  } else {
-    const Poll poll = make_poll([] { return 0; }, py::none());
-    found = without_gil([&] { return statistics_of(tensor, n_threads, poll); });
-  }
+  return tensor;
+}
+
+py::tuple fields_of(const Statistics& found, c10::ScalarType type) {
   return py::make_tuple(
       found.n, found.n_nan, found.n_inf, found.n_zero, mean_of(found, c10::isComplexType(type)),
       found.standard_deviation(), extreme_of(found, type, found.min, found.min_integer),
       extreme_of(found, type, found.max, found.max_integer), found.norm(), found.crc);
 }
 
-}  // namespace
+bool is_storage(const at::Tensor& tensor, const c10::Storage& storage) {
+  return has_bytes(tensor) && tensor.has_storage() && tensor.storage().is_alias_of(storage) &&
+         tensor.storage_offset() == 0 && tensor.nbytes() == storage.nbytes();
+}
 
 void bind_statistics(py::module_& module) {
   module.def("tensor_statistics", &tensor_statistics, py::arg("tensor"), py::arg("n_threads") = 1);

@@ -14,9 +14,12 @@ at::Tensor bytes_of(const c10::Storage& storage, std::uint64_t offset, std::uint
   return bytes;
 }
 
-at::Tensor bytes_of(const at::Tensor& bytes, std::uint64_t offset, std::uint64_t nbytes) {
-  return bytes_of(bytes.storage(), static_cast<std::uint64_t>(bytes.storage_offset()) + offset,
-                  nbytes);
+at::Tensor bytes_of(const at::Tensor& tensor, std::uint64_t offset, std::uint64_t nbytes) {
+  return bytes_of(tensor.storage(), byte_offset(tensor) + offset, nbytes);
+}
+
+std::uint64_t byte_offset(const at::Tensor& tensor) {
+  return static_cast<std::uint64_t>(tensor.storage_offset()) * tensor.itemsize();
 }
 
 }  // namespace ptsave

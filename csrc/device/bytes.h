@@ -11,7 +11,10 @@ namespace ptsave {
 // A uint8 tensor over a part of a storage.
 at::Tensor bytes_of(const c10::Storage& storage, std::uint64_t offset, std::uint64_t nbytes);
 
-// The same over a part of a tensor of bytes.
-at::Tensor bytes_of(const at::Tensor& bytes, std::uint64_t offset, std::uint64_t nbytes);
+// The same over a part of a contiguous tensor.
+at::Tensor bytes_of(const at::Tensor& tensor, std::uint64_t offset, std::uint64_t nbytes);
+
+// Where the elements of a tensor begin in its storage.
+std::uint64_t byte_offset(const at::Tensor& tensor);
 
 }  // namespace ptsave

@@ -10,21 +10,18 @@
 #include <utility>
 
 #include "core/base/keep_for_ever.h"
+#include "core/crc/crc32.h"
 #include "core/memory/stream_copy.h"
 #include "device/bytes.h"
 #include "device/side_streams.h"
+#include "storage/tensor_statistics.h"
+#include "storage/torch_threads.h"
 
 namespace ptsave {
 namespace {
 
-// Bytes that a thread copies at a time, and above which threads are worth their start.
-constexpr std::size_t kCopyNbytes = std::size_t{4} << 20;
-constexpr std::size_t kMinParallelNbytes = 2 * kCopyNbytes;
 // Below this a copy past the cache costs more than one through it.
 constexpr std::size_t kMinStreamNbytes = std::size_t{64} << 10;
-
-// Small storages are packed more tightly than torch's allocator would.
-std::size_t alignment_of(std::size_t nbytes) { return nbytes < 64 ? 8 : 64; }
 
 void copy_piece(std::byte* target, const std::byte* source, std::size_t nbytes) {
   if (nbytes < kMinStreamNbytes) {
@@ -97,20 +94,20 @@ class AppendBatch::GroupedStager final : public Stager {
   std::vector<Stager*> owners_;  // by record; null for payloads in host memory
 };
 
-void AppendBatch::add(const StorageList& storages, std::uint32_t first_number, bool copy,
-                      std::size_t n_threads, const Poll& poll) {
+std::optional<Statistics> AppendBatch::add(const StorageList& storages, std::uint32_t first_number,
+                                           bool copy, std::size_t n_threads,
+                                           std::optional<Element> element) {
   const std::size_t first = records_.size();
   const std::size_t first_kept = kept_.size();
   AcceleratorStager::Sources on_accelerators;
   std::vector<Piece> pieces;
-  std::uint64_t nbytes = 0;
+  std::optional<Statistics> found;
   try {
     for (const c10::Storage& storage : storages.storages) {
       const std::size_t size = storage.nbytes();
       records_.push_back(
           {"data/" + std::to_string(first_number + (records_.size() - first)), size});
       payloads_.push_back(nullptr);
-      nbytes += size;
       if (size == 0) continue;
       if (storage.device().is_meta() || (storage.device().is_cpu() && storage.data() == nullptr)) {
         throw std::invalid_argument("a storage without memory has no values to write");
@@ -135,7 +132,12 @@ void AppendBatch::add(const StorageList& storages, std::uint32_t first_number, b
       }
       payloads_.back() = static_cast<const std::byte*>(kept_.back().data());
     }
-    copy_pieces(pieces, n_threads, poll);
+    if (element && pieces.size() == 1 && storages.storages.size() == 1) {
+      const Piece& piece = pieces.front();
+      found = copy_with_statistics(*element, piece.target, piece.source, piece.nbytes, n_threads);
+    } else {
+      copy_pieces(pieces, n_threads);
+    }
     if (!on_accelerators.empty()) {
       stagers_.push_back(
           std::make_unique<AcceleratorStager>(std::move(on_accelerators), std::nullopt));
@@ -146,12 +148,12 @@ void AppendBatch::add(const StorageList& storages, std::uint32_t first_number, b
     kept_.resize(first_kept);
     throw;
   }
-  nbytes_ += nbytes;
+  return found;
 }
 
 // In one piece of the pool's memory.
 std::byte* AppendBatch::reserve(std::size_t nbytes) {
-  const std::size_t at = align_up(slab_used_, alignment_of(nbytes));
+  const std::size_t at = align_up(slab_used_, staging_alignment(nbytes));
   if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {
     slabs_.push_back(pool_.acquire({std::max(nbytes, slab_nbytes_)}).front());
     slab_used_ = nbytes;
@@ -161,11 +163,10 @@ std::byte* AppendBatch::reserve(std::size_t nbytes) {
   return slabs_.back().data + at;
 }
 
-void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads,
-                              const Poll& poll) {
+void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads) {
   std::size_t nbytes = 0;
   for (const Piece& piece : pieces) nbytes += piece.nbytes;
-  if (nbytes < kMinParallelNbytes || n_threads < 2) {
+  if (nbytes < kMinSharedNbytes || n_threads < 2) {
     for (const Piece& piece : pieces) copy_piece(piece.target, piece.source, piece.nbytes);
     return;
   }
@@ -176,7 +177,7 @@ void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_th
     while (piece.nbytes > 0) {
       if (room == 0) {
         chunks.emplace_back();
-        room = kCopyNbytes;
+        room = kCachePieceNbytes;
       }
       const std::size_t n = std::min(piece.nbytes, room);
       chunks.back().push_back({piece.target, piece.source, n});
@@ -184,10 +185,9 @@ void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_th
       room -= n;
     }
   }
-  ChunkPipeline pipeline(chunks.size(), n_threads, [&](ChunkPipeline& /*self*/, std::size_t i) {
+  share_out(chunks.size(), n_threads, [&](std::size_t i) {
     for (const Piece& piece : chunks[i]) copy_piece(piece.target, piece.source, piece.nbytes);
   });
-  pipeline.finish(poll);
 }
 
 // On the caller's current stream, so that nothing waits.  Where the device has no memory for that,
@@ -213,7 +213,7 @@ std::uint64_t AppendBatch::write(AppendedArchive& archive, const std::string& jo
   archive.append(
       records, [&](std::size_t i) { return i < n ? payloads_[i] : journal_bytes; }, direct, options,
       poll);
-  return archive.payload_offset(n) + kDict.size();
+  return archive.payload_offset(n) + kDictHead.size();
 }
 
 void AppendBatch::release() {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,11 +14,17 @@
 #include "core/memory/staging_pool.h"
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/stager.h"
+#include "core/statistics/statistics.h"
 #include "core/write/appended_archive.h"
 #include "device/accelerator_stager.h"
 #include "storage/storage.h"
 
 namespace ptsave {
+
+// A pickle of a dict is this, an empty one in protocol 2 and its number in the memo, then parts
+// that add entries to it, and the full stop.
+inline constexpr std::string_view kDictHead{"\x80\x02}q\x00", 5};
+inline constexpr char kStop = '.';
 
 // Copies lie one behind the other in slabs of one size, so that the pool always has one of those
 // that came back to it, whatever the sizes of the storages are.  One thread at a time.
@@ -30,14 +37,13 @@ class AppendBatch {
   // Adds the records data/<first_number>, ...  With `copy` their values are those of now: on
   // accelerators, those that the current streams of this thread leave there, and nobody waits for
   // them.  Otherwise they are not to change until the batch is written.  std::invalid_argument for
-  // a storage without memory.  After an error the batch is as before.
-  void add(const StorageList& storages, std::uint32_t first_number, bool copy,
-           std::size_t n_threads, const Poll& poll);
+  // a storage without memory.  After an error the batch is as before.  With an `element` the
+  // statistics of a single storage are taken beside its copy, if one is made in CPU memory.
+  std::optional<Statistics> add(const StorageList& storages, std::uint32_t first_number, bool copy,
+                                std::size_t n_threads, std::optional<Element> element = {});
   // Adds a part of a pickle.
   void add_pickle(std::string_view part) { pickle_ += part; }
 
-  // Bytes of storages.
-  std::uint64_t nbytes() const { return nbytes_; }
   bool is_staged() const { return !stagers_.empty(); }
 
   // Appends the records, and behind them one of this name: the pickle of a dict with the parts.
@@ -45,16 +51,12 @@ class AppendBatch {
   std::uint64_t write(AppendedArchive& archive, const std::string& journal_name, bool direct,
                       WriteOptions options, const Poll& poll);
   // Of the parts.
-  std::uint64_t pickle_nbytes() const { return pickle_.size() - kDict.size(); }
+  std::uint64_t pickle_nbytes() const { return pickle_.size() - kDictHead.size(); }
   void release();
   // In a forked child, instead of release(): memory of accelerators must not be touched there.
   void abandon();
 
  private:
-  // An empty dict in protocol 2, to which the parts add entries.
-  static constexpr std::string_view kDict{"\x80\x02}q\x00", 5};
-  static constexpr char kStop = '.';
-
   struct Piece {
     std::byte* target;
     const std::byte* source;
@@ -64,8 +66,7 @@ class AppendBatch {
   using Stagers = std::vector<std::unique_ptr<Stager>>;
 
   std::byte* reserve(std::size_t nbytes);
-  static void copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads,
-                          const Poll& poll);
+  static void copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads);
   static c10::Storage copy_on_device(const c10::Storage& storage);
 
   const std::size_t slab_nbytes_;
@@ -76,8 +77,7 @@ class AppendBatch {
   std::vector<const std::byte*> payloads_;
   std::vector<c10::Storage> kept_;
   Stagers stagers_;
-  std::uint64_t nbytes_ = 0;
-  std::string pickle_{kDict};
+  std::string pickle_{kDictHead};
 };
 
 }  // namespace ptsave

@@ -9,6 +9,11 @@
 namespace ptsave {
 namespace {
 
+// A dead storage still has its few bytes of identity.  They lie beside the memory that it had,
+// which malloc therefore cannot join with its neighbours: where steps allocate and free large
+// tensors, as much memory again would be lost with each step.
+constexpr std::uint64_t kMaxLateNbytes = std::uint64_t{4} << 20;
+
 // Whether two tensors are views of each other's values to autograd.  c10 has no question for that.
 bool are_same(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
@@ -53,7 +58,10 @@ std::uint64_t NumberedStorages::fresh_nbytes() const {
 }
 
 void NumberedStorages::commit() {
-  if (known_.size() + tracked_.size() > max_known_) remove_dead();
+  nbytes_since_removal_ += fresh_nbytes();
+  if (known_.size() + tracked_.size() > max_known_ || nbytes_since_removal_ >= kMaxLateNbytes) {
+    remove_dead();
+  }
   for (Known& known : tracked_) {
     const c10::StorageImpl* const key = known.storage._unsafe_get_target();
     known_.insert_or_assign(key, std::move(known));
@@ -69,6 +77,7 @@ void NumberedStorages::rollback() {
 
 // Those of which nothing but the identity is left.
 void NumberedStorages::remove_dead() {
+  nbytes_since_removal_ = 0;
   std::erase_if(known_, [](const auto& item) { return item.second.storage.use_count() == 0; });
   constexpr std::size_t kMinKnown = 1024;
   max_known_ = std::max(2 * (known_.size() + tracked_.size()), kMinKnown);

@@ -52,6 +52,7 @@ class NumberedStorages {
   std::vector<Known> tracked_;  // of them, those that can be known again
   std::uint32_t next_ = 0;
   std::size_t max_known_ = 1024;
+  std::uint64_t nbytes_since_removal_ = 0;  // of storages that became known
 };
 
 }  // namespace ptsave

@@ -1,6 +1,7 @@
 #include "storage/range_targets.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "device/accelerator_unstager.h"
@@ -15,7 +16,8 @@ const std::byte* begin_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-RangeTargets::RangeTargets(std::vector<ByteSource> files, const std::vector<TensorRange>& ranges)
+RangeTargets::RangeTargets(std::shared_ptr<RangeFiles> files,
+                           const std::vector<TensorRange>& ranges)
     : read_(std::move(files), file_ranges(ranges)) {}
 
 std::vector<FileRange> RangeTargets::file_ranges(const std::vector<TensorRange>& ranges) {
@@ -27,8 +29,7 @@ std::vector<FileRange> RangeTargets::file_ranges(const std::vector<TensorRange>&
       result.push_back({file, offset, nbytes, static_cast<std::byte*>(target.mutable_data_ptr())});
     } else {
       result.push_back({file, offset, nbytes, nullptr, targets_.size()});
-      const auto begin = static_cast<std::size_t>(target.storage_offset()) * target.itemsize();
-      targets_.push_back(bytes_of(target.storage(), begin, nbytes));
+      targets_.push_back(bytes_of(target, 0, nbytes));
     }
   }
   return result;
@@ -40,6 +41,11 @@ void RangeTargets::run(std::size_t n_threads, std::size_t max_pinned_nbytes, con
       AcceleratorUnstager::n_leases(n_threads, max_pinned_nbytes / RangeRead::kLeaseNbytes);
   AcceleratorUnstager unstager(targets_, RangeRead::kLeaseNbytes, n_leases);
   read_.run(std::min(n_threads, n_leases), poll, &unstager);
+}
+
+bool convert_alike(c10::ScalarType from, c10::ScalarType to) {
+  return from == to || c10::isIntegralType(from, /*includeBool=*/true) ||
+         !c10::isIntegralType(to, /*includeBool=*/true);
 }
 
 void copy_to_accelerators(const std::vector<ToAccelerator>& copies, std::size_t n_threads,
@@ -59,7 +65,8 @@ void copy_to_accelerators(const std::vector<ToAccelerator>& copies, std::size_t 
   for (const ToAccelerator& copy : copies) {
     ranges.push_back({0, static_cast<std::uint64_t>(begin_of(copy.source) - begin), copy.target});
   }
-  RangeTargets(std::move(memory), ranges).run(n_threads, max_pinned_nbytes, poll);
+  RangeTargets(std::make_shared<RangeFiles>(std::move(memory)), ranges)
+      .run(n_threads, max_pinned_nbytes, poll);
 }
 
 }  // namespace ptsave

@@ -2,13 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "core/io/range_files.h"
 #include "core/io/range_read.h"
-#include "core/io/source.h"
 
 namespace ptsave {
 
@@ -24,7 +26,7 @@ struct TensorRange {
 class RangeTargets {
  public:
   // Errors are those of RangeRead.
-  RangeTargets(std::vector<ByteSource> files, const std::vector<TensorRange>& ranges);
+  RangeTargets(std::shared_ptr<RangeFiles> files, const std::vector<TensorRange>& ranges);
 
   // Returns when all bytes are in their tensors.  Those for accelerators go through at most
   // `max_pinned_nbytes` of page-locked memory, and come after the work that the current streams of
@@ -38,6 +40,13 @@ class RangeTargets {
   std::vector<at::Tensor> targets_;  // on accelerators
   RangeRead read_;
 };
+
+// Below this threads and streams cost more than they save.
+inline constexpr std::uint64_t kMinPinnedNbytes = std::uint64_t{1} << 20;
+
+// Whether the host and any device convert all values alike: not from numbers with fractions to
+// integers, where those that do not fit become anything.
+bool convert_alike(c10::ScalarType from, c10::ScalarType to);
 
 // Copies the bytes of contiguous tensors in CPU memory to contiguous tensors of as many on
 // accelerators, as RangeTargets::run() does: what is near each other crosses the bus together.

@@ -1,10 +1,12 @@
 #include "storage/record_targets.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "device/accelerator_unstager.h"
 #include "device/bytes.h"
+#include "storage/range_targets.h"
 
 namespace ptsave {
 namespace {
@@ -21,9 +23,8 @@ std::vector<at::Tensor> accelerator_targets(std::vector<Destination>& destinatio
   for (const at::Tensor& tensor : tensors) {
     if (tensor.nbytes() == 0) continue;
     if (!tensor.is_cpu()) {
-      const auto begin = static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize();
       destination->target = targets.size();
-      targets.push_back(bytes_of(tensor.storage(), begin, tensor.nbytes()));
+      targets.push_back(bytes_of(tensor, 0, tensor.nbytes()));
     }
     ++destination;
   }
@@ -53,6 +54,22 @@ std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
       records, destinations, std::min(n_threads, n_leases), verify, poll, &unstager);
   unstager.drain();
   return damaged;
+}
+
+void read_ranges(const ArchiveReader& reader, const std::vector<ArchiveRange>& ranges,
+                 std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll) {
+  std::vector<TensorRange> on_accelerators;
+  for (const auto& [offset, target] : ranges) {
+    if (target.is_cpu()) {
+      const std::span<std::byte> memory = memory_of(target);
+      reader.read_range(offset, memory.data(), memory.size(), n_threads, poll);
+    } else {
+      on_accelerators.push_back({0, offset, target});
+    }
+  }
+  if (on_accelerators.empty()) return;
+  auto files = std::make_shared<RangeFiles>(std::span(&reader.source(), 1), n_threads);
+  RangeTargets(std::move(files), on_accelerators).run(n_threads, max_pinned_nbytes, poll);
 }
 
 }  // namespace ptsave

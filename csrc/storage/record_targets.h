@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -22,5 +23,16 @@ std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
                                         std::span<const at::Tensor> targets, std::size_t n_threads,
                                         bool verify, std::size_t max_pinned_nbytes,
                                         const Poll& poll);
+
+// A part of an archive, from `offset` on, that is all bytes of a target as those above.
+struct ArchiveRange {
+  std::uint64_t offset = 0;
+  at::Tensor target;
+};
+
+// Reads parts of an archive as they are; those for accelerators may not overlap.  IoError,
+// at::Error.
+void read_ranges(const ArchiveReader& reader, const std::vector<ArchiveRange>& ranges,
+                 std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll);
 
 }  // namespace ptsave

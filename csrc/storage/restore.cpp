@@ -16,15 +16,6 @@ namespace {
 
 // Bytes in memory at a time, or one record, of copies that are no reads into place.
 constexpr std::uint64_t kBatchNbytes = std::uint64_t{32} << 20;
-// Below this threads and streams cost more than they save.
-constexpr std::uint64_t kMinPinnedNbytes = std::uint64_t{1} << 20;
-
-// Between these the host and any device convert alike: not from numbers with fractions to integers,
-// where those that do not fit become anything.
-bool convert_alike(c10::ScalarType from, c10::ScalarType to) {
-  return from == to || c10::isIntegralType(from, /*includeBool=*/true) ||
-         !c10::isIntegralType(to, /*includeBool=*/true);
-}
 
 // Whether a source may cross the bus as it is, to be converted on the target's device.
 bool crosses_as_it_is(const at::Tensor& source, const at::Tensor& target) {
@@ -157,9 +148,8 @@ std::unique_ptr<Unstager> Restore::unstager_for(std::vector<Destination>& destin
   for (Destination& destination : destinations) {
     if (!destination.target) continue;
     const at::Tensor& target = copies_[*destination.target].target;
-    const auto offset = static_cast<std::size_t>(target.storage_offset()) * target.itemsize();
     destination.target = targets.size();
-    targets.push_back(bytes_of(target.storage(), offset, destination.nbytes));
+    targets.push_back(bytes_of(target, 0, destination.nbytes));
   }
   if (targets.empty()) return nullptr;
   return std::make_unique<AcceleratorUnstager>(std::move(targets), kMaxChunkNbytes, max_leases);

@@ -17,17 +17,11 @@ namespace {
 // Neighbours share a block until it has this size: few large blocks, but no need for the pool to
 // have one piece of memory for all.
 constexpr std::size_t kBlockNbytes = std::size_t{32} << 20;
-// Bytes that a thread copies at a time.  Below the size at which memcpy streams by itself, so
-// stream_copy does: memcpy would read each line of the target first.
-constexpr std::uint64_t kCopyNbytes = std::uint64_t{4} << 20;
 
 bool needs_copy(const c10::Storage& storage) {
   return storage.nbytes() > 0 && (!storage.device().is_cpu() || storage.data() != nullptr) &&
          !SideStreams::are_supported(storage.device());
 }
-
-// Small storages are packed more tightly than torch's allocator would.
-std::size_t alignment_of(std::size_t nbytes) { return nbytes < 64 ? 8 : 64; }
 
 // Indices of storages that share a block, and its size.
 struct Group {
@@ -43,7 +37,7 @@ std::vector<Group> group_neighbours(const std::vector<c10::Storage>& storages) {
     Group& group = groups.back();
     const std::size_t nbytes = storages[i].nbytes();
     group.indices.push_back(i);
-    group.nbytes = align_up(group.nbytes, alignment_of(nbytes)) + nbytes;
+    group.nbytes = align_up(group.nbytes, staging_alignment(nbytes)) + nbytes;
   }
   return groups;
 }
@@ -74,7 +68,7 @@ void Snapshot::add_group(const StorageList& sources, const std::vector<std::size
   for (const std::size_t i : group) {
     const c10::Storage& source = sources.storages[i];
     const std::size_t nbytes = source.nbytes();
-    at = align_up(at, alignment_of(nbytes));
+    at = align_up(at, staging_alignment(nbytes));
     copies_.storages[i] = storage_over({block.data + at, nbytes, block.owner});
     if (source.device().is_cpu()) {
       pieces_.push_back({source, block.data + at, nbytes_to_copy_});
@@ -85,14 +79,14 @@ void Snapshot::add_group(const StorageList& sources, const std::vector<std::size
 }
 
 void Snapshot::copy(std::size_t n_threads, const Poll& poll) {
-  const std::size_t n_chunks = (nbytes_to_copy_ + kCopyNbytes - 1) / kCopyNbytes;
-  ChunkPipeline pipeline(n_chunks, n_chunks > 1 ? n_threads : 0,
-                         [this](ChunkPipeline& /*self*/, std::size_t chunk) {
-                           const std::uint64_t begin = chunk * kCopyNbytes;
-                           const std::uint64_t end = std::min(begin + kCopyNbytes, nbytes_to_copy_);
-                           copy_range(begin, end);
-                           nbytes_copied_.fetch_add(end - begin, std::memory_order_relaxed);
-                         });
+  const std::size_t n_chunks = (nbytes_to_copy_ + kStreamPieceNbytes - 1) / kStreamPieceNbytes;
+  ChunkPipeline pipeline(
+      n_chunks, n_chunks > 1 ? n_threads : 0, [this](ChunkPipeline& /*self*/, std::size_t chunk) {
+        const std::uint64_t begin = chunk * kStreamPieceNbytes;
+        const std::uint64_t end = std::min(begin + kStreamPieceNbytes, nbytes_to_copy_);
+        copy_range(begin, end);
+        nbytes_copied_.fetch_add(end - begin, std::memory_order_relaxed);
+      });
   pipeline.finish(poll);
 }
 

@@ -44,6 +44,16 @@ class ReservedAddresses final : public Owner {
   void* data_;
 };
 
+class OwnedMapping final : public Owner {
+ public:
+  explicit OwnedMapping(std::size_t nbytes) : memory_(nbytes) {}
+
+  std::byte* data() const { return memory_.data(); }
+
+ private:
+  Mapping memory_;
+};
+
 void release_owner(void* context) { static_cast<Owner*>(context)->release(); }
 
 c10::Storage wrap(std::uint64_t nbytes, c10::DataPtr data) {
@@ -102,6 +112,14 @@ std::uint64_t StorageList::staging_nbytes(std::uint64_t alignment) const {
 c10::Storage storage_over(LoadedPayload payload) {
   return wrap(payload.nbytes, c10::DataPtr(payload.data, payload.owner.detach(), &release_owner,
                                            c10::Device(c10::DeviceType::CPU)));
+}
+
+c10::Storage huge_page_storage(std::uint64_t nbytes) {
+  auto* const memory = new OwnedMapping(nbytes);
+  const OwnerReference owner(memory);
+  c10::Storage storage = storage_over({memory->data(), nbytes, owner});
+  storage.unsafeGetStorageImpl()->set_resizable(true);
+  return storage;
 }
 
 std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t> sizes) {

@@ -26,6 +26,10 @@ c10::Storage storage_over(LoadedPayload payload);
 // it.
 c10::Storage empty_storage(std::uint64_t nbytes, c10::Device device);
 
+// A CPU storage in memory of its own that asks for huge pages and begins with one, for bytes that
+// are to be written at once.  std::bad_alloc.
+c10::Storage huge_page_storage(std::uint64_t nbytes);
+
 // CPU storages of these sizes that stand for bytes which are elsewhere: addresses without memory,
 // of which no two are the same.  Their zeros can be read, nothing can be written.  std::bad_alloc.
 std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t> sizes);

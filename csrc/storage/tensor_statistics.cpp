@@ -1,5 +1,7 @@
 #include "storage/tensor_statistics.h"
 
+#include "storage/torch_threads.h"
+
 namespace ptsave {
 
 std::optional<Element> element_of(c10::ScalarType type) {
@@ -68,9 +70,21 @@ std::optional<Element> element_of(c10::ScalarType type) {
   }
 }
 
-Statistics statistics_of(const at::Tensor& tensor, std::size_t n_threads, const Poll& poll) {
-  return statistics_of(element_of(tensor.scalar_type()).value(), tensor.const_data_ptr(),
-                       tensor.nbytes(), n_threads, poll);
+Statistics statistics_of(const at::Tensor& tensor, std::size_t n_threads) {
+  const Element element = element_of(tensor.scalar_type()).value();
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  if (n_threads < 2 || tensor.nbytes() < kMinSharedNbytes) {
+    return statistics_of(element, data, tensor.nbytes());
+  }
+  return copy_with_statistics(element, nullptr, data, tensor.nbytes(), n_threads);
+}
+
+Statistics copy_with_statistics(Element element, std::byte* target, const std::byte* source,
+                                std::size_t nbytes, std::size_t n_threads) {
+  ChunkedStatistics chunks(element, source, nbytes, target);
+  share_out(chunks.n_chunks(), nbytes < kMinSharedNbytes ? 1 : n_threads,
+            [&](std::size_t i) { chunks.take(i); });
+  return chunks.result();
 }
 
 }  // namespace ptsave

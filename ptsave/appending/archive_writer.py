@@ -14,14 +14,15 @@ import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, TypeAlias, get_args
 
+from torch import Tensor
 from torch.serialization import get_crc32_options
 
 from ptsave import _C
 from ptsave.appending.batches import Batch, BatchQueue
 from ptsave.appending.groups import pickle_group
-from ptsave.archive.recovery import DICT_HEAD, JOURNAL_PREFIX, STOP
+from ptsave.archive.recovery import JOURNAL_PREFIX, dict_of_parts
 from ptsave.background import saves
 from ptsave.background.staging_budget import Reservation
 from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
@@ -35,12 +36,16 @@ from ptsave.writing.targets import (
     wants_direct,
 )
 
-__all__ = ["ArchiveWriter"]
+__all__ = ["ArchiveWriter", "WhenFull"]
+
+WhenFull: TypeAlias = Literal["wait", "drop", "raise"]
 
 _SLACK_NBYTES = 64 << 10  # of chunks that come from accelerators: see writing/targets.py
 # Reserved at once, if that is no more than a quarter of the budget: to look at the system's memory
 # takes longer than to copy an entry.
 _ROOM_NBYTES = 128 << 20
+_BUFFERS_PART = 8  # of the budget, its reciprocal: the buffers come on top of it
+_MIN_CHUNK_NBYTES = 256 << 10
 _FORKED = (
     "this process was forked while the archive was being written: only the parent process can add "
     "to it"
@@ -109,10 +114,9 @@ class ArchiveWriter:
         *,
         fsync: bool = False,
         max_memory_bytes: int | None = None,
-        when_full: Literal["wait", "drop", "raise"] = "wait",
+        when_full: WhenFull = "wait",
     ) -> None:
-        if when_full not in ("wait", "drop", "raise"):
-            raise ValueError(f"when_full must be 'wait', 'drop' or 'raise', not {when_full!r}")
+        _check_when_full(when_full)
         self._path = _checked_path(path)
         self._fsync = fsync
         self._when_full = when_full
@@ -136,12 +140,14 @@ class ArchiveWriter:
         except OSError as error:
             raise SaveError.from_os_error(error, self._path) from None
         self._target = target
-        self._queue = BatchQueue(self._write)
+        self._queue = BatchQueue(self._write, self._max_nbytes)
         _open_writers.add(self)
 
     # -------------------------------------------------------------------------------- adding
 
-    def add(self, name: str, value: object, *, copy: bool = True) -> bool:
+    def add(
+        self, name: str, value: object, *, copy: bool = True, when_full: WhenFull | None = None
+    ) -> bool:
         """Add an entry.
 
         Parameters
@@ -153,6 +159,8 @@ class ArchiveWriter:
         copy : bool, default True
             Whether the entry has the values of now.  False promises that they do not change until
             they are written: tensors are kept instead of copied.
+        when_full : {"wait", "drop", "raise"} or None
+            As for the writer, for this entry; None is as the writer does.
 
         Returns
         -------
@@ -170,40 +178,72 @@ class ArchiveWriter:
         Exception
             Whatever pickling the value raises; nothing was added then.
         """
-        return self._add({name: value}, copy)
+        return self._add({name: value}, copy, when_full)
 
-    def add_group(self, entries: Mapping[str, object], *, copy: bool = True) -> bool:
+    def add_group(
+        self,
+        entries: Mapping[str, object],
+        *,
+        copy: bool = True,
+        when_full: WhenFull | None = None,
+    ) -> bool:
         """Add several entries, or none of them if there is no room.
 
         Parameters
         ----------
         entries : mapping of str to object
             Values by name.  Objects that they have in common stay common.
-        copy : bool, default True
+        copy, when_full
             As for :meth:`add`, and so are results and errors.
         """
-        return self._add(dict(entries), copy)
+        return self._add(dict(entries), copy, when_full)
 
-    def _add(self, entries: dict[str, object], copy: bool) -> bool:
+    def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
+        """Add a tensor as it is now, and take its statistics while it is copied.
+
+        Returns
+        -------
+        added : bool
+            As of :meth:`add`, and so are the errors.
+        statistics : tuple or None
+            The fields of `ptsave.tree.capture_schema.Statistics`; None if they have to be taken
+            apart: it is not all of its storage, or that is in the file already.
+        """
+        found: list[tuple[Any, ...] | None] = []
+        added = self._add({name: tensor}, True, None, tensor, found)
+        return added, found[0] if found else None
+
+    def _add(
+        self,
+        entries: dict[str, object],
+        copy: bool,
+        when_full: WhenFull | None,
+        measured: Tensor | None = None,
+        found: list[tuple[Any, ...] | None] | None = None,
+    ) -> bool:
         self._refuse_forked()
+        when_full = when_full or self._when_full
+        _check_when_full(when_full)
         with self._adding:
             self._check_usable()
             self._check_names(entries)
             try:
                 pickle = pickle_group(entries, self._storages)
                 nbytes = self._storages.fresh_nbytes + len(pickle)
-                batch = self._batch_for(nbytes)
+                batch = self._batch_for(nbytes, when_full)
                 if batch is None:
                     self._storages.rollback()
                     return False
                 try:
-                    batch.engine.add(
+                    statistics = batch.engine.add(
                         self._storages,
                         pickle,
                         copy=copy,
                         n_threads=self._limits.n_threads,
-                        progress=None,
+                        measured=measured,
                     )
+                    if found is not None:
+                        found.append(statistics)
                     batch.use(nbytes, len(entries))
                     self._storages.commit()
                     self._names.update(entries)
@@ -221,7 +261,7 @@ class ArchiveWriter:
             if name in self._names:
                 raise ValueError(f"{self._path}: there is an entry {name!r} already")
 
-    def _batch_for(self, nbytes: int) -> Batch | None:
+    def _batch_for(self, nbytes: int, when_full: WhenFull) -> Batch | None:
         """Return a batch with room for so many bytes; None if they are to be dropped."""
         batch = self._queue.begin(nbytes)
         if batch is not None:
@@ -234,11 +274,13 @@ class ArchiveWriter:
             reservation = self._reserve_now(each)
             if reservation is not None:
                 return self._queue.begin_with(reservation, each)
-        if self._when_full == "drop":
+        if when_full == "drop":
             return None
-        if self._when_full == "wait":
+        if when_full == "wait":
             self._queue.hurry()
-        reservation = saves.reserve(nbytes, self._max_nbytes, wait=self._when_full == "wait")
+        reservation = saves.reserve(
+            nbytes, self._max_nbytes, wait=when_full == "wait", option="max_memory_bytes"
+        )
         try:
             self._check_usable()  # the room may come from entries that could not be written
         except BaseException:
@@ -261,10 +303,12 @@ class ArchiveWriter:
             and wants_direct(self._archive.nbytes + batch.nbytes, fsync=self._fsync)
         )
         slack = _SLACK_NBYTES if batch.engine.is_staged else 0
+        n_threads = self._limits.n_direct_writers if direct else self._limits.n_threads
         options = _C.WriteOptions(
             compute_crcs=get_crc32_options(),
-            n_threads=self._limits.n_direct_writers if direct else self._limits.n_threads,
-            chunk_nbytes=self._limits.write_chunk_nbytes - slack,
+            n_threads=n_threads,
+            chunk_nbytes=self._chunk_nbytes(n_threads) - slack,
+            payloads_are_still=True,
             max_pinned_nbytes=self._limits.max_pinned_nbytes,
         )
         name = f"{JOURNAL_PREFIX}{len(self._journals)}"
@@ -272,6 +316,13 @@ class ArchiveWriter:
             self._archive, name, direct=direct, options=options, progress=None
         )
         self._journals.append((offset, batch.engine.pickle_nbytes))
+
+    def _chunk_nbytes(self, n_threads: int) -> int:
+        """Return the size of a thread's buffer: all of them are a small part of the budget."""
+        nbytes = self._limits.write_chunk_nbytes
+        if self._max_nbytes is not None:
+            nbytes = min(nbytes, self._max_nbytes // (_BUFFERS_PART * max(n_threads, 1)))
+        return max(nbytes, _MIN_CHUNK_NBYTES)
 
     def flush(self) -> None:
         """Wait until everything that was added is in the file, and with `fsync` on the disk.
@@ -330,8 +381,9 @@ class ArchiveWriter:
 
     def _finish(self) -> None:
         parts = [self._archive.read(*place) for place in self._journals]
-        pickle = b"".join([DICT_HEAD, *parts, STOP])
-        self._archive.close(pickle, compute_crcs=get_crc32_options(), durable=self._fsync)
+        self._archive.close(
+            dict_of_parts(parts), compute_crcs=get_crc32_options(), durable=self._fsync
+        )
 
     def _keep(self) -> None:
         """Give up, but for entries that are in the temporary file."""
@@ -434,6 +486,11 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
         reason = "an archive that grows is a file of this machine"
         raise UnsupportedUrlError.of_target(name_of(target), reason)
     return target
+
+
+def _check_when_full(when_full: str) -> None:
+    if when_full not in get_args(WhenFull):
+        raise ValueError(f"when_full must be 'wait', 'drop' or 'raise', not {when_full!r}")
 
 
 def _memory_limit(max_memory_bytes: int | None, limits: config.Config) -> int | None:

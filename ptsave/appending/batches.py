@@ -24,6 +24,7 @@ _MAX_NBYTES = 128 << 20
 _MAX_AGE = 0.05  # seconds that a small batch waits for more
 _LINGER = 0.2  # seconds without work after which the thread ends
 _SLAB_NBYTES = 32 << 20
+_MIN_SLAB_NBYTES = 64 << 10
 
 
 class Batch:
@@ -39,8 +40,8 @@ class Batch:
         Their number.
     """
 
-    def __init__(self) -> None:
-        self.engine = _C.AppendBatch(slab_nbytes=_SLAB_NBYTES)
+    def __init__(self, slab_nbytes: int) -> None:
+        self.engine = _C.AppendBatch(slab_nbytes=slab_nbytes)
         self.nbytes = 0
         self.n_entries = 0
         self.due = time.monotonic() + _MAX_AGE
@@ -72,6 +73,8 @@ class BatchQueue:
     ----------
     write : callable
         Writes a batch, on the thread of the queue.  After an error nothing more is written.
+    max_nbytes : int or None
+        Bytes of all batches together, of which the last piece of memory of each is a small part.
 
     Attributes
     ----------
@@ -79,9 +82,12 @@ class BatchQueue:
         The first error of `write`.
     """
 
-    def __init__(self, write: Callable[[Batch], None]) -> None:
+    def __init__(self, write: Callable[[Batch], None], max_nbytes: int | None) -> None:
         self.failure: BaseException | None = None
         self._write = write
+        self._slab_nbytes = _SLAB_NBYTES
+        if max_nbytes is not None:
+            self._slab_nbytes = min(_SLAB_NBYTES, max(max_nbytes // 16, _MIN_SLAB_NBYTES))
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
         self._is_writing = False
@@ -106,7 +112,7 @@ class BatchQueue:
         """Return a batch to add to, which gets the reservation; `end` must follow."""
         with self._changed:
             if not self._batches or self._batches[-1].nbytes > _MAX_NBYTES:
-                self._batches.append(Batch())
+                self._batches.append(Batch(self._slab_nbytes))
             batch = self._batches[-1]
             batch.hold(reservation, nbytes)
             self._is_filling = True

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptsave import _C
-from ptsave.archive.recovery import DICT_HEAD, STOP
+from ptsave.archive.recovery import part_of_dict
 from ptsave.support.torch_tensors import storage_id
 from ptsave.writing.pickling import StorageTable, dump
 
@@ -60,5 +60,6 @@ def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> by
     if data is None:
         numbers.rollback()  # of what the engine had met before it gave up
         data = dump(entries, _SharedStorages(numbers), pickle, _PROTOCOL)
-    assert data.startswith(DICT_HEAD)
-    return data[len(DICT_HEAD) : -len(STOP)]
+    part = part_of_dict(data)
+    assert part is not None
+    return part

@@ -23,10 +23,8 @@ from ptsave.support.torch_serialization import location_rules, restore_location
 from ptsave.support.user_warnings import warn_user
 
 __all__ = [
-    "MIN_PINNED_NBYTES",
     "Placement",
     "accelerator_of",
-    "convert_alike",
     "fill",
     "may_reach_accelerator",
     "memory_for",
@@ -37,7 +35,6 @@ __all__ = [
 
 _ID_N_DIGITS = 20  # of names, and then of checksums
 _CPU = torch.device("cpu")
-MIN_PINNED_NBYTES = 1 << 20  # below this threads and streams cost more than they save
 
 
 def verifies_storages(reader: RecordReader) -> bool:
@@ -122,7 +119,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
     """Return each tensor on its device, as :func:`to_device` does; small ones cross together."""
     results: list[Tensor | None] = [None] * len(tensors)
-    if sum(tensor.nbytes for tensor in tensors if _is_bytes(tensor)) >= MIN_PINNED_NBYTES:
+    if sum(tensor.nbytes for tensor in tensors if _is_bytes(tensor)) >= _C.MIN_PINNED_NBYTES:
         results = [memory_for(*pair) for pair in zip(tensors, devices, strict=True)]
     copies = [(t, there) for t, there in zip(tensors, results, strict=True) if there is not None]
     if copies:
@@ -154,19 +151,6 @@ def _is_bytes(tensor: Tensor) -> bool:
         and tensor.numel() > 0
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def convert_alike(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether the CPU and accelerators convert all values alike.
-
-    They do not from floating point to integers, where what does not fit becomes anything; and torch
-    converts on the CPU what comes from there.
-
-    >>> convert_alike(torch.float32, torch.bfloat16), convert_alike(torch.float32, torch.int8)
-    (True, False)
-    """
-    has_fractions = source.is_floating_point or source.is_complex
-    return source == target or not has_fractions or target.is_floating_point or target.is_complex
 
 
 def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:

@@ -17,11 +17,9 @@ from ptsave.archive.opening import open_source_archive
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
 
-__all__ = ["DICT_HEAD", "JOURNAL_PREFIX", "STOP", "recovered"]
+__all__ = ["JOURNAL_PREFIX", "dict_of_parts", "part_of_dict", "recovered"]
 
 JOURNAL_PREFIX = ".journal/"
-DICT_HEAD = b"\x80\x02}q\x00"  # protocol 2, an empty dict, its number in the memo
-STOP = b"."
 _ALIGNMENT = 64  # of the records that are added, which are read like any other
 
 
@@ -45,6 +43,18 @@ class _CompletedFile(RangeSource):
             front + self._end[max(begin - limit, 0) : max(end - limit, 0)]
             for front, (begin, end) in zip(fronts, ranges, strict=True)
         ]
+
+
+def part_of_dict(pickle: bytes) -> bytes | None:
+    """Return the part of a dict's pickle that adds its entries; None if that is not what it is."""
+    if not pickle.startswith(_C.DICT_HEAD) or not pickle.endswith(_C.STOP):
+        return None
+    return pickle[len(_C.DICT_HEAD) : -len(_C.STOP)]
+
+
+def dict_of_parts(parts: list[bytes]) -> bytes:
+    """Return the pickle of a dict with the entries that all these parts add."""
+    return b"".join([_C.DICT_HEAD, *parts, _C.STOP])
 
 
 def recovered(source: RangeSource) -> RangeSource:
@@ -75,18 +85,17 @@ def _completed(source: RangeSource) -> RangeSource | None:
         for record in _whole(cut.records):
             records.append(record)
             if record.name == f"{JOURNAL_PREFIX}{len(parts)}":
-                journal = cut.payload(record)
-                if not journal.startswith(DICT_HEAD) or not journal.endswith(STOP):
+                part = part_of_dict(cut.payload(record))
+                if part is None:
                     break
-                parts.append(journal[len(DICT_HEAD) : -len(STOP)])
+                parts.append(part)
                 n_finished = len(records)
     if not parts:
         return None
     finished = records[:n_finished]
     found = [(each.name, each.header_offset, each.nbytes, each.crc, each.end) for each in finished]
-    pickle = b"".join([DICT_HEAD, *parts, STOP])
     try:
-        end = _C.closing_bytes(cut.root, _ALIGNMENT, found, pickle)
+        end = _C.closing_bytes(cut.root, _ALIGNMENT, found, dict_of_parts(parts))
     except ValueError:  # a folder of a name that no archive can have
         return None
     return _CompletedFile(source, finished[-1].end, end)

@@ -19,6 +19,7 @@ from ptsave.errors import CorruptCheckpointError
 
 __all__ = [
     "MAX_FETCHED_GAP",
+    "MAX_READ_GAP",
     "ArchiveSpans",
     "Damage",
     "EngineSpans",
@@ -33,6 +34,8 @@ __all__ = [
 MIB = 1 << 20
 # Largest gap, in bytes, that is fetched rather than skipped.
 MAX_FETCHED_GAP = 1 * MIB
+# Largest gap that is read in a local file.
+MAX_READ_GAP = 16 << 10
 # Bytes asked for at once, and bytes fetched in one request: some file systems make several at a
 # time.
 _BATCH_NBYTES = 64 * MIB
@@ -50,8 +53,8 @@ class Span:
     begin : int
         Offset of the part in the payload, in bytes.
     target : torch.Tensor
-        Contiguous uint8 as long as the part, in CPU memory; `EngineSpans` fills whole records on
-        accelerators, too.
+        Contiguous uint8 as long as the part, in CPU memory; readers that `reach_devices` fill those
+        on accelerators, too.
     """
 
     record: int
@@ -91,9 +94,12 @@ class SpanReader(Protocol):
     ----------
     max_gap : int
         How many bytes that nobody wants are read rather than skipped.
+    reach_devices : bool
+        Whether targets may be on accelerators, which are filled through page-locked memory.
     """
 
     max_gap: int
+    reach_devices: bool
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
         """Fill the targets.
@@ -130,7 +136,8 @@ class EngineSpans:
         The open archive.
     """
 
-    max_gap = 16 << 10
+    max_gap = MAX_READ_GAP
+    reach_devices = True
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
@@ -148,10 +155,12 @@ class EngineSpans:
                 self._transfer([s.record for s in whole], targets, verify=verify is not False)
             records = {span.record for span in parts}
             offsets = {record: self._engine.payload_offset(record) for record in records}
-            n_threads = self._reader.limits.n_readers
-            for span in parts:
-                begin = offsets[span.record] + span.begin
-                self._engine.read_range(begin, span.target, n_threads=n_threads)
+            limits = self._reader.limits
+            self._engine.read_ranges(
+                [(offsets[span.record] + span.begin, span.target) for span in parts],
+                n_threads=limits.n_readers,
+                max_pinned_nbytes=limits.max_pinned_nbytes,
+            )
         except _C.FormatError as error:
             raise_corrupt(error, self._reader.path)
 
@@ -210,6 +219,7 @@ class FetchedSpans:
     """
 
     max_gap = MAX_FETCHED_GAP
+    reach_devices = False
 
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader

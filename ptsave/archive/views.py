@@ -9,16 +9,27 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.filling import to_device
 from ptsave.archive.spans import Span, SpanReader
+from ptsave.support import config
 from ptsave.support.torch_tensors import negated_view
 from ptsave.tree.view_blocks import blocks_of
 
 __all__ = ["bytes_of", "new_storage", "read_view", "unfilled_tensors", "view_as"]
 
 _MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
+_MIN_SENT_NBYTES = 256 << 10  # of a block that goes to an accelerator by itself
+_PACK_NBYTES = 16 << 20  # of those that go there together
+_CPU = torch.device("cpu")
 
 
-def read_view(spans: SpanReader, record: int | None, view: Tensor, verify: bool | None) -> Tensor:
+def read_view(
+    spans: SpanReader,
+    record: int | None,
+    view: Tensor,
+    verify: bool | None,
+    device: torch.device = _CPU,
+) -> Tensor:
     """Read the bytes of one view; bytes between its blocks are read and dropped.
 
     Parameters
@@ -31,6 +42,9 @@ def read_view(spans: SpanReader, record: int | None, view: Tensor, verify: bool 
         Strided; its values are not looked at.
     verify : bool or None
         As of :meth:`SpanReader.read`.
+    device : torch.device
+        Device of the result.  To an accelerator the blocks go one by one or, if they are small,
+        in packs, of which one is in host memory at a time.
 
     Returns
     -------
@@ -39,39 +53,81 @@ def read_view(spans: SpanReader, record: int | None, view: Tensor, verify: bool 
     """
     blocks = blocks_of(view, spans.max_gap)
     nbytes = blocks.nbytes * len(blocks.begins)
+    if device != _CPU:
+        device = torch.empty(0, device=device).device  # with its number
+        if nbytes < _C.MIN_PINNED_NBYTES or not _C.can_stage(device):
+            return to_device(read_view(spans, record, view, verify), device)
     if record is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
         if verify:
             spans.check([record])
-        return _read_halves(spans, record, view)
-    storage = new_storage(nbytes)
+        return _read_halves(spans, record, view, device)
+    storage = new_storage(nbytes, device)
     if record is not None:
         memory = bytes_of(storage)
-        spans.read(
-            [
-                Span(record, begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
-                for i, begin in enumerate(blocks.begins)
-            ],
-            verify=verify,
-        )
+        parts = [
+            Span(record, begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
+            for i, begin in enumerate(blocks.begins)
+        ]
+        if device == _CPU or (spans.reach_devices and blocks.nbytes >= _MIN_SENT_NBYTES):
+            spans.read(parts, verify=verify)
+        else:
+            _read_packs(spans, parts, verify)
     result = view_as(storage, view, 0, blocks.stride)
     return result.contiguous() if result.nbytes < storage.nbytes() else result
 
 
-def _read_halves(spans: SpanReader, record: int, view: Tensor) -> Tensor:
+def _read_packs(spans: SpanReader, parts: Sequence[Span], verify: bool | None) -> None:
+    """Fill targets, which follow each other in memory of an accelerator, some at a time."""
+    if verify:
+        spans.check([parts[0].record])
+    if verify is None and len(parts) == 1:  # it may be all of a record, to compare then
+        _read_pack(spans, parts, None)
+        return
+    pack: list[Span] = []
+    nbytes = 0
+    for part in parts:
+        for begin in range(0, len(part.target), _PACK_NBYTES):
+            target = part.target[begin : begin + _PACK_NBYTES]
+            if nbytes + len(target) > _PACK_NBYTES:
+                _read_pack(spans, pack, False)
+                pack, nbytes = [], 0
+            pack.append(Span(part.record, part.begin + begin, target))
+            nbytes += len(target)
+    _read_pack(spans, pack, False)
+
+
+def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> None:
+    here = bytes_of(new_storage(sum(len(part.target) for part in pack)))
+    pieces = here.split([len(part.target) for part in pack])
+    spans.read(
+        [Span(part.record, part.begin, piece) for part, piece in zip(pack, pieces, strict=True)],
+        verify=verify,
+    )
+    there = bytes_of(pack[0].target.untyped_storage())
+    begin = pack[0].target.storage_offset()
+    limits = config.current()
+    _C.copy_to_devices(
+        [(here, there[begin : begin + len(here)])],
+        n_threads=limits.n_readers,
+        max_pinned_nbytes=limits.max_pinned_nbytes,
+    )
+
+
+def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.device) -> Tensor:
     """Read a view that is scattered over much more than it holds, without holding all that."""
-    result = torch.empty(view.shape, dtype=view.dtype, device="cpu")
+    result = torch.empty(view.shape, dtype=view.dtype, device=device)
     dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
     dim = max(dims, key=view.stride)
     half = view.shape[dim] // 2
     for begin, n in ((0, half), (half, view.shape[dim] - half)):
-        part = read_view(spans, record, view.narrow(dim, begin, n), False)
+        part = read_view(spans, record, view.narrow(dim, begin, n), False, device)
         result.narrow(dim, begin, n).copy_(part)
     return result
 
 
-def new_storage(nbytes: int) -> torch.UntypedStorage:
-    """Return memory on the CPU, whatever the default device is."""
-    return torch.UntypedStorage(nbytes, device="cpu")
+def new_storage(nbytes: int, device: torch.device = _CPU) -> torch.UntypedStorage:
+    """Return memory, whatever the default device is."""
+    return torch.UntypedStorage(nbytes, device=device)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -83,7 +139,7 @@ def view_as(
     storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
 ) -> Tensor:
     """Return a tensor over a storage with the dtype, the shape and the lazy bits of another."""
-    tensor = torch.empty(0, dtype=like.dtype, device="cpu")
+    tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
     tensor.set_(storage, offset, like.shape, stride)
     if like.is_conj():
         tensor = tensor.conj()

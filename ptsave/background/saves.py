@@ -38,7 +38,7 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.writing.targets import TargetWriter, name_of
 from ptsave.writing.url_targets import UrlTarget
 
-__all__ = ["BackgroundSave", "reserve", "start"]
+__all__ = ["BackgroundSave", "default_limit_nbytes", "reserve", "start"]
 
 _FORKED = (
     "this process was forked while the save was unfinished: the parent process writes the file, "
@@ -107,7 +107,9 @@ class BackgroundSave:
         self._withdrawn = False
         self._copying = threading.Lock()
         self._progress = _Progress(self.future)
-        self._writer = TargetWriter(plan, progress=self._progress, **options)
+        self._writer = TargetWriter(
+            plan, progress=self._progress, payloads_are_still=True, **options
+        )
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
 
@@ -221,18 +223,27 @@ class BackgroundSave:
         self._reservation.release()
 
 
-def reserve(nbytes: int, limit: int | None, *, wait: bool) -> Reservation:
+def default_limit_nbytes() -> int:
+    """Return half of the memory that this process may use, with other ranks and its container."""
+    return memory_limits.share_nbytes(config.local_world_size()) // 2
+
+
+def reserve(
+    nbytes: int, limit: int | None, *, wait: bool, option: str = "max_staged_bytes"
+) -> Reservation:
     """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
 
-    Without a limit it is half of the memory that this process may use, and while other saves hold
-    some, also half of the memory that is free.
+    Without a limit it is `default_limit_nbytes`, and while other saves hold some, also half of the
+    memory that is free.
     """
     # A callback runs on the thread that makes room.
     help_out = _writing.run_next if _writing.runs_here() else None
     if limit is not None:
-        return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out)
-    limit = memory_limits.share_nbytes(config.local_world_size()) // 2
-    reservation = _budget.reserve(nbytes, limit, wait=wait, help_out=help_out, room=_room_nbytes)
+        return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out, option=option)
+    limit = default_limit_nbytes()
+    reservation = _budget.reserve(
+        nbytes, limit, wait=wait, help_out=help_out, room=_room_nbytes, option=option
+    )
     _shrink_pool(nbytes)
     return reservation
 

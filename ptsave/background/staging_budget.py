@@ -51,6 +51,7 @@ class StagingBudget:
         wait: bool,
         help_out: Callable[[], bool] | None = None,
         room: Callable[[], int] | None = None,
+        option: str = "max_staged_bytes",
     ) -> Reservation:
         """Reserve room for `nbytes`.
 
@@ -68,6 +69,8 @@ class StagingBudget:
             Returns how much all reservations together may be as memory is now, in bytes.  It is an
             estimate, which can delay a reservation: without any other there is nothing to wait for,
             and only `limit` counts.
+        option : str
+            The argument that sets the limit, for messages.
 
         Raises
         ------
@@ -75,7 +78,7 @@ class StagingBudget:
             If there is no room, and `wait` is false or there never will be.
         """
         if nbytes > limit:
-            raise StagingFullError.too_large(nbytes, limit)
+            raise StagingFullError.too_large(nbytes, limit, option)
         number = next(self._numbers)
         reservation = Reservation(self, number)  # gives the bytes back if the call is interrupted
         with self.changed:
@@ -85,7 +88,7 @@ class StagingBudget:
                 return reservation
             if not wait:
                 limit = self._limit_now(nbytes, limit, room)
-                raise StagingFullError.no_room(nbytes, self._held_nbytes(), limit)
+                raise StagingFullError.no_room(nbytes, self._held_nbytes(), limit, option)
         try:
             if help_out is None:
                 self._waiting.append(number)

@@ -48,7 +48,7 @@ def speed_rows(workload: Workload, results: Results) -> Iterator[list[str]]:
         seconds = [figure.seconds for figure in results.figures[contender]]
         label = contender
         if contender == LIMIT:
-            threads = results.best_threads.most_common(1)[0][0]
+            threads = results.best_threads()
             label = f"{workload.limit_label()}, {threads} threads"
         yield [
             workload.title,

@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,13 +84,27 @@ class Workload:
 
 @dataclass
 class Results:
-    """All figures of one workload, by contender, one per round."""
+    """All figures of one workload, by contender, one per round.
+
+    The limit's are those of the number of threads whose median is best.  The best of each round
+    would be the luckiest of several draws, where a contender has one.
+    """
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)
-    best_threads: Counter[str] = field(default_factory=Counter)
+    limits: dict[str, list[Figure]] = field(default_factory=dict)  # by number of threads
 
     def add(self, contender: str, figure: Figure) -> None:
         self.figures.setdefault(contender, []).append(figure)
+
+    def add_limit(self, nbytes: int, seconds: Mapping[str, float]) -> None:
+        """Keep a round's seconds by number of threads."""
+        for n_threads, figure in seconds.items():
+            self.limits.setdefault(n_threads, []).append(Figure(figure, nbytes, 0, 0))
+        self.figures[LIMIT] = self.limits[self.best_threads()]
+
+    def best_threads(self) -> str:
+        """Return the number of threads that the limit's figures are of."""
+        return min(self.limits, key=lambda n: median(f.seconds for f in self.limits[n]))
 
     def speeds(self, contender: str) -> list[float]:
         """Return GB/s of every round."""
@@ -211,9 +224,7 @@ class Bench:
         if workload.page_cache == "warm" and workload.action == "load":
             make_warm(path)
         moved_nbytes, seconds = self._measure_limit(workload.limit_mode, path, nbytes)
-        threads = min(seconds, key=lambda count: seconds[count])
-        results.best_threads[threads] += 1
-        results.add(LIMIT, Figure(seconds[threads], moved_nbytes, 0, 0))
+        results.add_limit(moved_nbytes, seconds)
 
     def _run_save(self, workload: Workload, contender: str, results: Results) -> None:
         path = self._saved_file(workload, contender)

@@ -8,11 +8,13 @@ the device has to do, and a thread waits for them: for their statistics and to a
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ptsave.appending.archive_writer import WhenFull
 from ptsave.capturing.tensors import is_compact, statistics_of
 from ptsave.errors import StagingFullError
 from ptsave.support.thread_pool import ThreadPool
@@ -20,7 +22,7 @@ from ptsave.tree.capture_schema import block_key, block_to_plain
 
 __all__ = ["Block", "Blocks", "Writer"]
 
-_SMALL_NBYTES = 128 << 10
+SMALL_NBYTES = 128 << 10  # of tensors that are added together
 _MAX_PENDING_NBYTES = 4 << 20
 _MAX_PENDING = 256
 MAX_VALUES = 8192  # of a block
@@ -34,11 +36,29 @@ _NO_BYTES = "dropped: max_bytes"
 class Writer(Protocol):
     """The part of `ArchiveWriter` that a capture needs."""
 
-    def add(self, name: str, value: object, *, copy: bool = True) -> bool: ...
+    def add(
+        self, name: str, value: object, *, copy: bool = True, when_full: WhenFull | None = None
+    ) -> bool: ...
+    def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]: ...
     def add_group(self, entries: dict[str, Any], *, copy: bool = True) -> bool: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device is the current one.
+
+    Events make a context on the device that the thread comes from, device 0 in a new one, and that
+    takes hundreds of MiB there.
+    """
+    return torch.accelerator.device_index(device.index)
+
+
+def _event_of_now(device: torch.device) -> torch.Event:
+    event = torch.Event(device=device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 class Staged:
@@ -56,6 +76,7 @@ class Block:
     """Records of one step that go to the file together."""
 
     def __init__(self, step: int, number: int) -> None:
+        self.step = step
         self.key = block_key(step, number)
         self.calls: list[tuple[Any, ...]] = []
         self.values: list[tuple[Any, ...]] = []
@@ -69,14 +90,12 @@ class Blocks:
         self,
         writer: Writer,
         *,
-        n_threads: int,
         max_bytes: int | None,
         max_staged_bytes: int,
         when_full: str,
         statistics: bool,
     ) -> None:
         self._writer = writer
-        self._n_threads = n_threads
         self._max_bytes = max_bytes
         self._max_staged_bytes = max_staged_bytes
         self._when_full = when_full
@@ -98,7 +117,7 @@ class Blocks:
         with self._lock:
             if not self._fits_file(nbytes):
                 return _NO_BYTES
-            if nbytes > _SMALL_NBYTES:
+            if nbytes > SMALL_NBYTES:
                 return self._store_large(name, tensor, nbytes)
             self._pending[name] = tensor.detach().clone()
             self._pending_nbytes += nbytes
@@ -106,6 +125,19 @@ class Blocks:
             if self._pending_nbytes > _MAX_PENDING_NBYTES or len(self._pending) > _MAX_PENDING:
                 self._add_pending()
         return ""
+
+    def store_measured(
+        self, name: str, tensor: Tensor, nbytes: int
+    ) -> tuple[str, tuple[Any, ...] | None]:
+        """Add a large tensor that is its whole storage, as it is now.
+
+        Returns why not, or "", and its statistics if they were taken beside the copy.
+        """
+        with self._lock:
+            if not self._fits_file(nbytes):
+                return _NO_BYTES, None
+            added, found = self._writer.add_measured(name, tensor.detach())
+            return self._outcome(added, nbytes), found
 
     def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
         """Copy a tensor from an accelerator, without waiting for it; or return why not."""
@@ -115,12 +147,12 @@ class Blocks:
         if not self._reserve(nbytes):
             self.n_dropped += 1
             return _NO_ROOM
-        # Page-locked, or the copy would wait for the device.
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-        host.copy_(tensor.detach(), non_blocking=True)
-        event = torch.Event(device=tensor.device)
-        event.record(torch.accelerator.current_stream(tensor.device))
-        staged = Staged(host, event, name)
+        with _current(tensor.device):
+            # Page-locked, or the copy would wait for the device.
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+            host.copy_(tensor.detach(), non_blocking=True)
+            # Nobody else has the event, which is destroyed on its device, too.
+            staged = Staged(host, _event_of_now(tensor.device), name)
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
@@ -137,8 +169,7 @@ class Blocks:
 
     def add(self, key: str, value: object) -> None:
         """Add an entry that is never dropped."""
-        while not self._writer.add(key, value, copy=False):
-            self._writer.flush()
+        self._writer.add(key, value, copy=False, when_full="wait")
 
     def close(self) -> None:
         """Wait for all that is on its way, and add it."""
@@ -147,8 +178,8 @@ class Blocks:
         with self._lock:
             self._add_pending()
             while self._unwritten:
-                self._writer.flush()
-                self._write_blocks()
+                self.add(*self._unwritten[0])
+                self._unwritten.pop(0)
 
     def cancel(self) -> None:
         """Give up whatever is on its way."""
@@ -170,7 +201,10 @@ class Blocks:
             if whole
             else tensor.detach().clone(memory_format=torch.contiguous_format)
         )
-        if not self._writer.add(name, value, copy=whole):
+        return self._outcome(self._writer.add(name, value, copy=whole), nbytes)
+
+    def _outcome(self, added: bool, nbytes: int) -> str:
+        if not added:
             self.n_dropped += 1
             return _NO_ROOM
         self.stored_nbytes += nbytes
@@ -214,7 +248,7 @@ class Blocks:
             if not self._has_room(nbytes):
                 if self._when_full == "raise":
                     raise StagingFullError.no_room(
-                        nbytes, self._staged_nbytes, self._max_staged_bytes
+                        nbytes, self._staged_nbytes, self._max_staged_bytes, "max_memory_bytes"
                     )
                 return False
             self._staged_nbytes += nbytes
@@ -237,11 +271,13 @@ class Blocks:
                 self._room.notify_all()
 
     def _finish_tensor(self, staged: Staged) -> None:
-        host = staged.host
+        host, device = staged.host, staged.event.device
         assert host is not None
-        staged.event.synchronize()
+        with _current(device):
+            staged.event.synchronize()
+            staged.event = None
         if self._statistics:
-            staged.found = statistics_of(host, self._n_threads)
+            staged.found = statistics_of(host, 1)  # the training has the other cores
         if staged.name and not self._writer.add(staged.name, host, copy=False):
             self._dropped.add(staged.name)
             self.n_dropped += 1

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ptsave.appending.archive_writer import ArchiveWriter
+from ptsave.background import saves
 from ptsave.capturing.blocks import Blocks
 from ptsave.capturing.hooks import Hooks
 from ptsave.capturing.recorder import Recorder, Site
@@ -24,8 +26,9 @@ from ptsave.capturing.selection import (
     refuse_compiled,
     selected,
 )
-from ptsave.errors import CheckpointWarning
+from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
+from ptsave.support.ranks import check_rank_of_file
 from ptsave.support.sizes import parse_size
 from ptsave.tree.capture_schema import FORMAT, HEADER, SUMMARY
 from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
@@ -33,9 +36,8 @@ from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
 __all__ = ["Capture", "capture"]
 
 WHAT = ("inputs", "outputs", "grads", "params")
-_MAX_STAGED_NBYTES = (
-    1 << 30
-)  # of copies of tensors on accelerators, unless max_memory_bytes is given
+# Copies of tensors on accelerators, which are page-locked, unless max_memory_bytes is given.
+_MAX_STAGED_NBYTES = 1 << 30
 
 
 class Capture:
@@ -70,7 +72,21 @@ class Capture:
         max_memory_bytes: int | str | None,
         when_full: Literal["wait", "drop", "raise"],
         fsync: bool,
+        rank: int | None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+        if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+        flags = {
+            "statistics": statistics,
+            "tensors": tensors,
+            "call_stacks": call_stacks,
+            "fsync": fsync,
+        }
+        for option, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{option} must be True or False, not {value!r}")
         self._model = model
         self._path = path
         self._what = _checked_what(what)
@@ -87,6 +103,7 @@ class Capture:
         )
         self._when_full = when_full
         self._fsync = fsync
+        self._rank = rank
         self._handle: Any = None
         self._running = False
         self._done = False
@@ -106,7 +123,8 @@ class Capture:
         Raises
         ------
         RuntimeError
-            If the capture was started before.
+            If the capture was started before; or if the job has several ranks, by torch.distributed
+            or by ``WORLD_SIZE`` in the environment, and `rank` is not this one.
         ValueError
             If no module is selected, or the model went through ``torch.compile``.
         SaveError
@@ -114,6 +132,8 @@ class Capture:
         """
         if self._running or self._done:
             raise RuntimeError("a capture is started once: make another one, with another path")
+        if isinstance(self._path, (str, os.PathLike)):
+            check_rank_of_file(os.fsdecode(self._path), self._rank, "capture(model, ")
         refuse_compiled(self._model)
         sites, skipped = self._sites()
         self._writer = ArchiveWriter(
@@ -133,9 +153,8 @@ class Capture:
         n_threads = min(config.current().n_threads, torch.get_num_threads())
         self._blocks = Blocks(
             self._writer,
-            n_threads=n_threads,
             max_bytes=self._max_bytes,
-            max_staged_bytes=self._max_memory or _MAX_STAGED_NBYTES,
+            max_staged_bytes=self._max_memory or _default_staged_nbytes(),
             when_full=self._when_full,
             statistics=self._statistics,
         )
@@ -150,19 +169,23 @@ class Capture:
         self._write_header(sites, skipped)
         self._recorder.begin_step(0, recording=self._wants(0))
         self._hooks.install()
-        if self._optimizer is not None:
-            self._handle = self._optimizer.register_step_post_hook(lambda *_: self.step())
+        try:
+            if self._optimizer is not None:
+                self._handle = self._optimizer.register_step_post_hook(lambda *_: self.step())
+        except BaseException:
+            self._hooks.remove()
+            raise
         self._running = True
 
     def step(self) -> None:
-        """End a step: the records of what comes now are those of the next one.
+        """End a step: the calls of now on are those of the next one.
 
-        With an `optimizer`, its step does this.
+        With an `optimizer`, its step does this.  A gradient that comes later still belongs to the
+        call whose value it is the gradient of; that of a parameter to the step in which it comes.
         """
         if not self._running:
             raise RuntimeError("the capture is not running: start() it, or use it in a with block")
-        if self._recorder.recording:
-            self._recorder.end_step()
+        self._recorder.end_step()
         self.step_number += 1
         self._recorder.begin_step(self.step_number, recording=self._wants(self.step_number))
 
@@ -194,7 +217,8 @@ class Capture:
             self._writer.close()
         except BaseException:
             self._blocks.cancel()
-            self._writer.abort()
+            with suppress(SaveError):
+                self._writer.close()  # with the records that it has, which may be all but a few
             raise
 
     def __enter__(self) -> Capture:
@@ -269,7 +293,7 @@ class Capture:
 
     def _summary(self) -> dict[str, Any]:
         return {
-            "steps": self.step_number + 1,
+            "steps": max(self.step_number, self._recorder.n_steps),
             "calls": self._recorder.n_calls,
             "values": self._recorder.n_values,
             "stored_nbytes": self.stored_nbytes,
@@ -294,6 +318,7 @@ def capture(
     max_memory_bytes: int | str | None = None,
     when_full: Literal["wait", "drop", "raise"] = "wait",
     fsync: bool = False,
+    rank: int | None = None,
 ) -> Capture:
     """Record what goes through the modules of a network, while it is trained, into one file.
 
@@ -327,11 +352,15 @@ def capture(
     max_bytes : int, str or None
         Bytes of tensors in the file, ``"8GB"`` for example; later ones are left out, with a note.
     max_memory_bytes : int, str or None
-        Bytes of tensors that wait to be written; the default is that of :func:`ptsave.async_save`.
+        Bytes of tensors that wait to be written; the default is that of :func:`ptsave.async_save`,
+        and at most 1 GiB on their way from accelerators.  Records of calls and values are never
+        left out.
     when_full : {"wait", "drop", "raise"}
         For tensors that find no room there: wait in the hook, leave them out, or raise.
     fsync : bool
         Whether the file is to survive a loss of power once the capture has stopped.
+    rank : int or None
+        This process's rank, in a job of several: its calls are those of the file.
 
     Returns
     -------
@@ -341,13 +370,17 @@ def capture(
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         For parameters that make no sense.
 
     Notes
     -----
     ``torch.compile`` of the model, or a part of it, has to come after the start, in the block: each
     hook breaks the graph.  Code that was compiled before ignores new hooks, and `start` refuses it.
+
+    When the file cannot be written any more, because the disk is full for example, the next hook or
+    step raises SaveError.  What was written until then stays in a temporary file that the message
+    names, and a killed process leaves the like: ``ptsave.open(leftover, recover=True)`` reads it.
 
     Examples
     --------
@@ -378,7 +411,13 @@ def capture(
         max_memory_bytes=max_memory_bytes,
         when_full=when_full,
         fsync=fsync,
+        rank=rank,
     )
+
+
+def _default_staged_nbytes() -> int:
+    limit = config.current().max_staged_nbytes or saves.default_limit_nbytes()
+    return min(_MAX_STAGED_NBYTES, limit)
 
 
 def _patterns(patterns: str | Iterable[str]) -> list[str]:

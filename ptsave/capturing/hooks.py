@@ -64,7 +64,7 @@ class Hooks:
         self._sites = list(sites)
         self._handles: list[Any] = []
         self._hooked: dict[int, tuple[Tensor, list[tuple[Site, str]]]] = {}
-        self._counts: dict[int, int] = {}
+        self._counts: dict[tuple[Site, str], int] = {}
 
     def install(self) -> None:
         try:
@@ -141,7 +141,8 @@ class Hooks:
         recorder = self.recorder
         if not recorder.recording or parameter.grad is None:
             return
-        number = self._counts.get(id(parameter), 0)
-        self._counts[id(parameter)] = number + 1
+        # By names: FSDP2 has two parameters of one, with a gradient each.
         for site, name in owners:
+            number = self._counts.get((site, name), 0)
+            self._counts[site, name] = number + 1
             recorder.parameter("grads", site, number, name, parameter.grad)

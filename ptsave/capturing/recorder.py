@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ptsave.capturing.blocks import MAX_VALUES, Block, Blocks, Staged
+from ptsave.capturing.blocks import MAX_VALUES, SMALL_NBYTES, Block, Blocks, Staged
 from ptsave.capturing.selection import class_name
-from ptsave.capturing.tensors import PLAIN_TYPES, local_values, statistics_of
+from ptsave.capturing.tensors import PLAIN_TYPES, is_compact, local_values, statistics_of
 from ptsave.support.torch_capture import (
     StopRecomputationError,
     graph_task_id,
+    is_transforming,
     never_compiled,
+    outside_transforms,
+    unwrapped,
     version_of,
 )
 from ptsave.tree.capture_schema import escape
@@ -132,14 +135,18 @@ class Recorder:
     Attributes
     ----------
     recording : bool
-        Whether events of now are to be recorded.
+        Whether calls of now are to be recorded.
+    n_steps : int
+        The last step of which anything was recorded, plus 1.
     """
 
     def __init__(
         self, blocks: Blocks, *, n_threads: int, statistics: bool, tensors: bool, stacks: bool
     ) -> None:
         self.recording = False
+        self.running = True
         self.step = 0
+        self.n_steps = 0
         self.n_calls = 0
         self.n_values = 0
         self._blocks = blocks
@@ -156,8 +163,8 @@ class Recorder:
         self._block_number = count()
         self._block = Block(0, next(self._block_number))
         self._hooked: dict[int, Hooked] = {}
-        self._handles: list[Any] = []  # of hooks of tensors
-        self._leaf_handles: list[Any] = []
+        self._handles: list[Any] = []  # of hooks of tensors that are no leaves
+        self._leaves: dict[int, tuple[Hooked, Any]] = {}  # and those of leaves, by id
         self._texts: dict[Any, str] = {}
 
     # --------------------------------------------------------------------------------- steps
@@ -173,21 +180,23 @@ class Recorder:
         self._seen.clear()
         self._hooked.clear()
         self._hand_over(more=False)
-        self._remove(self._leaf_handles)
-        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self._handles = [handle for handle in self._handles if _is_alive(handle)]
+        # A leaf without a gradient may get that of this step later, one with it those of others.
+        for key, (hooked, handle) in list(self._leaves.items()):
+            if hooked.n_gradients or not _is_alive(handle):
+                handle.remove()
+                self._leaves.pop(key, None)
 
     def end(self) -> None:
-        """Record the calls that never came to an end."""
-        self.recording = False
+        """Record the calls that never came to an end, and let go of all tensors."""
+        self.recording = self.running = False
         for call in self._open.values():
             self._block.calls.append(call.row(self._event(), "unfinished", ""))
         self.end_step()
-        self._remove(self._handles)
-
-    def _remove(self, handles: list[Any]) -> None:
-        for handle in handles:
+        for handle in (*self._handles, *(handle for _, handle in self._leaves.values())):
             handle.remove()
-        handles.clear()
+        self._handles.clear()
+        self._leaves.clear()
 
     def _hand_over(self, *, more: bool = True) -> None:
         with self._lock:
@@ -195,6 +204,8 @@ class Recorder:
             if more and len(block.values) < MAX_VALUES:
                 return
             self._block = Block(self.step, next(self._block_number))
+        if block.calls or block.values:
+            self.n_steps = block.step + 1
         self.n_calls += len(block.calls)
         self.n_values += len(block.values)
         self._blocks.finish(block)
@@ -308,8 +319,9 @@ class Recorder:
 
     def _describe(self, name: str, call: int | None, tensor: Tensor) -> tuple[Any, ...]:
         try:
-            stored, note, found, staged = self._keep(name, tensor)
-        except NotImplementedError as error:  # a wrapper, such as those of vmap
+            keep = self._keep_transformed if is_transforming() else self._keep
+            stored, note, found, staged = keep(name, tensor)
+        except NotImplementedError as error:  # a wrapper
             stored, found, staged = "", None, None
             note = f"no values: {str(error).splitlines()[0]}"[:_MAX_TEXT]
         row = (
@@ -342,6 +354,8 @@ class Recorder:
         plain = type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
         if not plain or not tensor.is_cpu or tensor.is_nested or tensor.is_quantized:
             values, note = local_values(tensor)
+        elif self._statistics and self._tensors and tensor.nbytes > SMALL_NBYTES:
+            return self._keep_large(name, tensor)
         if values is not None and not values.is_cpu:
             return self._stage(name, values, note)
         if values is not None and self._statistics:
@@ -353,6 +367,34 @@ class Recorder:
         kept = values if values is not None and note.startswith("DTensor") else tensor
         why_not = self._blocks.store(name, kept, _nbytes(kept))
         return ("", why_not, found, None) if why_not else (name, note, found, None)
+
+    def _keep_transformed(
+        self, name: str, tensor: Tensor
+    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
+        """Keep the values that a transform of ``torch.func`` works with."""
+        shape = tensor.shape
+        with outside_transforms():
+            plain = unwrapped(tensor)
+            if plain is None:
+                return "", "functionalized: no values", None, None
+            stored, note, found, staged = self._keep(name, plain)
+        if plain.shape != shape and not note:
+            note = f"vmap: all samples, as {tuple(plain.shape)}"
+        return stored, note, found, staged
+
+    def _keep_large(
+        self, name: str, tensor: Tensor
+    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
+        """Keep a large tensor of the usual kind: its statistics are taken beside the copy."""
+        nbytes = tensor.nbytes
+        if is_compact(tensor):
+            why_not, found = self._blocks.store_measured(name, tensor, nbytes)
+        else:
+            why_not, found = self._blocks.store(name, tensor, nbytes), None
+        if found is None:
+            found = statistics_of(tensor, self._n_threads)
+        note = why_not or ("" if found is not None else f"{tensor.dtype}: no statistics")
+        return ("" if why_not else name), note, found, None
 
     def _stage(
         self, name: str, values: Tensor, note: str
@@ -379,12 +421,16 @@ class Recorder:
         hooked = self._hooked[id(tensor)] = Hooked(tensor, version)
         hooked.owners.append((call, path))
         handle = tensor.register_hook(partial(self._gradient, hooked))
-        # That of a leaf stays, that of any other tensor goes with its graph.
-        (self._leaf_handles if tensor.is_leaf else self._handles).append(handle)
+        if tensor.is_leaf:
+            if (earlier := self._leaves.pop(id(tensor), None)) is not None:
+                earlier[1].remove()  # its gradients are those of this step from here on
+            self._leaves[id(tensor)] = hooked, handle
+        else:
+            self._handles.append(handle)  # the hook goes with the graph
 
     @never_compiled
     def _gradient(self, hooked: Hooked, grad: Tensor | None) -> None:
-        if grad is None or not self.recording:
+        if grad is None or not self.running:
             return
         again = f"/again-{hooked.n_gradients}" if hooked.n_gradients else ""
         hooked.n_gradients += 1
@@ -414,6 +460,10 @@ def _items_of(value: Any) -> list[tuple[Any, Any]] | None:
             if hasattr(value, field.name)
         ]
     return None
+
+
+def _is_alive(handle: Any) -> bool:
+    return handle.hooks_dict_ref() is not None
 
 
 def _outcome(call: Call, result: object) -> tuple[str, str]:

@@ -19,6 +19,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
     """Return the fields of `Statistics`, of a strided tensor in CPU memory.
 
+    They are taken by up to `n_threads` of torch's threads.
     None if its elements are no numbers, as those of quantized tensors.
     """
     try:

@@ -17,8 +17,8 @@ from ptsave.bench.rounds import LIMIT, STOCK
 from ptsave.bench.system import describe_machine
 from ptsave.cli.command import Command, note, shows_progress
 from ptsave.cli.completing import FILE
-from ptsave.cli.text import size_text
 from ptsave.sources.urls import refuse_url_target
+from ptsave.support.text import size_text
 
 __all__ = ["command"]
 

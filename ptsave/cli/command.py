@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from ptsave.archive.format_errors import MINIZ_ADVICE
-from ptsave.cli.text import printable
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.sources.urls import is_url
+from ptsave.support.text import printable
 
 __all__ = [
     "FAILED",
@@ -30,6 +30,7 @@ __all__ = [
     "report_error",
     "result",
     "shows_progress",
+    "with_recovery",
 ]
 
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
@@ -214,6 +215,14 @@ def result(ctx: click.Context, text: str) -> None:
     """Print the result of a command; ``--quiet`` leaves it out."""
     if not ctx.ensure_object(Settings).quiet:
         click.echo(printable(text))
+
+
+with_recovery = click.option(
+    "--recover",
+    is_flag=True,
+    help="Read what a killed process has left of a growing archive or a capture, "
+    ".NAME.<16 hex digits>.ptsave, up to its last whole batch.",
+)
 
 
 def shows_progress(ctx: click.Context) -> bool:

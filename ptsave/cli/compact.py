@@ -9,7 +9,7 @@ import click
 from ptsave.cli.command import Command, result, shows_progress
 from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import size_text
+from ptsave.support.text import size_text
 
 _EXAMPLES = """
 ptsave compact checkpoint.pt --dry-run

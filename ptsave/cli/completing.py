@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import click
 from click.shell_completion import CompletionItem
 
 from ptsave.contents.checkpoint_files import find_files
-from ptsave.inspection.listing import list_files
+from ptsave.inspection.listing import FileListing, list_files
+from ptsave.tree.capture_schema import HEADER, is_capture
 
 __all__ = ["FILE", "complete_names"]
 
@@ -35,9 +38,15 @@ def complete_names(
     try:
         files = find_files(ctx.params["file"], ctx.params.get("storage_options"))
         for listing in list_files(files):
-            for node in listing.tree.nodes:
-                if node.name.startswith(incomplete) and node.name.isprintable():
-                    found[node.name] = None
+            for name in _names_in(listing, bool(ctx.params.get("stats"))):
+                if name.startswith(incomplete) and name.isprintable():
+                    found[name] = None
     except Exception:  # the command reports the error when it runs
         return []
     return [CompletionItem(name) for name in list(found)[:_MAX_NAMES]]
+
+
+def _names_in(listing: FileListing, of_modules: bool) -> Iterable[str]:
+    if of_modules and is_capture(listing.tree.obj):
+        return listing.tree.obj[HEADER].get("modules", {})  # type: ignore[no-any-return]
+    return (node.name for node in listing.tree.nodes)

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, note, result, shows_progress
+from ptsave.cli.command import Command, note, result, shows_progress, with_recovery
 from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import size_text
+from ptsave.support.text import size_text
 
 _EXAMPLES = """
 ptsave convert pytorch_model.bin model.safetensors
@@ -18,6 +18,7 @@ ptsave convert model.safetensors model.pt
 ptsave convert checkpoint.pt model.safetensors --drop   # leave out what is no tensor
 ptsave convert checkpoint.pt shards/ --max-shard-size 2GB
 ptsave convert shards/ model.pt
+ptsave convert .run.pt.4f1c0a93b2d7e856.ptsave run.pt --recover  # what a killed process has left
 ptsave convert old.pt new.pt                            # from before torch 1.6, or compressed
 """
 
@@ -41,6 +42,7 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("-f", "--force", is_flag=True, help="Replace what is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@with_recovery
 @with_storage_options("SOURCE")
 @with_storage_options("TARGET", "target")
 @click.pass_context
@@ -55,6 +57,7 @@ def command(
     drop: bool,
     force: bool,
     fsync: bool,
+    recover: bool,
     storage_options: dict[str, Any] | None,
     target_storage_options: dict[str, Any] | None,
 ) -> None:
@@ -77,6 +80,7 @@ def command(
         force=force,
         fsync=fsync,
         progress=shows_progress(ctx),
+        recover=recover,
         storage_options=storage_options,
         target_storage_options=target_storage_options,
     )

@@ -14,13 +14,16 @@ import click
 import torch
 from torch import Tensor
 
+from ptsave.bench.plot import require_matplotlib
 from ptsave.cli.command import NEGATIVE, Command, note, shows_progress
 from ptsave.cli.completing import FILE
+from ptsave.cli.diff_captures import capture_json, capture_lines, plot_errors
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import count_text, dtype_text, printable, shape_text, size_text
+from ptsave.comparison.captures import CaptureComparison, compare_captures
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.comparison.entries import Detail, EntryDifference, quantizer_of
 from ptsave.comparison.moved_names import prefixes_of
+from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text
 
 __all__ = ["command"]
 
@@ -31,6 +34,8 @@ ptsave diff model.pt model.safetensors      # kinds may differ: tensors are comp
 ptsave diff old/ new/ --rtol 1e-3 --top 20  # directories of shards; the 20 largest differences
 ptsave diff a.pt b.pt --shapes              # names, types, dtypes and shapes: reads no values
 ptsave diff a.pt b.pt --only 'model.*' --ignore-dtype --json
+ptsave diff run-a.pt run-b.pt --capture     # captured runs: the first call that differs
+ptsave diff run.pt model.pt --capture --step 0  # the parameters of a step
 """
 
 
@@ -49,6 +54,11 @@ ptsave diff a.pt b.pt --only 'model.*' --ignore-dtype --json
     "--top", metavar="N", type=click.IntRange(min=0), help="Show the N largest differences only."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--capture", is_flag=True, help="Compare captured runs, or one with a checkpoint.")
+@click.option("--step", type=click.IntRange(min=0), help="With --capture: this step only.")
+@click.option("--exact", is_flag=True, help="With --capture: only equal bits are equal.")
+@click.option("--recover", is_flag=True, help="With --capture: read what killed runs left.")
+@click.option("--plot", metavar="PNG", help="With --capture: draw the errors along the network.")
 @with_storage_options("A", "a")
 @with_storage_options("B", "b")
 @click.pass_context
@@ -65,6 +75,11 @@ def command(
     only: tuple[str, ...],
     top: int | None,
     as_json: bool,
+    capture: bool,
+    step: int | None,
+    exact: bool,
+    recover: bool,
+    plot: str | None,
     a_storage_options: dict[str, Any] | None,
     b_storage_options: dict[str, Any] | None,
 ) -> None:
@@ -75,8 +90,33 @@ def command(
     --atol, values are equal if |a - b| <= atol + rtol * |b|, as for torch.testing.assert_close,
     and NaN equals any NaN.
 
+    With --capture A and B are runs that ptsave.capture has recorded, aligned by step, module and
+    call: the first call that differs comes first, then each module's largest difference (error is
+    the largest distance beside the root mean square of B).  The tolerance is that of assert_close
+    for the coarser dtype, unless --rtol, --atol or --exact is given.  One of both may be a
+    checkpoint: it is compared with the parameters of a step.
+
     Exit code: 0 if they are equal, 1 if they differ, 2 if that could not be found out.
     """
+    if capture:
+        _refuse(ctx, names_only or shapes or ignore_dtype or bool(only), "--capture")
+        if plot is not None:
+            require_matplotlib()  # before minutes of reading
+        runs = compare_captures(
+            a,
+            b,
+            rtol=rtol,
+            atol=atol,
+            exact=exact,
+            step=step,
+            recover=recover,
+            progress=shows_progress(ctx),
+            a_storage_options=a_storage_options,
+            b_storage_options=b_storage_options,
+        )
+        _show_captures(ctx, a, b, runs, top, as_json, plot)
+        return
+    _refuse(ctx, exact or recover or step is not None or plot is not None, "")
     found = compare(
         a,
         b,
@@ -96,6 +136,38 @@ def command(
             note(ctx, printable(remark))
         for line in _lines(a, b, found, top):
             click.echo(click.style(line, fg=_COLORS.get(line[0])))
+    if not found.equal:
+        ctx.exit(NEGATIVE)
+
+
+def _refuse(ctx: click.Context, given: bool, capture: str) -> None:
+    """Refuse options of the other kind of comparison."""
+    if given and capture:
+        raise click.UsageError(
+            "--names-only, --shapes, --ignore-dtype and --only are not for --capture", ctx
+        )
+    if given:
+        raise click.UsageError("--step, --exact, --recover and --plot need --capture", ctx)
+
+
+def _show_captures(  # noqa: PLR0917
+    ctx: click.Context,
+    a: str,
+    b: str,
+    found: CaptureComparison,
+    top: int | None,
+    as_json: bool,
+    plot: str | None,
+) -> None:
+    if plot is not None:
+        plot_errors(plot, found, f"{a} / {b}")
+    if as_json:
+        click.echo(json.dumps(capture_json(a, b, found), indent=2))
+    else:
+        for remark in found.remarks:
+            note(ctx, printable(remark))
+        for line in capture_lines(a, b, found, top):
+            click.echo(click.style(line, fg=_COLORS.get(line[:1])))
     if not found.equal:
         ctx.exit(NEGATIVE)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, note
+from ptsave.cli.command import Command, note, with_recovery
 from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import printable
 from ptsave.errors import CorruptCheckpointError
 from ptsave.inspection.extraction import default_output, read_entries, write_entries
+from ptsave.support.text import printable
 
 __all__ = ["command"]
 
@@ -49,6 +49,7 @@ ptsave extract damaged.pt model.embed.weight --no-verify
     help="Of a .safetensors or .npy file, in which expanded tensors are written in full. "
     "Default: 8 times their storages, at least 1GiB.",
 )
+@with_recovery
 @with_storage_options("FILE")
 @with_storage_options("OUTPUT", "target")
 @click.pass_context
@@ -61,6 +62,7 @@ def command(
     force: bool,
     verify: bool,
     max_size: str | None,
+    recover: bool,
     storage_options: dict[str, Any] | None,
     target_storage_options: dict[str, Any] | None,
 ) -> None:
@@ -76,7 +78,9 @@ def command(
     if target == "-" and sys.stdout.isatty():
         raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
     try:
-        entries = read_entries(file, names, verify=verify, storage_options=storage_options)
+        entries = read_entries(
+            file, names, verify=verify, recover=recover, storage_options=storage_options
+        )
     except CorruptCheckpointError as error:
         words = str(error).replace("pass verify=False to", "use --no-verify to")
         error.args = (words, *error.args[1:])

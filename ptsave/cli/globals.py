@@ -9,13 +9,13 @@ import click
 from ptsave.cli.command import NEGATIVE, Command
 from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import count_text, printable
 from ptsave.inspection.required_globals import (
     code_to_allow,
     never_allowed,
     required_globals,
     unsafe_globals,
 )
+from ptsave.support.text import count_text, printable
 
 __all__ = ["command"]
 

@@ -23,8 +23,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ptsave.cli.text import dtype_text
 from ptsave.inspection.listing import FileListing, Totals
+from ptsave.support.text import dtype_text
 from ptsave.tree.tree import Node, is_plain
 
 __all__ = ["directory_json", "file_json"]

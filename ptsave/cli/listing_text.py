@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from ptsave.cli.text import (
+from ptsave.contents.tensor_info import Facts
+from ptsave.inspection.listing import FileListing, Totals
+from ptsave.support.text import (
     count_text,
     dtype_text,
     n_columns,
@@ -17,9 +19,8 @@ from ptsave.cli.text import (
     shape_text,
     size_text,
 )
-from ptsave.contents.tensor_info import Facts
-from ptsave.inspection.listing import FileListing, Totals
 from ptsave.support.torch_tensors import untyped_of
+from ptsave.tree.captured_run import CapturedRecords
 from ptsave.tree.tree import EntryTree, Node, is_plain
 
 __all__ = ["lines_by_size", "totals_lines", "tree_lines"]
@@ -182,6 +183,8 @@ def value_text(value: Any) -> str:
     if isinstance(value, torch.UntypedStorage):
         return size_text(value.nbytes())
     if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, CapturedRecords):
         return str(value)
     if not is_plain(value):
         return ""

@@ -6,18 +6,28 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from ptsave.cli.command import Command
+from ptsave.archive.recovery import recovered
+from ptsave.cli.command import Command, with_recovery
 from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
+from ptsave.cli.statistics_json import add_statistics, run_json
+from ptsave.cli.statistics_text import entry_lines, module_lines, terminal_width
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import printable
 from ptsave.contents.checkpoint_files import find_files
-from ptsave.inspection.listing import FileListing, Totals, list_files, select
+from ptsave.contents.contents import Contents
+from ptsave.contents.opening import open_each
+from ptsave.contents.shard_files import ShardFiles
+from ptsave.inspection.listing import FileListing, Totals, list_files, listing_of, select
+from ptsave.inspection.statistics import entry_statistics, module_statistics
+from ptsave.support.text import count_text, printable
+from ptsave.tree.capture_schema import is_capture
+from ptsave.tree.captured_run import CapturedRun
 
 __all__ = ["command"]
 
@@ -29,6 +39,10 @@ ptsave ls model.safetensors --sort size     # the largest tensors first
 ptsave ls s3://bucket/checkpoint.pt         # reads the directory and the pickle, no tensors
 ptsave ls path/to/model                     # a directory of shards
 ptsave ls checkpoint.pt --json | jq '.tensors[].name'
+ptsave ls checkpoint.pt --stats             # reads the tensors: mean, std, min, max, NaN, Inf
+ptsave ls run.pt --stats                    # a capture: the statistics of its modules
+ptsave ls .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
+ptsave ls run.pt --stats --step 3 'layers.*.mlp'
 """
 
 
@@ -43,6 +57,14 @@ ptsave ls checkpoint.pt --json | jq '.tensors[].name'
     help="The order: as in the file (a tree), or tensors by size, the largest first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+@click.option(
+    "--stats",
+    is_flag=True,
+    help="Statistics of tensors: those of a capture by modules, all calls and steps together; "
+    "those of another file are taken now, by reading its tensors.",
+)
+@click.option("--step", type=click.IntRange(0), help="With --stats: this step of a capture only.")
+@with_recovery
 @with_storage_options("FILE")
 def command(
     file: str,
@@ -51,17 +73,27 @@ def command(
     depth: int | None,
     sort: str,
     as_json: bool,
+    stats: bool,
+    step: int | None,
+    recover: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, or a directory of shards (or their index). NAMEs are
     names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a
-    path of keys. No tensor is read.
+    path of keys. No tensor is read without --stats.
+
+    With --stats, NAMEs of a capture are paths of modules, with all that is in them. Lines are cut
+    to the terminal; mean, std, min, max and norm are of the finite elements.
     """
     gc.disable()  # all objects live until the end, so the collector would search in vain
+    _check_options(sort, step, stats)
     files = find_files(file, storage_options)
-    listings = list(list_files(files))
+    if stats:
+        sys.stdout.write(f"{_statistics(files, recover, names, depth, step, as_json)}\n")
+        return
+    listings = list(list_files(files, recover=recover))
     _keep_until_exit(listings)
     is_set = files.source is None
     chosen = select(listings, names)
@@ -71,6 +103,81 @@ def command(
     else:
         text = "\n".join(_lines(listings, chosen, depth, sort, is_set))
     sys.stdout.write(f"{text}\n")
+
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+def _check_options(sort: str, step: int | None, stats: bool) -> None:
+    if step is not None and not stats:
+        raise click.UsageError("--step is for --stats")
+    if sort != "file" and stats:
+        raise click.UsageError("--stats lists tensors in the order of the file: leave --sort out")
+
+
+def _statistics(  # noqa: PLR0917
+    files: ShardFiles,
+    recover: bool,
+    names: tuple[str, ...],
+    depth: int | None,
+    step: int | None,
+    as_json: bool,
+) -> str:
+    contents = list(open_each(files, localize=recovered if recover else None))
+    if len(contents) == 1 and is_capture(contents[0].obj):
+        run = CapturedRun(contents[0].obj, contents[0].path)
+        return _statistics_of_run(run, names, depth, step, as_json)
+    if step is not None:
+        raise click.UsageError(f"{files.path} is no capture, and has no steps: leave --step out")
+    listings = [listing_of(each) for each in contents]
+    chosen = select(listings, names)
+    if as_json:
+        objects = [
+            add_statistics(file_json(listing, numbers), entry_statistics(each, listing, numbers))
+            for each, listing, numbers in zip(contents, listings, chosen, strict=True)
+        ]
+        is_set = files.source is None
+        return json.dumps(
+            directory_json(files.path, files.index_path, objects) if is_set else objects[0]
+        )
+    return "\n".join(_statistics_of_files(contents, listings, chosen, depth))
+
+
+def _statistics_of_run(
+    run: CapturedRun, names: tuple[str, ...], depth: int | None, step: int | None, as_json: bool
+) -> str:
+    modules = module_statistics(run, step=step, patterns=names)
+    if as_json:
+        return json.dumps(run_json(run, modules))
+    return "\n".join([*module_lines(modules, depth, terminal_width()), "", *_run_totals(run)])
+
+
+def _run_totals(run: CapturedRun) -> Iterator[str]:
+    yield (
+        f"{count_text(len(run.steps), 'step')}, {count_text(len(run.call_rows), 'call')}, "
+        f"{count_text(len(run.value_rows), 'value')}"
+    )
+    if run.header.get("statistics") is False:
+        yield "captured with statistics=False"
+    if run.totals is None:
+        yield "unfinished: the process was killed"
+
+
+def _statistics_of_files(
+    contents: list[Contents],
+    listings: list[FileListing],
+    chosen: list[list[int]],
+    depth: int | None,
+) -> Iterator[str]:
+    for each, listing, numbers in zip(contents, listings, chosen, strict=True):
+        if len(contents) > 1:
+            yield f"{printable(os.path.basename(listing.path))}:"
+        nodes = listing.tree.nodes
+        shown = [number for number in numbers if depth is None or nodes[number].depth < depth]
+        found = entry_statistics(each, listing, shown)
+        yield from entry_lines(listing, shown, found, terminal_width())
+        yield ""
+    yield from totals_lines(sum((listing.totals for listing in listings), Totals()))
 
 
 def _keep_until_exit(listings: list[FileListing]) -> None:

@@ -19,13 +19,13 @@ from ptsave.cli.command import (
 )
 from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.text import count_text, printable, size_text
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.verification import Problem, Verification, compare_with_index, verify_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
 from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
+from ptsave.support.text import count_text, printable, size_text
 
 __all__ = ["command"]
 

@@ -13,7 +13,8 @@ from ptsave.comparison.entries import Detail, EntryComparer, EntryDifference, Te
 from ptsave.comparison.moved_names import moved_names
 from ptsave.comparison.numbers import Tolerance
 from ptsave.comparison.sides import ComparedCheckpoint, flat
-from ptsave.comparison.tensors import are_empty, compare_tensors
+from ptsave.comparison.tensors import NumberMeasure, are_empty, compare_tensors
+from ptsave.comparison.tolerances import checked_tolerance
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.sources.local import position_kept
@@ -124,7 +125,7 @@ def compare(
     >>> [(each.kind, each.name, each.numbers.max_abs) for each in found.differences]
     [('numbers', 'weight', 0.5)]
     """
-    tolerance = _tolerance(rtol, atol)
+    tolerance = checked_tolerance(rtol, atol)
     with position_kept(a), position_kept(b):
         first = second = open_contents(a, a_storage_options)
         # A file object that is both sides has one position, so it is opened once.
@@ -149,15 +150,6 @@ def compare(
         with pausing_garbage_collection():
             result.remarks += _remarks_on_sharing(sources, comparer.pairs)
         return result
-
-
-def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
-    if rtol is None and atol is None:
-        return None
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} must be 0 or more, not {value}")
-    return Tolerance(rtol or 0.0, atol or 0.0)
 
 
 class _Wanted:
@@ -227,7 +219,7 @@ def _compare_values(
                 callback(n_done)
 
         compared = [pair for pair in pairs if not are_empty(pair)]
-        for pair, numbers in compare_tensors(*sources, compared, tolerance, done):
+        for pair, numbers in compare_tensors(*sources, compared, NumberMeasure(tolerance), done):
             if numbers.n_different:
                 differs = result.differences if numbers.n_outside else result.within_tolerance
                 found = EntryDifference("numbers", pair.name, pair.a, pair.b, numbers=numbers)

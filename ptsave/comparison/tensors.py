@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +24,18 @@ from ptsave.support.thread_pool import ThreadPool
 from ptsave.support.torch_tensors import n_values_of_sparse
 from ptsave.tree.expansion import ADVICE, default_limit, stored_nbytes_of
 
-__all__ = ["are_empty", "compare_tensors"]
+__all__ = [
+    "Measure",
+    "NumberMeasure",
+    "are_empty",
+    "cannot_compare",
+    "compare_tensors",
+    "dense_values",
+]
 
-# Of one side.  There are two sides, and while one piece is compared the next one is read.
-_PIECE_NBYTES = 32 << 20
-_N_PIECES = 2
+# Of one side.  There are two sides, and while one piece is compared the next ones are read.
+_PIECE_NBYTES = 8 << 20  # malloc keeps freed memory of this size: larger pieces are page faults
+_N_PIECES = 3
 _SMALL_NUMEL = 1 << 12
 _WORD_NBYTES = 8  # no dtype of _PLAIN_BITS is larger
 _PLAIN_BITS = {
@@ -63,6 +71,11 @@ class _Piece:
     is_last: bool = True
 
     @property
+    def begin(self) -> list[int]:
+        """Index of the first element."""
+        return [] if self.index is None else [int(part.start) for part in self.index]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the first side."""
         if self.index is None:
@@ -77,14 +90,35 @@ def are_empty(pair: TensorPair) -> bool:
     return a.numel() == 0 and a.dtype == b.dtype and a.layout == b.layout == torch.strided
 
 
+class _Summable(Protocol):
+    def __add__(self: _Difference, other: _Difference, /) -> _Difference: ...
+    def times(self: _Difference, n: int, /) -> _Difference: ...
+
+
+_Difference = TypeVar("_Difference", bound=_Summable)
+_Found_co = TypeVar("_Found_co", bound=_Summable, covariant=True)
+
+
+class Measure(Protocol[_Found_co]):
+    """Finds the difference of two tensors, or of parts of them."""
+
+    def same(self, pair: TensorPair) -> _Found_co | None:
+        """Return the difference of plain tensors with the same bytes; None if it is measured."""
+
+    def difference(
+        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
+    ) -> _Found_co:
+        """Return the difference of two parts, which begin at an index."""
+
+
 def compare_tensors(
     a: ComparedCheckpoint,
     b: ComparedCheckpoint,
     pairs: Iterable[TensorPair],
-    tolerance: Tolerance | None,
+    measure: Measure[_Difference],
     done: Callable[[int], None],
-) -> Iterator[tuple[TensorPair, NumberDifference]]:
-    """Yield the `NumberDifference` of each pair, in their order.
+) -> Iterator[tuple[TensorPair, _Difference]]:
+    """Yield the difference of each pair, in their order.
 
     Parameters
     ----------
@@ -92,27 +126,30 @@ def compare_tensors(
         Sources of the tensors.
     pairs : iterable of TensorPair
         Pairs of equal shapes and layouts.
-    tolerance : Tolerance or None
-        As for :func:`number_difference`.
+    measure : Measure
+        Finds the difference of two tensors.
     done : callable
         Is told after each piece how many bytes of a have been compared with it.
     """
-    total = NumberDifference()
+    total: _Difference | None = None
     n_threads = config.current().n_threads
     with ThreadPool(2) as readers, ThreadPool(n_threads) as workers:
-        for piece, values in _read_ahead(_pieces(pairs), a, b, readers):
+        for piece, values in _read_ahead(_pieces(pairs), a, b, readers, measure):
             for pair, read in zip(piece.pairs, values, strict=True):
                 if read is None:
-                    yield pair, NumberDifference(pair.a.numel())
+                    same = measure.same(pair)
+                    assert same is not None
+                    yield pair, same
                     continue
-                numbers = _difference(pair.name, *read, tolerance, workers)
+                found = measure.difference(pair, *read, piece.begin, workers)
                 if piece.index is None:
-                    yield pair, numbers
+                    yield pair, found
                     continue
-                total += numbers.times(piece.times)
+                found = found.times(piece.times)
+                total = found if total is None else total + found
                 if piece.is_last:
                     yield pair, total
-                    total = NumberDifference()
+                    total = None
             done(piece.nbytes)
 
 
@@ -172,6 +209,7 @@ def _read_ahead(
     a: ComparedCheckpoint,
     b: ComparedCheckpoint,
     readers: ThreadPool,
+    measure: Measure[_Difference],
 ) -> Iterator[tuple[_Piece, _Values]]:
     """Yield pieces with their values, while the next ones are being read."""
     queue: deque[tuple[_Piece, _Packing, Future[_Side], Future[_Side]]] = deque()
@@ -189,7 +227,7 @@ def _read_ahead(
             read_next()
         while queue:
             piece, packing, of_a, of_b = queue.popleft()
-            yield piece, _values(piece, packing, of_a.result(), of_b.result())
+            yield piece, _values(piece, packing, of_a.result(), of_b.result(), measure)
             read_next()
     finally:
         for _, _, *futures in queue:
@@ -210,8 +248,10 @@ def _read(
     return _Side(packing.read(source), source.read(others))
 
 
-def _values(piece: _Piece, packing: _Packing, a: _Side, b: _Side) -> _Values:
-    """Yield the tensors of each pair, or None for packed ones that have the same bytes."""
+def _values(
+    piece: _Piece, packing: _Packing, a: _Side, b: _Side, measure: Measure[_Difference]
+) -> _Values:
+    """Yield the tensors of each pair, or None for packed ones whose bytes say enough."""
     others = zip(a.others, b.others, strict=True)
     if a.row is None or b.row is None:
         yield from others
@@ -221,7 +261,7 @@ def _values(piece: _Piece, packing: _Packing, a: _Side, b: _Side) -> _Values:
     for i, pair in enumerate(piece.pairs):
         if i not in begins:
             yield next(others)
-        elif i in differing:
+        elif i in differing or measure.same(pair) is None:
             yield _unpacked(a.row, begins[i], pair.a), _unpacked(b.row, begins[i], pair.b)
         else:
             yield None
@@ -331,31 +371,61 @@ def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[
 # ------------------------------------------------------------------------------------------ values
 
 
-def _difference(
-    name: str, a: Tensor, b: Tensor, tolerance: Tolerance | None, workers: ThreadPool
-) -> NumberDifference:
-    try:
-        if _are_small_and_same(a, b):
-            return NumberDifference(a.numel())
-        if a.layout != torch.strided:
-            a, b = _of_same_pattern(a.detach(), b.detach())
-        elif a.is_quantized:
-            if torch.equal(a.int_repr(), b.int_repr()) and quantizer_of(a) == quantizer_of(b):
+class NumberMeasure:
+    """Finds the `NumberDifference` of two tensors.
+
+    Parameters
+    ----------
+    tolerance : Tolerance or None
+        As for :func:`number_difference`.
+    """
+
+    def __init__(self, tolerance: Tolerance | None) -> None:
+        self._tolerance = tolerance
+
+    def same(self, pair: TensorPair) -> NumberDifference:
+        return NumberDifference(pair.a.numel())
+
+    def difference(
+        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
+    ) -> NumberDifference:
+        try:
+            if _are_small_and_same(a, b):
                 return NumberDifference(a.numel())
-            a, b = a.dequantize(), b.dequantize()
-        a, b = _rows(a.detach(), b.detach())
+            if a.is_quantized and _are_same_quantized(a, b):
+                return NumberDifference(a.numel())
+            return self._of_rows(*_rows(*dense_values(a, b)), workers)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise cannot_compare(pair, a, b, error) from error
+
+    def _of_rows(self, a: Tensor, b: Tensor, workers: ThreadPool) -> NumberDifference:
         if a.dtype == b.dtype and _same_bytes(a, b):
             return NumberDifference(a.numel())
         if a.numel() <= _PART_NUMEL:
-            return number_difference(a, b, tolerance)
+            return number_difference(a, b, self._tolerance)
         parts = a.split(_PART_NUMEL), b.split(_PART_NUMEL)
-        found = workers.map(lambda x, y: number_difference(x, y, tolerance), *parts)
+        found = workers.map(lambda x, y: number_difference(x, y, self._tolerance), *parts)
         return sum(found, NumberDifference())
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise TypeError(
-            f"{name}: values of {type(a).__name__} of {a.dtype} and {type(b).__name__} of "
-            f"{b.dtype} cannot be compared ({error})"
-        ) from error
+
+
+def _are_same_quantized(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.int_repr(), b.int_repr()) and quantizer_of(a) == quantizer_of(b)
+
+
+def cannot_compare(pair: TensorPair, a: Tensor, b: Tensor, error: Exception) -> TypeError:
+    """Return the error about values that torch does not know how to compare."""
+    return TypeError(
+        f"{pair.name}: values of {type(a).__name__} of {a.dtype} and {type(b).__name__} of "
+        f"{b.dtype} cannot be compared ({error})"
+    )
+
+
+def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return strided tensors of numbers: of sparse tensors the values where either has one."""
+    a, b = a.detach(), b.detach()
+    if a.layout != torch.strided:
+        return _of_same_pattern(a, b)
+    return (a.dequantize(), b.dequantize()) if a.is_quantized else (a, b)
 
 
 def _are_small_and_same(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,9 @@ from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, list_tensors, pausing_garbage_collection
 from ptsave.sources.local import describe
+from ptsave.tree.capture_schema import CapturedCall, CapturedValue
+from ptsave.tree.captured_run import CapturedRun
+from ptsave.tree.captured_summary import CaptureSummary, summary_of
 from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.names import EntryNames
 from ptsave.tree.paths import Path
@@ -49,6 +52,7 @@ class Archive:
         self._open_contents = None
         self.__dict__.pop("_names", None)
         self.__dict__.pop("_infos", None)
+        self.__dict__.pop("_run", None)
 
     @property
     def closed(self) -> bool:
@@ -146,20 +150,23 @@ class Archive:
         CorruptCheckpointError
             If the data is damaged.
         """
-        contents, tensor = self._contents, self._tensor(name)
-        verify = self._verify if verify is None else verify
-        if device is not None:
-            return contents.read_to(torch.device(device), tensor, verify)
-        (result,) = contents.read([tensor], verify)
-        return result
+        return self._read(self._tensor(name), device, verify)
 
-    def get_slice(self, name: str | Path, *, verify: bool | None = None) -> TensorSlice:
+    def get_slice(
+        self,
+        name: str | Path,
+        device: torch.device | str | None = None,
+        *,
+        verify: bool | None = None,
+    ) -> TensorSlice:
         """Return a stand-in for a tensor whose parts are read when it is indexed.
 
         Parameters
         ----------
         name : str or tuple
             One of `keys`.
+        device : torch.device or str, optional
+            Device that parts are read to: the CPU by default.
         verify : bool, optional
             As for `get_tensor`.
 
@@ -175,7 +182,9 @@ class Archive:
                 [8, 9]])
         """
         contents, tensor = self._contents, self._tensor(name)
-        return TensorSlice(contents, tensor, self._verify if verify is None else verify)
+        verify = self._verify if verify is None else verify
+        place = torch.device("cpu" if device is None else device)
+        return TensorSlice(contents, tensor, verify, place)
 
     def tensors(self) -> Mapping[Any, Tensor]:
         """Return a mapping from names to tensors, each of which is read when it is asked for."""
@@ -197,6 +206,135 @@ class Archive:
             If anything is damaged; it names the records and the entries that use them.
         """
         self._contents.verify(progress=progress)
+
+    # ----------------------------------------------------------------------------- captures
+
+    def calls(self) -> list[CapturedCall]:
+        """Return the calls of modules that :func:`ptsave.capture` has recorded; no tensor is read.
+
+        Of a file that a killed process has left, opened with ``recover=True``, they are those of
+        the records that were written; `parent` may be the id of a call whose record was not.
+
+        Returns
+        -------
+        list of CapturedCall
+            In the order in which they began.  Each has its arguments, results and gradients by
+            their paths, with dtypes, shapes and statistics; `tensor` reads one of them.
+
+        Raises
+        ------
+        ValueError
+            If the file is no capture, or one of a later version.
+        CorruptCheckpointError
+            If its records are damaged.
+
+        Examples
+        --------
+        >>> import os, tempfile, torch, ptsave
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "run.pt")
+        ...     with ptsave.capture(model, path):
+        ...         _ = model(torch.ones(2, 4))
+        ...     with ptsave.open(path) as run:
+        ...         for call in run.calls():
+        ...             print(call.id, call.parent, call.module, call.values["outputs"].shape)
+        ...         relu = call.values["outputs"]
+        ...         print(relu.statistics.min >= 0, relu.name, run.tensor(relu.name).shape)
+        0 None  (2, 3)
+        1 0 0 (2, 3)
+        2 0 1 (2, 3)
+        True 0/forward/1#0/outputs torch.Size([2, 3])
+        """
+        with pausing_garbage_collection():
+            return self._run.calls()
+
+    def captured_values(
+        self, phase: str | None = None, step: int | None = None
+    ) -> list[CapturedValue]:
+        """Return the values that a capture has recorded, in the order of their events.
+
+        Parameters
+        ----------
+        phase : str, optional
+            ``"forward"``, ``"backward"``, ``"recompute"`` or ``"recompute_backward"``, whose values
+            are in `calls`, too; ``"params"`` or ``"grads"``, those of parameters.
+        step : int, optional
+            Only values of this step.
+
+        Raises
+        ------
+        ValueError, CorruptCheckpointError
+            As from `calls`.
+        """
+        with pausing_garbage_collection():
+            return list(self._run.values(phase, step))
+
+    def tensor(
+        self, name: str, device: torch.device | str | None = None, *, verify: bool | None = None
+    ) -> Tensor:
+        """Read one tensor of a capture, wherever in the file it is stored.
+
+        Parameters
+        ----------
+        name : str
+            Name of a value, such as ``"0/forward/layers.1#0/inputs/0"``.
+        device : torch.device or str, optional
+            Target device: the CPU by default.
+        verify : bool, optional
+            As for `get_tensor`.
+
+        Raises
+        ------
+        KeyError
+            If there is no such value, or if its tensor is not in the file: the message says why.
+        TypeError
+            If the value is no tensor.
+        ValueError, CorruptCheckpointError
+            As from `calls`; also if the tensor's data is damaged.
+        """
+        return self._read(self._run.tensor(name), device, verify)
+
+    def summary(self) -> CaptureSummary:
+        """Return the totals of a capture, and of each class of modules; no tensor is read.
+
+        Raises
+        ------
+        ValueError, CorruptCheckpointError
+            As from `calls`.
+
+        Examples
+        --------
+        >>> import os, tempfile, torch, ptsave
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "run.pt")
+        ...     with ptsave.capture(model, path, what=["outputs"]):
+        ...         _ = model(torch.ones(2, 4))
+        ...     with ptsave.open(path) as run:
+        ...         summary = run.summary()
+        >>> [(each.name, each.n_calls, each.shapes) for each in summary.classes]
+        [('Sequential', 1, ((2, 3),)), ('Linear', 1, ((2, 3),)), ('ReLU', 1, ((2, 3),))]
+        """
+        with pausing_garbage_collection():
+            return summary_of(self._run)
+
+    @cached_property
+    def _run(self) -> CapturedRun:
+        with pausing_garbage_collection():
+            return CapturedRun(self._contents.obj, self.path)
+
+    # -------------------------------------------------------------------------------- parts
+
+    def _read(
+        self, tensor: Tensor, device: torch.device | str | None, verify: bool | None
+    ) -> Tensor:
+        contents = self._contents
+        verify = self._verify if verify is None else verify
+        if device is not None:
+            return contents.read_to(torch.device(device), tensor, verify)
+        (result,) = contents.read([tensor], verify)
+        return result
 
     @property
     def _contents(self) -> Contents:
@@ -235,8 +373,11 @@ class TensorSlice:
         Dtype of its elements.
     """
 
-    def __init__(self, contents: Contents, tensor: Tensor, verify: bool | None) -> None:
+    def __init__(
+        self, contents: Contents, tensor: Tensor, verify: bool | None, device: torch.device
+    ) -> None:
         self._contents = contents
+        self._device = device
         self._tensor = tensor
         self._verify = verify
         self.shape = tensor.shape
@@ -249,7 +390,7 @@ class TensorSlice:
     def __getitem__(self, index: Any) -> Tensor:
         """Read a part, selected by numbers, slices, ``...`` and None; others raise TypeError."""
         check_index(index)
-        return self._contents.read_slice(self._tensor, index, self._verify)
+        return self._contents.read_slice(self._tensor, index, self._verify, self._device)
 
 
 class _LazyTensors(Mapping["str | Path", Tensor]):

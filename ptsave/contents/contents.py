@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from ptsave.archive.checks import find_damage
 from ptsave.archive.damage import damage_of
-from ptsave.archive.filling import MIN_PINNED_NBYTES, memory_for, to_device
+from ptsave.archive.filling import to_device
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import ArchiveSpans, EngineSpans, Span, spans_of
+from ptsave.archive.spans import ArchiveSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
 from ptsave.archive.weights_only import raise_with_advice
@@ -28,9 +28,10 @@ from ptsave.support.torch_tensors import storage_id_of
 from ptsave.support.user_warnings import warn_user
 from ptsave.tree.view_blocks import span_of
 
-__all__ = ["Contents", "LoadedContents", "OneFile", "Place", "UnreadContents", "as_saved"]
+__all__ = ["CPU", "Contents", "LoadedContents", "OneFile", "Place", "UnreadContents", "as_saved"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
+CPU = torch.device("cpu")
 _ALIGNMENT = 16  # the largest size of an element
 
 
@@ -71,7 +72,9 @@ class Contents(Protocol):
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor: ...
-    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor: ...
+    def read_slice(
+        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+    ) -> Tensor: ...
     def verify(self, *, progress: bool) -> None: ...
 
 
@@ -164,17 +167,7 @@ class UnreadContents(OneFile):
         return result
 
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
-        number, engine = self.reader.engine.record_of(tensor), self.reader.engine
-        if (
-            number is not None
-            and engine.record(number).nbytes == tensor.nbytes >= MIN_PINNED_NBYTES
-            and isinstance(self._spans, EngineSpans)
-            and (there := memory_for(tensor, device)) is not None
-        ):
-            target = there.view(-1).view(torch.uint8)
-            self._spans.read([Span(number, 0, target)], verify=verify)
-            return there
-        return super().read_to(device, tensor, verify)
+        return as_saved(tensor, self.read_slice(tensor, ..., verify, device))
 
     def can_read_packed(self, tensors: list[Tensor]) -> bool:
         """Whether each of these tensors has a record of its own."""
@@ -203,9 +196,11 @@ class UnreadContents(OneFile):
         self._spans.read(spans, verify=None)
         return row
 
-    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+    def read_slice(
+        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+    ) -> Tensor:
         number = self.reader.engine.record_of(tensor)
-        return read_view(self._spans, number, tensor.detach()[index], verify)
+        return read_view(self._spans, number, tensor.detach()[index], verify, device)
 
     def check(self, records: Sequence[int]) -> None:
         """Compare some records, by their numbers, with their checksums."""
@@ -273,7 +268,12 @@ class LoadedContents(OneFile):
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         return list(tensors)
 
-    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+    def read_slice(
+        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+    ) -> Tensor:
+        return to_device(self._part_of(tensor, index), device)
+
+    def _part_of(self, tensor: Tensor, index: Any) -> Tensor:
         if shares_bytes(tensor):
             raise TypeError(
                 f"no part of a {tensor.dtype} tensor can be read, as its elements share bytes: "

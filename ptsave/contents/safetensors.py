@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.filling import to_device
 from ptsave.archive.format_errors import raise_corrupt
-from ptsave.archive.spans import MAX_FETCHED_GAP, Span, batches, memory_of
+from ptsave.archive.spans import MAX_FETCHED_GAP, MAX_READ_GAP, Span, batches, memory_of
 from ptsave.archive.views import (
     bytes_of,
     new_storage,
@@ -17,9 +19,10 @@ from ptsave.archive.views import (
     unfilled_tensors,
     view_as,
 )
-from ptsave.contents.contents import OneFile, Place
+from ptsave.contents.contents import CPU, OneFile, Place
 from ptsave.contents.safetensors_header import StoredTensor, read_header
 from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.support import config
 
 __all__ = ["SafetensorsContents"]
 
@@ -82,12 +85,19 @@ class SafetensorsContents(OneFile):
         self._spans.read(spans, verify=False)
         return found
 
-    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+    def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
+        if _C.can_stage(device):
+            return self.read_slice(tensor, ..., verify, device)
+        return super().read_to(device, tensor, verify)
+
+    def read_slice(
+        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+    ) -> Tensor:
         self._refuse(verify)
         number = self._numbers[id(tensor)]
-        if isinstance(self.source, LocalFile):
-            return _mapped(self.source, self._stored[number])[index].clone()
-        return read_view(self._spans, number, tensor[index], False)
+        if isinstance(self.source, LocalFile) and not _C.can_stage(device):
+            return to_device(_mapped(self.source, self._stored[number])[index].clone(), device)
+        return read_view(self._spans, number, tensor[index], False, device)
 
     def verify(self, *, progress: bool) -> None:
         self._refuse(True)
@@ -100,13 +110,17 @@ class SafetensorsContents(OneFile):
 class _SourceSpans:
     """A `SpanReader` for a file that has to be fetched, whose records are its tensors."""
 
-    max_gap = MAX_FETCHED_GAP
-
     def __init__(self, source: RangeSource, tensors: Sequence[StoredTensor]) -> None:
         self._source = source
         self._tensors = tensors
+        self.reach_devices = isinstance(source, LocalFile)
+        self.max_gap = MAX_READ_GAP if self.reach_devices else MAX_FETCHED_GAP
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
+        there = [span for span in spans if span.target.device != CPU]
+        if there and isinstance(self._source, LocalFile):
+            self._send(self._source, there)
+            spans = [span for span in spans if span.target.device == CPU]
         for batch in batches(spans):
             begins = [self._tensors[span.record].offset + span.begin for span in batch]
             pieces = self._source.read(
@@ -114,6 +128,22 @@ class _SourceSpans:
             )
             for span, piece in zip(batch, pieces, strict=True):
                 memory_of(span.target)[:] = piece
+
+    def _send(self, file: LocalFile, spans: Sequence[Span]) -> None:
+        limits = config.current()
+        begins = [self._tensors[span.record].offset + span.begin for span in spans]
+        try:
+            files = _C.RangeFiles(
+                [file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
+            )
+            files.read(
+                [(0, file.begin + at, each.target) for at, each in zip(begins, spans, strict=True)],
+                n_threads=limits.n_readers,
+                max_pinned_nbytes=limits.max_pinned_nbytes,
+                progress=None,
+            )
+        except _C.FormatError as error:  # the file has become shorter
+            raise_corrupt(error, file.name)
 
     def check(self, records: Sequence[int]) -> None:
         """Do nothing: there are no checksums."""

@@ -93,11 +93,12 @@ def _read(
     ]
     limits = config.current()
     try:
-        _C.read_ranges(
-            [file.for_engine],
+        files = _C.RangeFiles(
+            [file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
+        )
+        files.read(
             ranges,
             n_threads=limits.n_readers,
-            direct=limits.direct_reads,
             max_pinned_nbytes=limits.max_pinned_nbytes,
             progress=progress,
         )

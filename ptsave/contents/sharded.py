@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptsave.contents.contents import Contents, Place
+from ptsave.contents.contents import CPU, Contents, Place
 from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.support.torch_tensors import storage_id_of
 from ptsave.tree.entry_reading import tensors_over
@@ -69,9 +69,11 @@ class ShardedContents:
         ((part, _),) = self.by_part([tensor])
         return part.read_to(device, tensor, verify)
 
-    def read_slice(self, tensor: Tensor, index: Any, verify: bool | None) -> Tensor:
+    def read_slice(
+        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+    ) -> Tensor:
         ((part, _),) = self.by_part([tensor])
-        return part.read_slice(tensor, index, verify)
+        return part.read_slice(tensor, index, verify, device)
 
     def verify(self, *, progress: bool) -> None:
         for part in self.parts:

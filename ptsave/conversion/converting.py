@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from ptsave.archive.recovery import recovered
 from ptsave.contents.opening import open_contents
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
@@ -119,6 +120,7 @@ def convert(
     force: bool = False,
     fsync: bool = False,
     progress: bool = False,
+    recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
 ) -> Conversion:
@@ -150,6 +152,9 @@ def convert(
         Whether the files are on the disk, past all caches, when the call returns.
     progress : bool, default False
         Whether to show a progress bar.
+    recover : bool, default False
+        As for :func:`ptsave.open`: whether a file that a killed process has left, growing, is read
+        up to its last whole batch.
     storage_options, target_storage_options : mapping, optional
         For the file systems of URLs, of the source and of the target.
 
@@ -198,7 +203,11 @@ def convert(
     _check_target(place, describe(source), force=force)
     with position_kept(source), ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)
-        contents = open_contents(source, storage_options, localize=sources.localize)
+        contents = open_contents(
+            source,
+            storage_options,
+            localize=lambda file: sources.localize(recovered(file) if recover else file),
+        )
         checkpoint = SourceCheckpoint(contents, sources)
         _refuse_source(place, checkpoint.paths)
         conversion = Conversion(place.path, remarks=checkpoint.remarks)

@@ -31,6 +31,7 @@ def read_entries(
     names: Sequence[str],
     *,
     verify: bool = True,
+    recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Read some entries of a file, and nothing else.
@@ -43,6 +44,8 @@ def read_entries(
         Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
     verify : bool, default True
         Whether storages that are read as a whole are compared with their checksums.
+    recover : bool, default False
+        As for :func:`ptsave.open`.
     storage_options : mapping, optional
         For the file system of a URL.
 
@@ -65,7 +68,11 @@ def read_entries(
     ...     read_entries(path, ["model.weight", "epoch"])
     {'model.weight': tensor([1., 1.]), 'epoch': 3}
     """
-    options: dict[str, Any] = {"verify": verify, "storage_options": storage_options}
+    options: dict[str, Any] = {
+        "verify": verify,
+        "recover": recover,
+        "storage_options": storage_options,
+    }
     with position_kept(file), open_archive(file, **options) as archive:
         return {name: _entry(archive, name) for name in names}
 

@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptsave.archive.recovery import recovered
 from ptsave.contents.contents import Contents, Place
 from ptsave.contents.opening import open_contents, open_each
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.contents.tensor_info import Facts, facts_of, pausing_garbage_collection
 from ptsave.sources.local import position_kept
+from ptsave.tree.captured_run import with_short_records
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 
-__all__ = ["FileListing", "Totals", "list_file", "list_files", "select"]
+__all__ = ["FileListing", "Totals", "list_file", "list_files", "listing_of", "select"]
 
 
 @dataclass(frozen=True)
@@ -104,24 +106,27 @@ def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> Fi
     384
     """
     with pausing_garbage_collection(), position_kept(f):
-        return _listing_of(open_contents(f, storage_options))
+        return listing_of(open_contents(f, storage_options))
 
 
-def list_files(files: ShardFiles) -> Iterator[FileListing]:
+def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileListing]:
     """Yield a listing of each file of a checkpoint; raises as :func:`ptsave.open` does.
 
     Parameters
     ----------
     files : ShardFiles
         The files, which need not fit together.
+    recover : bool, default False
+        As for :func:`ptsave.open`.
     """
-    for contents in open_each(files):
+    for contents in open_each(files, localize=recovered if recover else None):
         with pausing_garbage_collection():
-            yield _listing_of(contents)
+            yield listing_of(contents)
 
 
-def _listing_of(contents: Contents) -> FileListing:
-    tree = EntryTree(contents.obj)
+def listing_of(contents: Contents) -> FileListing:
+    """Return the listing of an open file."""
+    tree = EntryTree(with_short_records(contents.obj, contents.path))
     facts = facts_of(tree.tensors)
     places = contents.places_of(tree.tensors)
     groups = _groups_of([place[0] for place in places])

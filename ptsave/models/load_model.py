@@ -5,9 +5,11 @@
   replaced meanwhile is read to its end.
 * Bytes that fit as they are are read straight into parameters, from all files over one cursor:
   those on an accelerator through page-locked memory.  Another dtype is converted there.
-* Other tensors (a ``weight_loader``, another dtype or layout, memory that overlaps) are
-  read in batches of half the budget, while the batch before is delivered on the calling thread, in
-  the order of the files.  Conversions come in pieces of 32 MiB; a loader gets the whole tensor.
+* Other tensors (a ``weight_loader``, another dtype or layout, memory that overlaps) are read in
+  batches, some of them ahead of the one that is delivered on the calling thread, in the order of
+  the files.  Conversions come in pieces of 32 MiB; a loader gets the whole tensor.
+* All local files are one load: they stay open, and only its first 32 MiB go through the page cache
+  in case that other ranks read them, too.
 * Cached parts of such tensors are mapped privately instead of read, so the loader's copy is the
   only one.  If a loader keeps the tensor, which its storage's reference count tells, a copy takes
   the place of the mapping, at the same address, before the next is delivered: nobody ever sees the
@@ -20,8 +22,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +33,20 @@ import torch
 from torch import Tensor, nn
 
 from ptsave import _C
-from ptsave.archive.filling import convert_alike
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning, add_note
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.pinned_memory import PinnedMemory
 from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
-from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, open_shards, read_all
+from ptsave.models.shards import (
+    Entry,
+    Read,
+    SafetensorsShard,
+    Shard,
+    ShardReader,
+    open_shards,
+)
 from ptsave.models.weight_plan import Delivery, LoadedWeights, ModelTensors, WeightPlan, loaders_of
 from ptsave.sources.urls import refuse_url
 from ptsave.state.plain_copies import PLAIN_TYPES
@@ -171,6 +180,7 @@ def load_model(
             tensors.update(lazy_buffers.allocate())
         with progress_bar(progress, "loading", nbytes) as callback:
             filling = Filling(tensors, plan.deliveries, callback)
+            stack.callback(filling.close)
             filling.run()
         _renew_ties(tensors, tied_names)
         if lazy_buffers.changing:
@@ -264,6 +274,38 @@ class Staged:
         return self.read.target.nbytes
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Tensors that are read together.
+
+    `pending` is the future of their bytes, unless they have them.
+    """
+
+    staged: list[Staged]
+    nbytes: int
+    pending: Future[None] | None
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """How far the reading of tensors may be ahead of their delivery.
+
+    Batches are small where files stay open, so that little memory is touched: the first tensors are
+    delivered soon, and a batch that is used up leaves its pages for the next but two.
+    """
+
+    n_threads: int
+    n_batches: int
+    batch_nbytes: int
+
+    @classmethod
+    def of(cls, deliveries: Iterable[Delivery]) -> _Ahead:
+        """Return the bounds for these: shards of other kinds are read by one thread at a time."""
+        if all(isinstance(each.entry.shard, SafetensorsShard) for each in deliveries):
+            return cls(2, 3, 16 << 20)
+        return cls(1, 1, _MAX_AHEAD_NBYTES // 2)
+
+
 @dataclass
 class Filling:
     """Fills a model from open files."""
@@ -292,9 +334,14 @@ class Filling:
         if others:
             self._deliver(others)
 
+    def close(self) -> None:
+        """Let go of the files."""
+        self._reader.close()
+
     def __post_init__(self) -> None:
         self._loaders = loaders_of(self.tensors)
         self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
+        self._reader = ShardReader(delivery.entry.shard for delivery in self.deliveries)
         self._nbytes_left: Counter[Shard] = Counter()
         for delivery in self.deliveries:
             self._nbytes_left[delivery.entry.shard] += delivery.entry.nbytes
@@ -304,7 +351,11 @@ class Filling:
         done = self._nbytes_done
         callback = self.progress
         progress = None if callback is None else lambda nbytes: callback(done + nbytes)
-        read_all(reads, progress)
+        self._reader.read(reads, progress)
+        self._count(reads)
+
+    def _count(self, reads: list[Read]) -> None:
+        """Note that the targets of these have their bytes."""
         for read in reads:
             self._nbytes_done += read.target.nbytes
             self._nbytes_left[read.entry.shard] -= read.target.nbytes
@@ -313,38 +364,44 @@ class Filling:
                 shard.close()  # it may hold all of its tensors
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
-        """Read one batch while the one before is delivered, on this thread."""
-        previous: list[Staged] = []
+        """Read some batches ahead while the one before them is delivered, on this thread."""
+        ahead = _Ahead.of(deliveries)
         max_nbytes = self._max_ahead_nbytes(deliveries)
         memory = RecycledMemory(max_nbytes)
-        with ThreadPool(1, "ptsave-read") as reader:
-            for batch in self._batches(deliveries, max_nbytes // 2):
-                nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in batch)
-                if nbytes + sum(item.nbytes for item in previous) > max_nbytes:
-                    self._put(previous)
-                staged = [self._stage(memory, *item) for item in batch]
-                self._put_while_reading(previous, staged, reader)
-                previous = staged
-                if self.progress is not None:
-                    self.progress(self._nbytes_done)
-            self._put(previous)
+        batches: deque[_Batch] = deque()
+        with ThreadPool(ahead.n_threads, "ptsave-read") as threads:
+            for pieces in self._batches(deliveries, min(ahead.batch_nbytes, max_nbytes // 2)):
+                nbytes = sum(count * item.entry.dtype.itemsize for item, _, count in pieces)
+                while batches and (
+                    len(batches) > ahead.n_batches
+                    or sum(batch.nbytes for batch in batches) + nbytes > max_nbytes
+                ):
+                    self._put_first(batches)
+                staged = [self._stage(memory, *piece) for piece in pieces]
+                batches.append(self._begin_reading(staged, nbytes, threads))
+            while batches:
+                self._put_first(batches)
 
-    def _put_while_reading(
-        self, batch: list[Staged], staged: list[Staged], reader: ThreadPool
-    ) -> None:
-        reads = [item.read for item in staged if item.read.target.device.type == "cpu"]
-        nbytes = sum(read.target.nbytes for read in reads if not read.is_mapped)
-        if nbytes < _MIN_AHEAD_NBYTES:
-            self._read(reads)
-            self._put(batch)
+    def _begin_reading(self, staged: list[Staged], nbytes: int, threads: ThreadPool) -> _Batch:
+        # On this thread, whose streams their memory belongs to, or because it is not worth another.
+        here = [item.read for item in staged if item.read.target.device != _CPU]
+        ahead = [item.read for item in staged if item.read.target.device == _CPU]
+        pending = None
+        if sum(read.target.nbytes for read in ahead if not read.is_mapped) >= _MIN_AHEAD_NBYTES:
+            pending = threads.submit(self._reader.read, ahead)
         else:
-            pending = reader.submit(self._read, reads)
-            try:
-                self._put(batch)
-            finally:
-                pending.result()
-        # On this thread, whose streams the memory of these belongs to.
-        self._read([item.read for item in staged if item.read.target.device.type != "cpu"])
+            here += ahead
+        self._reader.read(here)
+        return _Batch(staged, nbytes, pending)
+
+    def _put_first(self, batches: deque[_Batch]) -> None:
+        batch = batches.popleft()
+        if batch.pending is not None:
+            batch.pending.result()
+        self._count([item.read for item in batch.staged])
+        self._put(batch.staged)
+        if self.progress is not None:
+            self.progress(self._nbytes_done)
 
     def _stage(
         self, memory: RecycledMemory, delivery: Delivery, begin: int, n_elements: int
@@ -499,7 +556,7 @@ def _is_converted_there(entry: Entry, target: Tensor) -> bool:
         isinstance(entry.shard, SafetensorsShard)
         and type(target) in PLAIN_TYPES
         and _C.can_stage(target.device)
-        and convert_alike(entry.dtype, target.dtype)
+        and _C.convert_alike(entry.dtype, target.dtype)
     )
 
 

@@ -54,7 +54,7 @@ class RecycledMemory:
         lent, idle = self._sorted_by_use()
         found = next((storage for storage in idle if storage.nbytes() == nbytes), None)
         if found is None:
-            found = torch.UntypedStorage(nbytes, device="cpu")
+            found = _C.huge_page_storage(nbytes)
         else:
             idle = [storage for storage in idle if storage is not found]
         room_nbytes = self._max_nbytes - nbytes - sum(storage.nbytes() for storage in lent)

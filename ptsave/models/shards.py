@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.filling import convert_alike, to_devices
+from ptsave.archive.filling import to_devices
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import read_header
@@ -44,8 +44,8 @@ __all__ = [
     "Read",
     "SafetensorsShard",
     "Shard",
+    "ShardReader",
     "open_shards",
-    "read_all",
 ]
 
 _MAX_FETCHED_NBYTES = 64 << 20  # of tensors that are fetched before they are copied
@@ -128,7 +128,7 @@ class FetchedShard:
             obj = self._contents.obj
             values = self._contents.read([obj[read.entry.name] for read in batch], None)
             devices = [
-                read.target.device if convert_alike(v.dtype, read.target.dtype) else v.device
+                read.target.device if _C.convert_alike(v.dtype, read.target.dtype) else v.device
                 for read, v in zip(batch, values, strict=True)
             ]
             with torch.no_grad():
@@ -299,6 +299,8 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
 
 
 def _open_shard(source: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> Shard:
+    if isinstance(source, LocalFile):  # the first read would leave a mark to read ahead from
+        expect_no_more_reads(source.descriptor)
     kind: str | None = source.kind
     if kind is None:
         refuse_what_came_instead(source)
@@ -311,47 +313,69 @@ def _open_shard(source: RangeSource, f: Any, storage_options: Mapping[str, Any])
         return PickledShard(f, storage_options)
     if not isinstance(source, LocalFile):
         return FetchedShard(source)
-    expect_no_more_reads(source.descriptor)
     return SafetensorsShard(source)
 
 
-def read_all(reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
-    """Fill the targets of all reads, those of safetensors files at the same time.
+class ShardReader:
+    """Reads tensors of open shards, those of local safetensors files at the same time.
 
-    Raises
-    ------
-    CorruptCheckpointError, OSError
-        Some targets may have been changed by then.
+    Those files stay open for it, and count as one load: only its beginning goes through the page
+    cache.  Safe for concurrent use, unless there are shards of other kinds.
+
+    Parameters
+    ----------
+    shards : iterable of Shard
+        The open shards, each of which may come several times.
     """
-    reads = [read for read in reads if not read.is_mapped]
-    _read_ranges(
-        [read for read in reads if isinstance(read.entry.shard, SafetensorsShard)], progress
-    )
-    by_shard: dict[FetchedShard | PickledShard, list[Read]] = {}
-    for read in reads:
-        if not isinstance(read.entry.shard, SafetensorsShard):
-            by_shard.setdefault(read.entry.shard, []).append(read)
-    for shard, its_reads in by_shard.items():
-        shard.read(its_reads)
 
-
-def _read_ranges(reads: Sequence[Read], progress: ProgressCallback | None) -> None:
-    numbers: dict[SafetensorsShard, int] = {}
-    ranges = []
-    for read in reads:
-        shard = read.entry.shard
-        assert isinstance(shard, SafetensorsShard)
-        ranges.append((numbers.setdefault(shard, len(numbers)), *shard.range_of(read)))
-    limits = config.current()
-    try:
-        _C.read_ranges(
-            [(shard.file.descriptor, os.fsencode(shard.path)) for shard in numbers],
-            ranges,
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        local = (shard for shard in shards if isinstance(shard, SafetensorsShard))
+        self._numbers = {shard: number for number, shard in enumerate(dict.fromkeys(local))}
+        limits = config.current()
+        self._files: _C.RangeFiles | None = _C.RangeFiles(
+            [shard.file.for_engine for shard in self._numbers],
             n_threads=limits.n_readers,
             direct=limits.direct_reads,
-            max_pinned_nbytes=limits.max_pinned_nbytes,
-            progress=progress,
         )
-    except _C.FormatError as error:  # a file has become shorter; the message has its name
-        paths = [shard.path for shard in numbers]
-        raise_corrupt(error, next((path for path in paths if path in error.args[1]), ""))
+
+    def read(self, reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
+        """Fill the targets of all reads.
+
+        Raises
+        ------
+        CorruptCheckpointError, OSError
+            Some targets may have been changed by then.
+        """
+        local: list[tuple[SafetensorsShard, Read]] = []
+        by_shard: dict[FetchedShard | PickledShard, list[Read]] = {}
+        for read in reads:
+            shard = read.entry.shard
+            if read.is_mapped:
+                continue
+            if isinstance(shard, SafetensorsShard):
+                local.append((shard, read))
+            else:
+                by_shard.setdefault(shard, []).append(read)
+        self._read_ranges(local, progress)
+        for other, its_reads in by_shard.items():
+            other.read(its_reads)
+
+    def close(self) -> None:
+        """Let go of the files; an error's traceback may keep this object."""
+        self._files = None
+
+    def _read_ranges(
+        self, reads: Sequence[tuple[SafetensorsShard, Read]], progress: ProgressCallback | None
+    ) -> None:
+        assert self._files is not None
+        limits = config.current()
+        try:
+            self._files.read(
+                [(self._numbers[shard], *shard.range_of(read)) for shard, read in reads],
+                n_threads=limits.n_readers,
+                max_pinned_nbytes=limits.max_pinned_nbytes,
+                progress=progress,
+            )
+        except _C.FormatError as error:  # a file has become shorter; the message has its name
+            paths = [shard.path for shard in self._numbers]
+            raise_corrupt(error, next((path for path in paths if path in error.args[1]), ""))

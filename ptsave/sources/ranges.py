@@ -370,7 +370,7 @@ class LocalFile(_OpenFile, RangeSource):
 
     @property
     def for_engine(self) -> tuple[int, bytes]:
-        """Return the descriptor and the name, as `_C.read_ranges` takes them."""
+        """Return the descriptor and the name, as `_C.RangeFiles` takes them."""
         return self.descriptor, os.fsencode(self.name)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:

@@ -28,7 +28,8 @@ class Config:
         Threads of a direct write; several for each core, so that one waits for the disk while
         another copies and checksums.
     n_readers : int
-        Threads of a read; the ranks of a machine share its cores.
+        Threads of a read, half of which may wait for the disk at a time; the ranks of a machine
+        share its cores.
     max_pinned_nbytes : int
         Page-locked host memory, in bytes, through which one save or load moves the tensors of
         accelerators.
@@ -89,7 +90,7 @@ def current() -> Config:
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
-        n_readers=max(2, min(3 * n_threads // n_local_ranks, 12)),
+        n_readers=max(4, min(6 * n_threads // n_local_ranks, 24)),
         max_pinned_nbytes=_positive(
             "PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes(n_local_ranks)
         ),

@@ -6,7 +6,7 @@ from torch import distributed
 
 from ptsave.support.config import read_integer
 
-__all__ = ["check_rank_is_named", "check_rank_saves"]
+__all__ = ["check_rank_is_named", "check_rank_of_file", "check_rank_saves"]
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:
@@ -55,6 +55,41 @@ def check_rank_saves(directory: str, rank: int | None) -> None:
         raise RuntimeError(
             f"{directory}: this process is rank {own}, and the checkpoints are those of rank "
             f"{rank}: call save() there only, or give each rank a directory of its own"
+        )
+
+
+def check_rank_of_file(file: str, rank: int | None, call: str) -> None:
+    """Refuse a file that all ranks of a job would replace, or that is another rank's.
+
+    Parameters
+    ----------
+    file : str
+        The file.
+    rank : int or None
+        The rank whose file it is, if somebody has said so.
+    call : str
+        The call and its arguments before the file, for messages: ``"capture(model, "``.
+
+    Raises
+    ------
+    RuntimeError
+        Nobody has, and there are several ranks; or this process is another one.
+    ValueError
+        ``WORLD_SIZE`` or ``RANK`` is no such number.
+    """
+    n_ranks = _n_ranks()
+    if n_ranks == 1:
+        return
+    if rank is None:
+        raise RuntimeError(
+            f"{file}: of the {n_ranks} ranks of this job, each would replace the others' file: "
+            f"make {call}path, rank=0) on rank 0 only, or give each rank a file, "
+            f"{call}f'run-{{rank}}.pt', rank=rank)"
+        )
+    if (own := _own_rank()) not in (None, rank):
+        raise RuntimeError(
+            f"{file}: this process is rank {own}, and the file is that of rank {rank}: write it "
+            "there only, or give each rank a file of its own"
         )
 
 

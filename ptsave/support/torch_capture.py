@@ -6,10 +6,12 @@ Checked with torch 2.13.0; where one is missing, `private` makes ``import ptsave
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
 from torch.utils import checkpoint
 
 from ptsave.support.torch_version import private
@@ -20,7 +22,10 @@ __all__ = [
     "StopRecomputationError",
     "graph_task_id",
     "is_compiled",
+    "is_transforming",
     "never_compiled",
+    "outside_transforms",
+    "unwrapped",
     "version_of",
 ]
 
@@ -30,6 +35,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
 # Ends a recomputation that has everything that the backward needs.
 StopRecomputationError: type[Exception] = private(checkpoint, "_StopRecomputationError")
+_functorch: Any = private(torch._C, "_functorch")
+_interpreter: Callable[[], object] = private(_functorch, "peek_interpreter_stack")
+_is_wrapped: Callable[[Tensor], bool] = private(_functorch, "is_functorch_wrapped_tensor")
+_is_functional: Callable[[Tensor], bool] = private(_functorch, "is_functionaltensor")
+_unwrap: Callable[[Tensor], Tensor] = private(_functorch, "get_unwrapped")
+# A context manager in which operations are those of plain tensors.
+outside_transforms: Callable[[], AbstractContextManager[None]] = private(
+    pyfunctorch, "temporarily_clear_interpreter_stack"
+)
 _eval_frame: Any = private(private(torch._C, "_dynamo"), "eval_frame")
 _set_strategy: Callable[[Any, Any], None] = private(_eval_frame, "set_code_exec_strategy")
 _FrameExecStrategy: Any = private(_eval_frame, "_FrameExecStrategy")
@@ -58,6 +72,23 @@ def never_compiled(function: _Function) -> _Function:
     function._torchdynamo_disable_msg = "ptsave.capture records here"  # type: ignore[attr-defined]
     _set_strategy(function.__code__, _NEVER)
     return function
+
+
+def is_transforming() -> bool:
+    """Return whether ``torch.func`` transforms the code that runs: ``vmap``, ``grad``, ..."""
+    return _interpreter() is not None
+
+
+def unwrapped(tensor: Tensor) -> Tensor | None:
+    """Return the plain tensor in the wrappers of ``torch.func``; None if it may be out of date.
+
+    That of ``vmap`` has all samples, and so a dimension more.
+    """
+    while _is_wrapped(tensor):
+        if _is_functional(tensor):
+            return None
+        tensor = _unwrap(tensor)
+    return tensor
 
 
 def version_of(tensor: Tensor) -> int:

@@ -6,16 +6,19 @@ so that ``torch.load(..., weights_only=True)`` opens it; docs/format.md, "Captur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 __all__ = [
+    "CALL_FIELDS",
     "FORMAT",
+    "GRADIENT_PHASES",
     "HEADER",
     "PHASES",
     "SUMMARY",
+    "VALUE_FIELDS",
     "VERSION",
     "CapturedCall",
     "CapturedValue",
@@ -23,14 +26,12 @@ __all__ = [
     "Statistics",
     "block_key",
     "block_to_plain",
-    "calls_in",
     "check_header",
     "escape",
     "is_block_key",
     "is_capture",
     "name_of",
     "parse_name",
-    "values_in",
 ]
 
 FORMAT = "ptsave.capture"
@@ -40,8 +41,8 @@ SUMMARY = "capture/end"  # the key of the totals, the last entry; a killed run h
 
 # In the order of a step.  A gradient belongs to the call whose value it is the gradient of.
 PHASES = ("params", "forward", "recompute", "backward", "recompute_backward", "grads")
-
-_Record = TypeVar("_Record")
+# Those of gradients with respect to the values of calls, and the phases of these calls.
+GRADIENT_PHASES = {"backward": "forward", "recompute_backward": "recompute"}
 
 
 class Name(NamedTuple):
@@ -124,11 +125,17 @@ class CapturedCall:
         `id` of the call that this one was made in, by the same thread.
     status : {"returned", "raised", "stopped", "unfinished"}
         "stopped" is a recomputation that ended early, when it had all that the backward needs;
-        "unfinished" a call whose end no hook saw, because of a KeyboardInterrupt for example.
+        "unfinished" a call whose end no hook saw, because of a KeyboardInterrupt for example, or
+        because the process was killed: of that one only its values are known.
     error : str
         Type and message of the exception of a call that raised.
     stack : tuple of str
         Where it was called, outermost first, as ``"file:line function"``; empty unless asked for.
+    values : mapping of str to CapturedValue
+        Arguments and results by their paths in the name, ``"inputs/0"`` or ``"outputs/logits"``,
+        with the containers that they are in.  Only calls that were read have them.
+    grads : mapping of str to CapturedValue
+        Gradients with respect to `values`, by the same paths.
     """
 
     id: int
@@ -143,6 +150,8 @@ class CapturedCall:
     status: Literal["returned", "raised", "stopped", "unfinished"] = "returned"
     error: str = ""
     stack: tuple[str, ...] = ()
+    values: Mapping[str, CapturedValue] = field(default_factory=dict, repr=False, compare=False)
+    grads: Mapping[str, CapturedValue] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ def block_key(step: int, number: int) -> str:
 
 def is_block_key(key: object) -> bool:
     """Return whether a key of a capture's dict is that of a block of records."""
-    return isinstance(key, str) and key.split("/")[1:2] == ["records"]
+    return isinstance(key, str) and "/records/" in key and key.split("/")[1] == "records"
 
 
 def block_to_plain(
@@ -257,30 +266,17 @@ def block_to_plain(
 ) -> dict[str, Any]:
     """Return a block of records as it is written: rows are tuples, in the order of the fields."""
     return {
-        "call_fields": _CALL_FIELDS,
+        "call_fields": CALL_FIELDS,
         "calls": [_row(call) for call in calls],
-        "value_fields": _VALUE_FIELDS,
+        "value_fields": VALUE_FIELDS,
         "values": [_row(value) for value in values],
     }
 
 
-def calls_in(block: Mapping[str, Any]) -> Iterator[CapturedCall]:
-    """Yield the calls of a block; fields that this version does not know are left out."""
-    return _records(CapturedCall, block["call_fields"], block["calls"])
-
-
-def values_in(block: Mapping[str, Any]) -> Iterator[CapturedValue]:
-    """Yield the values of a block, in the order of their events."""
-    for value in _records(CapturedValue, block["value_fields"], block["values"]):
-        if value.statistics is not None:
-            object.__setattr__(value, "statistics", Statistics(*value.statistics))
-        yield value
-
-
 def is_capture(obj: object) -> bool:
     """Return whether a loaded object is that of a capture, of whatever version."""
-    header = obj.get(HEADER) if isinstance(obj, Mapping) else None
-    return isinstance(header, Mapping) and header.get("format") == FORMAT
+    header = dict.get(obj, HEADER) if isinstance(obj, dict) else None
+    return isinstance(header, dict) and dict.get(header, "format") == FORMAT
 
 
 def check_header(header: Mapping[str, Any], file: str) -> None:
@@ -298,27 +294,14 @@ def check_header(header: Mapping[str, Any], file: str) -> None:
         )
 
 
-_CALL_FIELDS = tuple(field.name for field in fields(CapturedCall))
-_VALUE_FIELDS = tuple(field.name for field in fields(CapturedValue))
+CALL_FIELDS = tuple(each.name for each in fields(CapturedCall) if each.compare)
+VALUE_FIELDS = tuple(each.name for each in fields(CapturedValue))
 
 
 def _row(record: Any) -> tuple[Any, ...]:
     if isinstance(record, tuple):
         return record
-    row = {field.name: getattr(record, field.name) for field in fields(record)}
+    row = {each.name: getattr(record, each.name) for each in fields(record) if each.compare}
     if row.get("statistics") is not None:
         row["statistics"] = tuple(row["statistics"])  # a named tuple is a class of its own
     return tuple(row.values())
-
-
-def _records(
-    kind: type[_Record], names: Iterable[str], rows: Iterable[tuple[Any, ...]]
-) -> Iterator[_Record]:
-    names = tuple(names)
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if known >= set(names):
-        for row in rows:
-            yield kind(**dict(zip(names, row, strict=True)))
-        return
-    for row in rows:
-        yield kind(**{name: value for name, value in zip(names, row, strict=True) if name in known})

@@ -198,6 +198,8 @@ class FileWriter:
     scratch_for : callable, optional
         Returns the descriptor of an empty file if the plan reads from the file that has this
         status, which therefore cannot be overwritten meanwhile; else None.
+    payloads_are_still : bool
+        Whether nobody changes the payloads meanwhile, so that a disk may read them itself.
     limits : Config, optional
         Bounds of the machine's resources, by default those of now.
     """
@@ -211,6 +213,7 @@ class FileWriter:
         atomic: bool,
         progress: ProgressCallback | None,
         scratch_for: Callable[[os.stat_result], int | None] = lambda _: None,
+        payloads_are_still: bool = False,
         limits: config.Config | None = None,
     ) -> None:
         self._plan = plan
@@ -219,6 +222,7 @@ class FileWriter:
         self._atomic = atomic
         self._progress = progress
         self._scratch_for = scratch_for
+        self._payloads_are_still = payloads_are_still
         self._config = config.current() if limits is None else limits
 
     def write_file(self, target: FileTarget) -> None:
@@ -308,6 +312,7 @@ class FileWriter:
             compute_crcs=self._compute_crcs,
             n_threads=0 if self._plan.is_sequential else n_threads,
             chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_staged else 0),
+            payloads_are_still=self._payloads_are_still,
             max_pinned_nbytes=self._config.max_pinned_nbytes,
         )
 
@@ -319,7 +324,7 @@ class TargetWriter(FileWriter):
     ----------
     plan : _C.WritePlan
         The records and their places.
-    compute_crcs, fsync, atomic, progress
+    compute_crcs, fsync, atomic, progress, payloads_are_still
         As for `FileWriter`.
     """
 

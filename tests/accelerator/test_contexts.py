@@ -79,6 +79,18 @@ _CALLS = """
         with ptsave.open(file) as archive:
             for name in tensors:
                 archive.get_tensor(name, device="fake:1")
+                archive.get_slice(name, device="fake:1")[:-1]
+
+    def grow():
+        with ptsave.ArchiveWriter(folder + "/growing.pt") as writer:
+            for name, tensor in tensors.items():
+                writer.add(name, tensor, copy=name != "t1")
+
+    def capture(**options):
+        layers = torch.nn.Sequential(torch.nn.Identity(), torch.nn.ReLU())
+        with ptsave.capture(layers, folder + "/run.pt", **options):
+            for tensor in tensors.values():
+                layers(tensor.detach().requires_grad_()).sum().backward()
 
     calls = {{
         "torch.save": lambda: torch.save(tensors, folder + "/stock.pt"),
@@ -103,6 +115,9 @@ _CALLS = """
         "save_model": lambda: ptsave.save_model(model, folder + "/saved"),
         "get_tensor": get_tensors,
         "convert": lambda: ptsave.convert(file, folder + "/converted.safetensors"),
+        "ArchiveWriter": grow,
+        "capture": capture,
+        "capture of statistics": lambda: capture(tensors=False),
         "release_staging_memory": ptsave.release_staging_memory,
     }}
     touched = {{}}
@@ -119,6 +134,6 @@ def test_no_context_on_device_0(fake: Any, chosen: bool) -> None:
     """Neither if the caller has made device 1 its own, nor if its tensors just are there."""
     result = run_python(textwrap.dedent(_CALLS).format(chosen=chosen))
     assert result.returncode == 0, result.stderr
-    touched = json.loads(result.stdout)
+    touched = json.loads(result.stdout.splitlines()[-1])  # ninja may say more
     assert {name: devices for name, devices in touched.items() if 0 in devices} == {}
     assert touched["convert"] == []  # also of a file that was saved from device 1

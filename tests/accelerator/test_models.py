@@ -200,6 +200,119 @@ def test_get_tensor_of_a_record(
     assert torch.equal(found.cpu(), tensor)
 
 
+PARTS: dict[str, Any] = {
+    "rows": slice(100, 2900),
+    "columns": (slice(None), slice(3, 7)),
+    "far apart": (slice(None, None, 9), slice(3, 11)),
+    "every other": (slice(1, None), slice(None, None, 2)),
+    "with new dimensions": (None, slice(5, 1500), None, ...),
+}
+
+
+@pytest.fixture
+def host_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of the host memory that reads of views take from now on."""
+    sizes = []
+
+    def noted(nbytes: int, device: torch.device = torch.device("cpu")) -> torch.UntypedStorage:  # noqa: B008
+        if device.type == "cpu":
+            sizes.append(nbytes)
+        return torch.UntypedStorage(nbytes, device=device)
+
+    monkeypatch.setattr("ptsave.archive.views.new_storage", noted)
+    return sizes
+
+
+@pytest.fixture(params=KINDS)
+def cube(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Tensor]:
+    """Return a file with a tensor "a", and that."""
+    tensor = torch.randn(3000, 12, 1024)
+    ptsave.save_model({"a": tensor}, tmp_path, format=request.param)
+    (file,) = tmp_path.iterdir()
+    return file, tensor
+
+
+@pytest.mark.parametrize("index", PARTS.values(), ids=PARTS.keys())
+def test_get_slice(
+    devices: list[str], cube: tuple[Path, Tensor], fake: Any, index: Any, host_sizes: list[int]
+) -> None:
+    file, tensor = cube
+    with ptsave.open(file) as archive:
+        part = archive.get_slice("a", devices[-1])
+        fake.reset()
+        found = part[index]
+        stats = fake.stats()
+    assert 0 < stats["pinned_peak"] <= BUDGET
+    assert len(stats["h2d"]) <= 2 * sum(stats["h2d"]) / (4 * MIB) + 8
+    assert stats["busy_waits"] == 0
+    assert found.device == torch.device(devices[-1])
+    assert torch.equal(found.cpu(), tensor[index])
+    assert sum(host_sizes) < 2 * tensor[index].nbytes + BUDGET
+    assert max(host_sizes, default=0) <= 16 * MIB
+
+
+def test_get_slice_verified(devices: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": torch.zeros(1 << 20)}, path)
+    data = bytearray(path.read_bytes())
+    data[3 << 20] ^= 1
+    path.write_bytes(data)
+    with ptsave.open(path) as archive:
+        assert archive.get_slice("a", devices[-1])[: 1 << 19].count_nonzero().item() == 0
+        with pytest.raises(ptsave.CorruptCheckpointError, match="data/0"):
+            archive.get_slice("a", devices[-1], verify=True)[: 1 << 19]
+
+
+def test_get_slice_of_a_file_that_has_become_shorter(
+    devices: list[str], tmp_path: Path, fake: Any
+) -> None:
+    ptsave.save_model({"a": torch.randn(1 << 20)}, tmp_path)
+    path = tmp_path / "model.safetensors"
+    with ptsave.open(path) as archive:
+        part = archive.get_slice("a", devices[-1])
+        path.write_bytes(path.read_bytes()[: 2 << 20])
+        with pytest.raises(ptsave.CorruptCheckpointError, match=r"model\.safetensors"):
+            part[100:]
+
+
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "a part of a record": lambda t: t[100:2900],
+    "columns": lambda t: t[:, 17:2000],
+    "expanded": lambda t: t[:1200, :1].expand(-1, 3),
+    "conjugate": lambda t: torch.view_as_complex(t[:, :2998].reshape(3000, 1499, 2)).conj(),
+}
+
+
+@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED.keys())
+def test_get_tensor_that_is_no_whole_record(
+    devices: list[str], tmp_path: Path, fake: Any, view: Callable[[Tensor], Tensor]
+) -> None:
+    tensor = view(torch.randn(3000, 3000))
+    torch.save({"a": tensor}, tmp_path / "file.pt")
+    with ptsave.open(tmp_path / "file.pt") as archive:
+        fake.reset()
+        here = archive.get_tensor("a")
+        found = archive.get_tensor("a", device=devices[-1])
+        if tensor.nbytes >= MIB:
+            assert fake.stats()["busy_waits"] == 0
+            assert 0 < fake.stats()["pinned_peak"] <= BUDGET
+    assert found.device == torch.device(devices[-1])
+    assert found.stride() == here.stride()
+    assert found.is_conj() == here.is_conj()
+    assert torch.equal(found.cpu(), tensor)
+
+
+def test_get_tensor_of_a_parameter(devices: list[str], tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.randn(1 << 20))
+    torch.save({"a": parameter}, tmp_path / "file.pt")
+    with ptsave.open(tmp_path / "file.pt") as archive:
+        found = archive.get_tensor("a", device=devices[-1])
+    assert isinstance(found, nn.Parameter)
+    assert found.is_leaf
+    assert torch.equal(found.detach().cpu(), parameter.detach())
+
+
 def test_get_tensor_of_a_damaged_record(devices: list[str], tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": torch.zeros(1 << 20)}, path)

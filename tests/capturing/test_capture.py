@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +17,13 @@ import pytest
 import torch
 from captured_runs import Run, assert_bit_identical, captured, tensors_in
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_modules import build, first_tensor, trees
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ptsave
+from ptsave.capturing.tensors import statistics_of
+from ptsave.tree.capture_schema import Statistics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -32,59 +39,6 @@ def path(tmp_path: Path) -> Path:
 
 def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
-
-
-class Block(nn.Module):
-    """A module whose contents and outputs hypothesis chooses."""
-
-    def __init__(self, children: list[nn.Module], times: int, style: str) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(children)
-        self.times = times
-        self.style = style
-
-    def forward(self, x: Tensor, *, scale: Any = None) -> Any:
-        for part in self.parts:
-            for _ in range(self.times):
-                x = first_tensor(part(x))
-        if self.style == "in-place":
-            return (x * 1).mul_(2)
-        if self.style == "view":
-            return {"rows": x[1:], "all": (x, None)}
-        if self.style == "same":
-            return [x, x]
-        return x
-
-
-def first_tensor(value: Any) -> Tensor:
-    tensors = [tensor for _, tensor in tensors_in(value)]
-    return tensors[-1]
-
-
-leaves = st.sampled_from(["linear", "relu", "relu_", "identity", "dropout"])
-trees: st.SearchStrategy[Any] = st.recursive(
-    leaves,
-    lambda inner: st.tuples(
-        st.lists(inner, max_size=3),
-        st.integers(1, 2),
-        st.sampled_from(["plain", "in-place", "view", "same"]),
-    ),
-    max_leaves=8,
-)
-
-
-def build(tree: Any) -> nn.Module:
-    kinds = {
-        "linear": lambda: nn.Linear(3, 3),
-        "relu": nn.ReLU,
-        "relu_": lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)),
-        "identity": nn.Identity,
-        "dropout": lambda: nn.Dropout(0.3),
-    }
-    if isinstance(tree, str):
-        return kinds[tree]()  # type: ignore[no-any-return,operator]
-    children, times, style = tree
-    return Block([build(child) for child in children], times, style)
 
 
 @settings(max_examples=25)
@@ -147,7 +101,7 @@ def test_names_and_phases(path: Path) -> None:
     assert "0/params/0#0/weight" in run.values
     assert "1/grads/2#0/bias" in run.values
     assert "0/backward/2#0/inputs/0" in run.values
-    assert run.entries["capture/end"]["steps"] == 3
+    assert run.entries["capture/end"]["steps"] == 2
 
 
 def test_gradients_are_those_of_autograd(path: Path) -> None:
@@ -484,3 +438,69 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ptsave.capture(model, tmp_path / "no" / "run.pt").start()
     assert not model[0]._forward_hooks
+
+
+# From 128 KiB on the statistics are taken beside the copy.
+@pytest.mark.parametrize("n", [100, 40_000, 300_001])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x, lambda x: x.half(), lambda x: x[1:], lambda x: x.expand(2, -1), torch.Tensor.sin],
+)
+def test_statistics_are_those_of_the_tensor_that_is_stored(
+    path: Path, n: int, change: Callable[[Tensor], Tensor]
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return change(x)
+
+    x = torch.randn(n)
+    x[-1] = math.inf
+    model = Model()
+    run = captured(model, lambda: model(x), path, what=("inputs", "outputs"))
+    for name, expected in {"inputs/0": x, "outputs": change(x)}.items():
+        value = run.values[f"0/forward/#0/{name}"]
+        torch.testing.assert_close(run.tensor(value.name), expected, rtol=0, atol=0, equal_nan=True)
+        assert value.statistics == Statistics(*statistics_of(expected, 1) or ())
+
+
+_MEMORY = """
+import resource, sys, torch, ptsave
+from torch import nn
+path, budget = sys.argv[1], int(sys.argv[2])
+model = nn.Sequential(*[nn.ReLU() for _ in range(8)])
+x = torch.randn(2 << 20)  # 8 MiB
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def train(steps, step=lambda: None):
+    for _ in range(steps):
+        model(x)
+        step()
+with ptsave.capture(model, path + ".first", max_memory_bytes=1 << 20, tensors=False) as capture:
+    train(1, capture.step)  # loads the code
+before = peak()
+with ptsave.capture(model, path, max_memory_bytes=budget) as capture:
+    train(10, capture.step)
+print(peak() - before, capture.stored_nbytes)
+"""
+
+
+def memory_and_file(path: Path, budget: int, **environment: str) -> tuple[int, int]:
+    command = [sys.executable, "-c", _MEMORY, str(path), str(budget)]
+    env = {**os.environ, **environment}
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    more_nbytes, stored_nbytes = map(int, printed.split())
+    assert stored_nbytes > 600 << 20
+    return more_nbytes, stored_nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_memory_stays_within_the_budget(path: Path) -> None:
+    budget = 48 << 20
+    # The model's memory goes back to the system at once: the rest is the capture's.
+    more_nbytes, _ = memory_and_file(path, budget, MALLOC_MMAP_THRESHOLD_="1000000")
+    assert more_nbytes <= budget
+
+
+def test_freed_memory_of_the_model_is_used_again(path: Path) -> None:
+    more_nbytes, stored_nbytes = memory_and_file(path, 48 << 20)
+    assert more_nbytes < stored_nbytes / 3

@@ -224,5 +224,13 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
 def test_limit_is_a_contender() -> None:
     results = Results()
     results.add("stock", Figure(2.0, 10**9, 0, 0))
-    results.add(LIMIT, Figure(1.0, 10**9, 0, 0))
+    results.add_limit(10**9, {"1": 1.0, "2": 1.5})
     assert results.ratio(LIMIT, "stock") == 2.0
+
+
+def test_limit_is_one_number_of_threads_in_all_rounds() -> None:
+    results = Results()
+    for one, two in ((1.0, 2.0), (3.0, 2.0), (4.0, 2.1)):
+        results.add_limit(10**9, {"1": one, "2": two})
+    assert results.best_threads() == "2"
+    assert [figure.seconds for figure in results.figures[LIMIT]] == [2.0, 2.0, 2.1]

@@ -11,14 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.tree.capture_schema import (
-    CapturedCall,
-    CapturedValue,
-    calls_in,
-    is_block_key,
-    parse_name,
-    values_in,
-)
+from ptsave.tree.capture_schema import CapturedCall, CapturedValue, parse_name
+from ptsave.tree.captured_run import CapturedRun
 
 __all__ = ["Run", "assert_bit_identical", "captured", "tensors_in"]
 
@@ -28,11 +22,9 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.entries: dict[str, Any] = torch.load(path, weights_only=True)
-        blocks = [value for key, value in self.entries.items() if is_block_key(key)]
-        self.calls: list[CapturedCall] = sorted(
-            (call for block in blocks for call in calls_in(block)), key=lambda call: call.order
-        )
-        values = [value for block in blocks for value in values_in(block)]
+        run = CapturedRun(self.entries, str(path))
+        self.calls: list[CapturedCall] = run.calls()
+        values = list(run.values())
         self.values: dict[str, CapturedValue] = {value.name: value for value in values}
         assert len(self.values) == len(values), "two values have one name"
         for name in self.values:

@@ -449,13 +449,13 @@ def test_many_small_tensors_as_one_by_one(
 def test_small_tensors_are_read_in_a_row(diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those that differ are looked at one by one."""
     looked_at: list[str] = []
-    difference = tensor_comparison._difference
+    difference = tensor_comparison.NumberMeasure.difference
 
-    def note(name: str, *args: Any) -> Any:
-        looked_at.append(name)
-        return difference(name, *args)
+    def note(self: Any, pair: Any, *args: Any) -> Any:
+        looked_at.append(pair.name)
+        return difference(self, pair, *args)
 
-    monkeypatch.setattr(tensor_comparison, "_difference", note)
+    monkeypatch.setattr(tensor_comparison.NumberMeasure, "difference", note)
     a = {f"t{i}": torch.full((1 + i % 5,), float(i)) for i in range(300)}
     b = {**a, "t7": a["t7"] + 1, "t299": -a["t299"]}
     assert kinds(diff(a, b)) == [("numbers", "t7"), ("numbers", "t299")]

@@ -102,6 +102,38 @@ std::size_t one(std::size_t /*nbytes*/) { return 1; }
 std::size_t half(std::size_t nbytes) { return (nbytes + 1) / 2; }
 std::size_t none(std::size_t /*nbytes*/) { return 0; }
 
+// Has a device take memory at any multiple of 4 bytes, as NVMe drives do, for as long as it lives.
+// This disk may want more: it then gets memory that is aligned as it wants, or refuses.
+class TensorTakingDevice {
+ public:
+  explicit TensorTakingDevice(bool transfers_less) {
+    n_writes = 0;
+    cuts = transfers_less;
+    sys::fault_hook = &hook;
+    sys::device_hook = [](std::uint32_t alignment) { return std::min(alignment, 4u); };
+  }
+  TensorTakingDevice(const TensorTakingDevice&) = delete;
+  TensorTakingDevice& operator=(const TensorTakingDevice&) = delete;
+  ~TensorTakingDevice() {
+    sys::fault_hook = nullptr;
+    sys::device_hook = nullptr;
+  }
+
+  static inline std::atomic<int> n_writes{0};
+
+ private:
+  static int hook(const char* call, std::size_t* nbytes) {
+    const std::string_view name(call);
+    if (name == "pwritev") {
+      ++n_writes;
+      if (cuts && *nbytes > 8192) *nbytes = 4096;
+    }
+    return 0;
+  }
+
+  static inline std::atomic<bool> cuts{false};
+};
+
 std::vector<archive_fixture::Record> contents() {
   std::vector<archive_fixture::Record> records;
   for (const std::size_t nbytes : {100u, 9000u, 0u, 20000u, 3u}) {
@@ -629,7 +661,7 @@ int grow(const std::string& path, bool direct) {
     }
   }
   archive.sync();
-  archive.close("pickle", "little", true, true);
+  archive.close("pickle", true, true);
   return n_failed;
 }
 
@@ -684,6 +716,66 @@ TEST_P(GrowingFaults, ShortTransfersAreContinued) {
 
 INSTANTIATE_TEST_SUITE_P(Ways, GrowingFaults, testing::Bool(),
                          [](const auto& each) { return each.param ? "Direct" : "Buffered"; });
+
+// ------------------------------------------------------------- a device that takes tensors
+
+// Payloads at addresses that are `shift` bytes behind ones as the real disk wants them.
+class PlacedPayloads {
+ public:
+  PlacedPayloads(const std::vector<archive_fixture::Record>& records, const ArchiveLayout& layout,
+                 std::size_t shift) {
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      constexpr std::size_t kPage = 4096;
+      memory_.emplace_back(records[i].data.size() + 3 * kPage, '\0');
+      auto* const begin = reinterpret_cast<std::byte*>(memory_.back().data());
+      const auto address = reinterpret_cast<std::uintptr_t>(begin);
+      const std::size_t lead = align_up(address, kPage) - address;
+      std::byte* const at = begin + lead + layout.record(i).payload_offset % kPage + shift;
+      std::memcpy(at, records[i].data.data(), records[i].data.size());
+      places_.push_back(at);
+    }
+  }
+  const std::byte* operator()(std::size_t i) const { return places_[i]; }
+
+ private:
+  std::vector<std::string> memory_;
+  std::vector<std::byte*> places_;
+};
+
+using TakenFrom = testing::TestWithParam<std::tuple<std::size_t, bool, std::size_t>>;
+
+TEST_P(TakenFrom, APlaceInMemory) {
+  const auto [shift, transfers_less, n_threads] = GetParam();
+  std::vector<archive_fixture::Record> records;
+  for (const std::size_t nbytes : {100u, 300000u, 0u, 2u << 20, 3u, 70000u, 65536u}) {
+    records.push_back({"data/" + std::to_string(records.size()), noise(nbytes, nbytes)});
+  }
+  const ArchiveLayout layout = layout_of(records);
+  const PlacedPayloads placed(records, layout, shift);
+  const Payloads payloads = [&](std::size_t i) { return placed(i); };
+  WriteOptions options{true, n_threads, std::size_t{256} << 10};
+  const Folder folder;
+  Progress progress{0};
+  std::string expected(layout.nbytes(), '\0');
+  write_to_memory(layout, payloads, std::as_writable_bytes(std::span(expected)).data(), options,
+                  progress, kNoPoll);
+  for (const bool are_still : {false, true}) {
+    options.payloads_are_still = are_still;
+    const TensorTakingDevice device(transfers_less);
+    AtomicFile target(folder / "target", "target");
+    if (!target.file().direct_io_alignment().supported()) GTEST_SKIP() << "no direct I/O here";
+    target.file().preallocate(layout.nbytes());
+    write_direct(layout, payloads, target.file(), options, progress, kNoPoll);
+    target.commit(false);
+    EXPECT_EQ(TensorTakingDevice::n_writes > 0, are_still) << "live tensors are copied";
+    EXPECT_TRUE(scratch::read_file(folder / "target") == expected);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ways, TakenFrom,
+    testing::Combine(testing::Values(std::size_t{0}, std::size_t{4}, std::size_t{2}),
+                     testing::Bool(), testing::Values(std::size_t{0}, std::size_t{3})));
 
 }  // namespace
 }  // namespace ptsave

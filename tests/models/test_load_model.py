@@ -29,6 +29,7 @@ from stock_comparison import saved_bytes
 from torch import Tensor, nn
 
 import ptsave
+from ptsave import _C
 from ptsave.models import load_model as weights
 from ptsave.sources.ranges import LocalFile
 
@@ -826,3 +827,15 @@ def test_progress(
     write_shards(tmp_path, engine_checkpoint(), 2, suffix, index=True)
     ptsave.load_model(Engine(), tmp_path, progress=True)
     assert "loading: 100%" in capfd.readouterr().err
+
+
+def test_dtypes_that_convert_alike_everywhere() -> None:
+    """All pairs but those that make integers of numbers with fractions."""
+    fractions = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64)
+    integers = (torch.int8, torch.uint64, torch.int64, torch.bool)
+    for source in (*fractions, *integers):
+        for target in (*fractions, *integers):
+            expected = source in integers or target in fractions
+            assert _C.convert_alike(source, target) == expected
+    with pytest.raises(TypeError, match=r"torch\.dtype"):
+        _C.convert_alike("float32", torch.int8)  # type: ignore[arg-type]

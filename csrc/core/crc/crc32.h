@@ -14,9 +14,10 @@ namespace ptsave {
 // crc32().
 std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes);
 
-// memcpy(dst, src, nbytes) and crc32(crc, src, nbytes) in one pass over memory.  The two regions
-// must not overlap.  A large destination bypasses the caches: right for bytes that the CPU does not
-// read again soon (bounce buffers of direct I/O, tensors being loaded).
+// memcpy(dst, src, nbytes) and crc32(crc, dst, nbytes) in one pass over memory, which reads each
+// byte of the source once, so that the checksum is right even if somebody changes it.  The two
+// regions must not overlap.  A large destination bypasses the caches: right for bytes that the CPU
+// does not read again soon (bounce buffers of direct I/O, tensors being loaded).
 std::uint32_t crc32_copy(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes);
 
 // The CRC of A followed by B, given crc(A), crc(B) and B's length in bytes.  O(log nbytes_b).

@@ -81,8 +81,8 @@ inline std::uint32_t update_bytewise(std::uint32_t state, const unsigned char* d
   return state;
 }
 
-// crc32_copy() by any kernel's update: the checksum brings a piece into the first-level cache, and
-// the copy takes it from there.
+// crc32_copy() by any kernel's update: the copy brings a piece into the first-level cache, and the
+// checksum finds it there.
 template <std::uint32_t (*Update)(std::uint32_t, const void*, std::size_t)>
 std::uint32_t copy_by_pieces(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes) {
   constexpr std::size_t kPieceNbytes = 8192;
@@ -90,8 +90,8 @@ std::uint32_t copy_by_pieces(std::uint32_t crc, void* dst, const void* src, std:
   const auto* from = static_cast<const unsigned char*>(src);
   while (nbytes != 0) {
     const std::size_t piece = std::min(nbytes, kPieceNbytes);
-    crc = Update(crc, from, piece);
     std::memcpy(to, from, piece);
+    crc = Update(crc, to, piece);  // of the copy: somebody may be changing the source
     to += piece;
     from += piece;
     nbytes -= piece;

@@ -251,7 +251,7 @@ PTSAVE_TARGET_128 std::uint32_t copy_pclmulqdq(std::uint32_t crc, void* dst, con
   }
   std::memcpy(to, from, nbytes);
   _mm_sfence();  // streamed stores are ordered by nothing else, not even by releasing a mutex
-  return ~finish(gather_block(block), from, nbytes);
+  return ~finish(gather_block(block), to, nbytes);  // of the copy: the source may be changing
 }
 
 bool pclmulqdq_supported() {

@@ -4,13 +4,17 @@
 
 namespace ptsave {
 
-bool CoReaders::absent(const File& file, std::uint64_t nbytes) {
+void CoReaders::announce(const File& file) {
   std::call_once(announced_, [&] {
     announcement_ = file.reopen();
     // Where there are no such locks nobody learns of anybody, which costs time only.
     if (announcement_) sys::lock_byte(announcement_.get(), F_RDLCK, kReadersByte);
   });
-  if (nbytes_.fetch_add(nbytes, std::memory_order_relaxed) < kSharedStartNbytes) return false;
+}
+
+bool CoReaders::absent(const File& file, std::uint64_t nbytes) {
+  announce(file);
+  if (!start_->is_over(nbytes)) return false;
   if (!announcement_ || sys::byte_is_locked(announcement_.get(), kReadersByte) != 1) return true;
   found_.store(true, std::memory_order_relaxed);
   return false;

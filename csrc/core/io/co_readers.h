@@ -7,11 +7,29 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <utility>
 
 #include "core/io/file.h"
 
 namespace ptsave {
+
+// The beginning of a load, read through the page cache because ranks that are started together are
+// some milliseconds apart.  The files of one checkpoint share it.  Safe for concurrent use.
+class SharedStart {
+ public:
+  // Bytes read before the first direct read.
+  static constexpr std::uint64_t kNbytes = std::uint64_t{32} << 20;
+
+  // Whether it was over before these bytes, which count from now on.
+  bool is_over(std::uint64_t nbytes) {
+    return nbytes_.fetch_add(nbytes, std::memory_order_relaxed) >= kNbytes;
+  }
+
+ private:
+  std::atomic<std::uint64_t> nbytes_{0};
+};
 
 // One reader of one file, as long as it lives, known to all others on this host and in this
 // process. Safe for concurrent use.
@@ -20,19 +38,19 @@ namespace ptsave {
 // which the kernel takes back when its holder dies, and for which nobody waits.
 class CoReaders {
  public:
-  // Bytes read through the page cache before the first direct read, because ranks that are started
-  // together are some milliseconds apart.
-  static constexpr std::uint64_t kSharedStartNbytes = std::uint64_t{32} << 20;
+  explicit CoReaders(std::shared_ptr<SharedStart> start) : start_(std::move(start)) {}
 
-  // Whether the next `nbytes` of `file` (always the same one) are better read past the page cache.
+  // Lets others know of this reader of `file` (always the same one), if absent() has not yet.
+  void announce(const File& file);
+  // Whether the next `nbytes` of `file` are better read past the page cache.
   bool absent(const File& file, std::uint64_t nbytes);
   // Whether absent() has ever found another reader.
   bool found() const { return found_.load(std::memory_order_relaxed); }
 
  private:
+  std::shared_ptr<SharedStart> start_;
   std::once_flag announced_;
   Descriptor announcement_;
-  std::atomic<std::uint64_t> nbytes_{0};
   std::atomic<bool> found_{false};
 };
 

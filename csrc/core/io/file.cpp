@@ -15,6 +15,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <span>
 #include <thread>
 
 #include "core/base/error.h"
@@ -168,7 +169,7 @@ DirectIoAlignment File::direct_io_alignment() const {
   constexpr std::size_t kFieldOffset = 0x98;
   std::memcpy(alignment.data(), reinterpret_cast<const char*>(&status) + kFieldOffset,
               sizeof alignment);
-  return {alignment[0], alignment[1]};
+  return {sys::device_alignment(alignment[0]), alignment[1]};
 }
 
 bool File::set_direct(bool on) {
@@ -205,6 +206,25 @@ void File::write_at(std::uint64_t offset, const void* data, std::size_t nbytes) 
     bytes += n;
     offset += static_cast<std::uint64_t>(n);
     nbytes -= static_cast<std::size_t>(n);
+  }
+}
+
+void File::write_pieces_at(std::uint64_t offset, std::vector<iovec> pieces) const {
+  for (std::span<iovec> left = pieces; !left.empty();) {
+    const auto n_pieces = static_cast<int>(std::min<std::size_t>(left.size(), IOV_MAX));
+    const ssize_t n = retry_without_space(
+        [&] { return sys::pwritev(fd(), left.data(), n_pieces, static_cast<off_t>(offset)); });
+    if (n < 0) fail("pwritev", path_);
+    if (n == 0) throw IoError(EIO, "pwritev", path_);
+    offset += static_cast<std::uint64_t>(n);
+    for (auto written = static_cast<std::size_t>(n); written > 0;) {
+      iovec& first = left.front();
+      const std::size_t part = std::min(written, first.iov_len);
+      first.iov_base = static_cast<std::byte*>(first.iov_base) + part;
+      first.iov_len -= part;
+      written -= part;
+      if (first.iov_len == 0) left = left.subspan(1);
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <sys/stat.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -15,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace ptsave {
 
@@ -55,6 +57,11 @@ struct DirectIoAlignment {
   constexpr bool supported() const { return offset != 0; }
   // Positions and sizes of direct transfers are multiples of this.
   constexpr std::uint32_t block_nbytes() const { return std::max(kMinBlockNbytes, offset); }
+  // Whether tensors are where transfers may begin, as for NVMe drives, which demand 4 bytes.
+  constexpr bool takes_tensors() const {
+    constexpr std::uint32_t kTensorAlignment = 64;  // in memory and in the file
+    return supported() && memory != 0 && memory <= kTensorAlignment;
+  }
 };
 
 // An open file of known name.  The transfer functions are safe for concurrent use.
@@ -93,6 +100,8 @@ class File {
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Writes all of them.
   void write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const;
+  // Writes all pieces one after another, from `offset` on.
+  void write_pieces_at(std::uint64_t offset, std::vector<iovec> pieces) const;
   // Reserves space so that later writes cannot fail for lack of it; does nothing where the file
   // system cannot (never writes zeros).
   void preallocate(std::uint64_t nbytes) const;

@@ -1,6 +1,7 @@
 #include "core/io/range_list.h"
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -92,12 +93,12 @@ std::vector<Unstager::Piece> RangeList::pieces_to_send(std::size_t i) const {
 
 // Cached bytes come from the page cache, straight into place; at the first gap the rest comes from
 // the disk.
-void RangeList::read(std::size_t i, BufferPool& buffers, std::byte* lease) const {
+void RangeList::read(std::size_t i, BufferPool& buffers, std::byte* lease, ReadSlots* slots) const {
   const Stretch& stretch = stretches_[i];
   const ByteSource& file = files_[stretch.file];
   std::uint64_t at = stretch.begin;
   if (file.may_be_cached(at, stretch.end - at)) at = read_cached(stretch, lease);
-  if (at < stretch.end && !read_direct(stretch, at, buffers, lease)) {
+  if (at < stretch.end && !read_direct(stretch, at, buffers, lease, slots)) {
     file.read_ahead(at, stretch.end - at);
     for_each_piece(stretch, at, lease,
                    [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
@@ -122,12 +123,17 @@ std::uint64_t RangeList::read_cached(const Stretch& stretch, std::byte* lease) c
 // Through a buffer: direct reads take whole blocks, and disks write faster into memory that is in
 // use already.
 bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
-                            std::byte* lease) const {
+                            std::byte* lease, ReadSlots* slots) const {
   const std::size_t block = files_[stretch.file].block_nbytes();
   const std::uint64_t buffer_begin = align_down(begin, block);
   const BufferPool::Lease buffer(buffers);
   const std::uint64_t nbytes_wanted = align_up(stretch.end, block) - buffer_begin;
-  if (!files_[stretch.file].read_direct(buffer_begin, buffer.data(), nbytes_wanted)) return false;
+  const bool was_read = [&] {
+    std::optional<ReadSlots::Slot> slot;
+    if (slots != nullptr) slot.emplace(*slots);
+    return files_[stretch.file].read_direct(buffer_begin, buffer.data(), nbytes_wanted);
+  }();
+  if (!was_read) return false;
   for_each_piece(stretch, begin, lease,
                  [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
                    stream_copy(place, buffer.data() + (offset - buffer_begin), nbytes);

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "core/io/read_slots.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
 #include "core/pipeline/stager.h"
@@ -46,8 +47,9 @@ class RangeList {
   std::vector<Unstager::Piece> pieces_to_send(std::size_t i) const;
 
   // Puts the bytes of stretch i in their places, those that go on into `lease`; past the page cache
-  // they go through a buffer of kWindowNbytes.  IoError.
-  void read(std::size_t i, BufferPool& buffers, std::byte* lease = nullptr) const;
+  // they go through a buffer of kWindowNbytes, when there is a slot.  IoError.
+  void read(std::size_t i, BufferPool& buffers, std::byte* lease = nullptr,
+            ReadSlots* slots = nullptr) const;
 
  private:
   // Ranges, or parts of them, that are read together: [begin, end) of one file.
@@ -63,7 +65,7 @@ class RangeList {
   void cut();
   std::uint64_t read_cached(const Stretch& stretch, std::byte* lease) const;
   bool read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
-                   std::byte* lease) const;
+                   std::byte* lease, ReadSlots* slots) const;
   template <class Take>
   void for_each_part(const Stretch& stretch, std::uint64_t begin, const Take& take) const;
   template <class Take>

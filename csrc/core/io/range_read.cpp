@@ -23,17 +23,19 @@ void refuse_overlaps(std::span<const FileRange> ranges) {
 
 }  // namespace
 
-RangeRead::RangeRead(std::vector<ByteSource> files, std::vector<FileRange> ranges)
-    : files_(std::move(files)), ranges_(files_, std::move(ranges)) {
+RangeRead::RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges)
+    : files_(std::move(files)), ranges_(files_->sources(), std::move(ranges)) {
   refuse_overlaps(ranges_.ranges());
 }
 
-void RangeRead::read(std::size_t stretch, BufferPool& buffers, Unstager* unstager) const {
-  if (unstager == nullptr) return ranges_.read(stretch, buffers);
+void RangeRead::read(std::size_t stretch, Unstager* unstager) const {
+  BufferPool& buffers = files_->buffers();
+  ReadSlots& slots = files_->slots();
+  if (unstager == nullptr) return ranges_.read(stretch, buffers, nullptr, &slots);
   const std::vector<Unstager::Piece> pieces = ranges_.pieces_to_send(stretch);
-  if (pieces.empty()) return ranges_.read(stretch, buffers);
+  if (pieces.empty()) return ranges_.read(stretch, buffers, nullptr, &slots);
   std::unique_ptr<Lease> lease = unstager->lease(ranges_.stretch_nbytes(stretch));
-  ranges_.read(stretch, buffers, lease->data());
+  ranges_.read(stretch, buffers, lease->data(), &slots);
   unstager->send(std::move(lease), pieces);
 }
 
@@ -41,9 +43,8 @@ void RangeRead::run(std::size_t n_threads, const Poll& poll, Unstager* unstager)
   std::uint64_t nbytes = 0;
   for (std::size_t i = 0; i < ranges_.n_stretches(); ++i) nbytes += ranges_.stretch_nbytes(i);
   n_threads = nbytes < kThreadedNbytes ? 0 : std::min(n_threads, ranges_.n_stretches());
-  BufferPool buffers(std::max<std::size_t>(n_threads, 1), RangeList::kWindowNbytes);
   ChunkPipeline pipeline(ranges_.n_stretches(), n_threads, [&](ChunkPipeline&, std::size_t i) {
-    read(i, buffers, unstager);
+    read(i, unstager);
     nbytes_read_.fetch_add(ranges_.stretch_nbytes(i), std::memory_order_relaxed);
   });
   pipeline.finish(poll);

@@ -5,10 +5,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "core/io/range_files.h"
 #include "core/io/range_list.h"
-#include "core/io/source.h"
 #include "core/pipeline/pipeline.h"
 
 namespace ptsave {
@@ -21,7 +22,7 @@ class RangeRead {
 
   // std::invalid_argument for a range of no file and for ranges that overlap in a file; IoError for
   // one beyond the end of its file.  (Places must not overlap either; nobody checks that.)
-  RangeRead(std::vector<ByteSource> files, std::vector<FileRange> ranges);
+  RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges);
 
   // Returns when all bytes are in their places.  IoError.  `unstager`, which may be null, is for
   // ranges with targets; each thread holds a lease of at most kLeaseNbytes of it.  Copies that it
@@ -30,9 +31,9 @@ class RangeRead {
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
 
  private:
-  void read(std::size_t stretch, BufferPool& buffers, Unstager* unstager) const;
+  void read(std::size_t stretch, Unstager* unstager) const;
 
-  const std::vector<ByteSource> files_;
+  const std::shared_ptr<RangeFiles> files_;
   const RangeList ranges_;
   std::atomic<std::uint64_t> nbytes_read_{0};
 };

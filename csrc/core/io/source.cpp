@@ -27,7 +27,8 @@ bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
 
 }  // namespace
 
-ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct)
+ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct,
+                       std::shared_ptr<SharedStart> start)
     : file_(std::move(file)),
       is_told_(direct == DirectReads::kNever),
       cache_filler_(std::make_unique<PageCacheFiller>()),
@@ -40,11 +41,17 @@ ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct)
   if (!fits_pages(alignment, page_nbytes()) || base_offset % alignment.block_nbytes() != 0) return;
   block_nbytes_ = alignment.block_nbytes();
   direct_ = file_->open_direct_reader();
-  if (direct == DirectReads::kAlone) co_readers_ = std::make_unique<CoReaders>();
+  if (direct == DirectReads::kAlways) return;
+  if (!start) start = std::make_shared<SharedStart>();
+  co_readers_ = std::make_unique<CoReaders>(std::move(start));
 }
 
 ByteSource::ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name)
     : memory_(data), nbytes_(nbytes), name_(std::move(name)) {}
+
+void ByteSource::announce() const {
+  if (co_readers_) co_readers_->announce(*file_);
+}
 
 void ByteSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {
   if (offset > nbytes_ || nbytes > nbytes_ - offset) {

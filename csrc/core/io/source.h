@@ -28,8 +28,10 @@ constexpr DirectReads direct_reads(bool allowed) {
 // A part of a file, or memory.  Safe for concurrent use.
 class ByteSource {
  public:
-  // The archive is all of `file` from base_offset on.
-  ByteSource(File file, std::uint64_t base_offset, DirectReads direct = DirectReads::kAlone);
+  // The archive is all of `file` from base_offset on.  `start` is that of a load that reads other
+  // files, too; nullptr: of this one alone.
+  ByteSource(File file, std::uint64_t base_offset, DirectReads direct = DirectReads::kAlone,
+             std::shared_ptr<SharedStart> start = nullptr);
   // The bytes must outlive the source and stay unchanged.
   ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name);
 
@@ -39,6 +41,9 @@ class ByteSource {
   int descriptor() const { return file_ ? file_->fd() : -1; }
   // The archive's bytes, if they are in memory; else null.
   const std::byte* memory() const { return memory_; }
+  // Lets other readers of the file know of this one before its first read: where a load has several
+  // files, it may be late in it.
+  void announce() const;
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Whether the page cache may hold some of these bytes.
   bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;

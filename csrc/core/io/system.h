@@ -30,10 +30,20 @@ inline bool fault(const char* call, std::size_t* nbytes = nullptr) {
   if (errnum != 0) errno = errnum;
   return errnum != 0;
 }
+
+// Stands for a device that demands another alignment of memory than this one says.  Set by tests;
+// may be null.
+using DeviceHook = std::uint32_t (*)(std::uint32_t alignment);
+inline DeviceHook device_hook = nullptr;
+
+inline std::uint32_t device_alignment(std::uint32_t alignment) {
+  return device_hook != nullptr ? device_hook(alignment) : alignment;
+}
 #else
 inline constexpr bool fault(const char* /*call*/, std::size_t* /*nbytes*/ = nullptr) {
   return false;
 }
+inline constexpr std::uint32_t device_alignment(std::uint32_t alignment) { return alignment; }
 #endif
 
 inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
@@ -63,6 +73,13 @@ inline ssize_t pread_nowait(int fd, void* data, std::size_t nbytes, off_t offset
 }
 inline ssize_t pwrite(int fd, const void* data, std::size_t nbytes, off_t offset) {
   return fault("pwrite", &nbytes) ? -1 : ::pwrite(fd, data, nbytes, offset);
+}
+// One call for memory in several places.  A test that has it transfer less gets the first alone.
+inline ssize_t pwritev(int fd, const iovec* pieces, int n_pieces, off_t offset) {
+  std::size_t nbytes = pieces[0].iov_len;
+  if (fault("pwritev", &nbytes)) return -1;
+  if (nbytes < pieces[0].iov_len) return ::pwrite(fd, pieces[0].iov_base, nbytes, offset);
+  return ::pwritev(fd, pieces, n_pieces, offset);
 }
 inline int fstat(int fd, struct stat* status) { return fault("fstat") ? -1 : ::fstat(fd, status); }
 inline int fstatat(int dir_fd, const char* path, struct stat* status) {

@@ -24,6 +24,9 @@ struct StagingBlock {
   OwnerReference owner;
 };
 
+// Of storages that share a block: small ones are packed more tightly than torch's allocator would.
+constexpr std::size_t staging_alignment(std::size_t nbytes) { return nbytes < 64 ? 8 : 64; }
+
 // Safe for concurrent use; must outlive its blocks.
 class StagingPool {
  public:

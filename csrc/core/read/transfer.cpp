@@ -108,6 +108,7 @@ Transfer::Transfer(const ByteSource& source, const ArchiveIndex& index,
       placement_(std::move(placement)),
       verify_(verify),
       n_threads_(n_threads),
+      read_slots_(n_threads),
       progress_(plan_->slots.size()),
       cut_crcs_(plan_->chunks.size()) {
   for (const Chunk& chunk : plan_->chunks) {
@@ -151,6 +152,7 @@ void Transfer::read_cached(const Chunk& chunk, ChunkIntake& intake) {
 }
 
 void Transfer::read_buffered(const Chunk& chunk, ChunkIntake& intake) {
+  const ReadSlots::Slot slot(read_slots_);
   source_.read_ahead(chunk.archive_position(intake.at()), intake.nbytes_left());
   read_pieces(intake, [&](std::byte* to, std::size_t nbytes) {
     source_.read_at(chunk.archive_position(intake.at()), to, nbytes);
@@ -187,9 +189,11 @@ void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
   if (offset % block != 0) return;
   const BufferPool::Lease buffer(buffers());
   const std::size_t nbytes = intake.nbytes_left();
-  if (source_.read_direct(offset, buffer.data(), align_up(nbytes, block))) {
-    intake.add(buffer.data(), nbytes);
-  }
+  const bool was_read = [&] {
+    const ReadSlots::Slot slot(read_slots_);
+    return source_.read_direct(offset, buffer.data(), align_up(nbytes, block));
+  }();
+  if (was_read) intake.add(buffer.data(), nbytes);
 }
 
 BufferPool& Transfer::buffers() {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "core/io/read_slots.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
 #include "core/pipeline/pipeline.h"
@@ -89,6 +90,7 @@ class Transfer {
   const std::shared_ptr<Placement> placement_;
   const bool verify_;
   const std::size_t n_threads_;
+  ReadSlots read_slots_;
   std::vector<Progress> progress_;  // by slot
   std::vector<CutCrcs> cut_crcs_;   // by chunk
   std::once_flag buffers_made_;

@@ -9,7 +9,7 @@
 #include <bit>
 #include <cstring>
 
-#define PTSAVE_INLINE __attribute__((always_inline)) inline
+#include "core/statistics/cpu_kinds.h"
 
 namespace ptsave::statistics_internal {
 namespace {
@@ -121,26 +121,10 @@ PTSAVE_INLINE void from_half(const std::uint16_t* data, std::size_t n, float* re
    non_finite_doubles_##NAME,                \
    from_half_##NAME}
 
-#define PTSAVE_AVX512_FEATURES "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"
-#if defined(__clang__)  // has no such option for a function
-#define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES
-#else
-#define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES ",prefer-vector-width=512"
-#endif
-
 PTSAVE_KERNEL(portable, )
 #if defined(__x86_64__)
-PTSAVE_KERNEL(avx2, __attribute__((target("avx2,fma"))))
+PTSAVE_KERNEL(avx2, __attribute__((target(PTSAVE_AVX2))))
 PTSAVE_KERNEL(avx512, __attribute__((target(PTSAVE_AVX512))))
-
-bool avx2_supported() {
-  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
-}
-bool avx512_supported() {
-  return avx2_supported() && __builtin_cpu_supports("avx512f") != 0 &&
-         __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-         __builtin_cpu_supports("avx512dq") != 0;
-}
 #endif
 
 }  // namespace
@@ -155,11 +139,7 @@ const MomentsKernel kMomentsKernels[] = {
 const std::size_t kNMomentsKernels = std::size(kMomentsKernels);
 
 const MomentsKernel& moments_kernel() {
-  static const MomentsKernel& best = []() -> const MomentsKernel& {
-    std::size_t i = kNMomentsKernels - 1;
-    while (!kMomentsKernels[i].supported()) --i;  // the first always is
-    return kMomentsKernels[i];
-  }();
+  static const MomentsKernel& best = best_of(kMomentsKernels, kNMomentsKernels);
   return best;
 }
 

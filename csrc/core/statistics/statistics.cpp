@@ -7,11 +7,11 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
-#include <vector>
 
 #include "core/crc/crc32.h"
+#include "core/memory/stream_copy.h"
+#include "core/statistics/elements.h"
 #include "core/statistics/moments.h"
-#include "core/statistics/small_floats.h"
 
 namespace ptsave {
 namespace {
@@ -23,9 +23,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 constexpr std::size_t kPieceNbytes = std::size_t{32} << 10;
 // Pieces are merged into chunks and these in their order, whoever had them: always the same result.
-constexpr std::size_t kChunkNbytes = std::size_t{1} << 20;
-// To start threads takes as long as some 100 KiB.
-constexpr std::size_t kNbytesOfThreads = std::size_t{4} << 20;
+constexpr std::size_t kChunkNbytes = kCachePieceNbytes;
 
 Statistics nothing() {
   Statistics result;
@@ -69,12 +67,6 @@ Moments moments_of(const float* data, std::size_t n) { return moments_kernel().o
 Moments moments_of(const double* data, std::size_t n) {
   return moments_kernel().of_doubles(data, n);
 }
-NonFinite non_finite_in(const float* data, std::size_t n) {
-  return moments_kernel().non_finite_floats(data, n);
-}
-NonFinite non_finite_in(const double* data, std::size_t n) {
-  return moments_kernel().non_finite_doubles(data, n);
-}
 
 template <typename Number>
 void add_finite(Statistics& to, const Number* data, std::size_t n) {
@@ -104,36 +96,6 @@ void add_numbers(Statistics& to, const Number* data, std::size_t n) {
   to.n += others.n_nan + others.n_inf;
   to.n_nan += others.n_nan;
   to.n_inf += others.n_inf;
-}
-
-// Makes numbers that the loops take, of any place in memory: a block of at most kBlockLength.
-template <typename From, typename To>
-void convert(const std::byte* data, std::size_t n, To* result) {
-  for (std::size_t i = 0; i < n; ++i) {
-    From element;
-    std::memcpy(&element, data + i * sizeof(From), sizeof(From));
-    result[i] = static_cast<To>(element);
-  }
-}
-
-struct Half {};
-struct BFloat16 {};
-
-template <>
-void convert<Half, float>(const std::byte* data, std::size_t n, float* result) {
-  std::array<std::uint16_t, kBlockLength> bits;
-  std::memcpy(bits.data(), data, 2 * n);
-  moments_kernel().from_half(bits.data(), n, result);
-}
-
-template <>
-void convert<BFloat16, float>(const std::byte* data, std::size_t n, float* result) {
-  for (std::size_t i = 0; i < n; ++i) {
-    std::uint16_t bits = 0;
-    std::memcpy(&bits, data + 2 * i, 2);
-    const std::uint32_t wide = std::uint32_t{bits} << 16;
-    std::memcpy(result + i, &wide, sizeof wide);
-  }
 }
 
 template <typename From, typename To>
@@ -272,43 +234,10 @@ void add_bytes(Statistics& to, const std::byte* data, std::size_t nbytes,
 }
 
 void add_nibbles(Statistics& to, const std::byte* data, std::size_t nbytes) {
-  constexpr SmallFloat kE2M1{2, 1, 1, Specials::kNone};
   const std::array<std::uint64_t, 256> counts = count_bytes(data, nbytes);
   for (unsigned byte = 0; byte < counts.size(); ++byte) {
-    add_repeated(to, kE2M1(byte & 0xF), counts[byte]);
-    add_repeated(to, kE2M1(byte >> 4), counts[byte]);
-  }
-}
-
-const ByteValues& values_of(Element element) {
-  static const ByteValues kInt8 =
-      tabulate([](unsigned byte) { return static_cast<double>(static_cast<std::int8_t>(byte)); });
-  static const ByteValues kUint8 = tabulate([](unsigned byte) { return double{1} * byte; });
-  static const ByteValues kBoolean = tabulate([](unsigned byte) { return byte != 0 ? 1.0 : 0.0; });
-  static const ByteValues kE4M3 = tabulate(SmallFloat{4, 3, 7, Specials::kLargest});
-  static const ByteValues kE4M3Uz = tabulate(SmallFloat{4, 3, 8, Specials::kMinusZero});
-  static const ByteValues kE5M2 = tabulate(SmallFloat{5, 2, 15, Specials::kIeee});
-  static const ByteValues kE5M2Uz = tabulate(SmallFloat{5, 2, 16, Specials::kMinusZero});
-  static const ByteValues kE8M0 = tabulate([](unsigned byte) {
-    return byte == 0xFF ? kNan : std::ldexp(1.0, static_cast<int>(byte) - 127);
-  });
-  switch (element) {
-    case Element::kInt8:
-      return kInt8;
-    case Element::kBool:
-      return kBoolean;
-    case Element::kFloat8E4M3:
-      return kE4M3;
-    case Element::kFloat8E4M3Uz:
-      return kE4M3Uz;
-    case Element::kFloat8E5M2:
-      return kE5M2;
-    case Element::kFloat8E5M2Uz:
-      return kE5M2Uz;
-    case Element::kFloat8E8M0:
-      return kE8M0;
-    default:
-      return kUint8;
+    add_repeated(to, kFloat4E2M1(byte & 0xF), counts[byte]);
+    add_repeated(to, kFloat4E2M1(byte >> 4), counts[byte]);
   }
 }
 
@@ -362,6 +291,10 @@ Statistics statistics_of_chunk(Element element, const std::byte* data, std::size
   return result;
 }
 
+void check_whole(Element element, std::size_t nbytes) {
+  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("not a number of elements");
+}
+
 }  // namespace
 
 std::size_t nbytes_of(Element element) {
@@ -398,28 +331,41 @@ double Statistics::norm() const {
                                  (mean * mean + imaginary_mean * imaginary_mean));
 }
 
-Statistics statistics_of(Element element, const void* data, std::size_t nbytes,
-                         std::size_t n_threads, const Poll& poll) {
-  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("not a number of elements");
+Statistics statistics_of(Element element, const void* data, std::size_t nbytes) {
+  check_whole(element, nbytes);
   const auto* const bytes = static_cast<const std::byte*>(data);
-  const std::size_t n_chunks = (nbytes + kChunkNbytes - 1) / kChunkNbytes;
-  const auto length_of = [&](std::size_t i) {
-    return std::min(kChunkNbytes, nbytes - i * kChunkNbytes);
-  };
-  const auto of_chunk = [&](std::size_t i) {
-    return statistics_of_chunk(element, bytes + i * kChunkNbytes, length_of(i));
-  };
   Statistics result = nothing();
-  if (n_threads < 2 || nbytes < kNbytesOfThreads) {
-    for (std::size_t i = 0; i < n_chunks; ++i) merge(result, of_chunk(i), length_of(i));
-    return result;
+  for (std::size_t begin = 0; begin < nbytes; begin += kChunkNbytes) {
+    const std::size_t length = std::min(kChunkNbytes, nbytes - begin);
+    merge(result, statistics_of_chunk(element, bytes + begin, length), length);
   }
-  std::vector<Statistics> parts(n_chunks);
-  ChunkPipeline pipeline(n_chunks, std::min(n_threads, n_chunks),
-                         [&](ChunkPipeline&, std::size_t i) { parts[i] = of_chunk(i); });
-  pipeline.finish(poll);
-  for (std::size_t i = 0; i < n_chunks; ++i) merge(result, parts[i], length_of(i));
   return result;
+}
+
+ChunkedStatistics::ChunkedStatistics(Element element, const std::byte* data, std::size_t nbytes,
+                                     std::byte* copy)
+    : element_(element),
+      data_(data),
+      nbytes_(nbytes),
+      copy_(copy),
+      parts_((nbytes + kChunkNbytes - 1) / kChunkNbytes) {
+  check_whole(element, nbytes);
+}
+
+void ChunkedStatistics::take(std::size_t chunk) {
+  const std::size_t begin = chunk * kChunkNbytes;
+  if (copy_ != nullptr) stream_copy(copy_ + begin, data_ + begin, length_of(chunk));
+  parts_[chunk] = statistics_of_chunk(element_, data_ + begin, length_of(chunk));
+}
+
+Statistics ChunkedStatistics::result() const {
+  Statistics result = nothing();
+  for (std::size_t i = 0; i < parts_.size(); ++i) merge(result, parts_[i], length_of(i));
+  return result;
+}
+
+std::size_t ChunkedStatistics::length_of(std::size_t chunk) const {
+  return std::min(kChunkNbytes, nbytes_ - chunk * kChunkNbytes);
 }
 
 }  // namespace ptsave

@@ -10,8 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
-
-#include "core/pipeline/pipeline.h"
+#include <vector>
 
 namespace ptsave {
 
@@ -67,9 +66,32 @@ struct Statistics {
   double norm() const;
 };
 
-// Of `nbytes` bytes of elements, which may be anywhere in memory, aligned or not, by up to
-// `n_threads` threads.  `poll` is called on this thread if it waits for others.
-Statistics statistics_of(Element element, const void* data, std::size_t nbytes,
-                         std::size_t n_threads = 1, const Poll& poll = {});
+// Of `nbytes` bytes of elements, which may be anywhere in memory, aligned or not.
+Statistics statistics_of(Element element, const void* data, std::size_t nbytes);
+
+// The same, chunk by chunk, with a copy of the bytes beside it: a chunk is copied past the cache,
+// and looked at while the cache has it.  Chunks are merged in their order, so the result is that of
+// statistics_of(), bit for bit, whoever took which.
+class ChunkedStatistics {
+ public:
+  // `copy` gets the bytes; null for none.
+  ChunkedStatistics(Element element, const std::byte* data, std::size_t nbytes,
+                    std::byte* copy = nullptr);
+
+  std::size_t n_chunks() const { return parts_.size(); }
+  // Each chunk once.  Safe for concurrent use, for different chunks.
+  void take(std::size_t chunk);
+  // Once all chunks are taken.
+  Statistics result() const;
+
+ private:
+  std::size_t length_of(std::size_t chunk) const;
+
+  const Element element_;
+  const std::byte* const data_;
+  const std::size_t nbytes_;
+  std::byte* const copy_;
+  std::vector<Statistics> parts_;
+};
 
 }  // namespace ptsave

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <bit>
 #include <stdexcept>
 #include <utility>
 
@@ -15,6 +16,8 @@ namespace {
 
 constexpr std::string_view kIdName = ".data/serialization_id";
 constexpr std::string_view kVersion = "3\n";
+constexpr std::string_view kByteOrder =
+    std::endian::native == std::endian::little ? "little" : "big";
 
 std::byte* bytes_of(std::string& text, std::size_t offset) {
   return reinterpret_cast<std::byte*>(text.data()) + offset;
@@ -56,12 +59,11 @@ void WrittenRecords::add_entry(std::string_view full_name, std::uint64_t header_
   ++n_records_;
 }
 
-std::string WrittenRecords::closing_bytes(std::string_view pickle, std::string_view byte_order,
-                                          bool compute_crcs) const {
+std::string WrittenRecords::closing_bytes(std::string_view pickle, bool compute_crcs) const {
   WrittenRecords all(*this);
   std::string out;
   all.append_record(out, "data.pkl", pickle, compute_crcs);
-  all.append_record(out, "byteorder", byte_order, compute_crcs);
+  all.append_record(out, "byteorder", kByteOrder, compute_crcs);
   all.append_record(out, "version", kVersion, compute_crcs);
   all.append_record(out, kIdName, all.next_serialization_id(), compute_crcs);
   out += all.directory_;
@@ -153,6 +155,8 @@ void AppendedArchive::write(const ArchiveLayout& layout, const Payloads& payload
     }
   } catch (...) {
     if (direct) out.set_direct(false);
+    // The disk may be full of it, and holes are no records.  The first error counts.
+    static_cast<void>(::ftruncate(out.fd(), static_cast<off_t>(begin)));
     throw;
   }
   records_.add(layout, body.crcs());
@@ -166,9 +170,8 @@ std::string AppendedArchive::read(std::uint64_t payload_offset, std::uint64_t nb
 
 void AppendedArchive::sync() { file().file().sync(); }
 
-void AppendedArchive::close(std::string_view pickle, std::string_view byte_order, bool compute_crcs,
-                            bool durable) {
-  const std::string rest = records_.closing_bytes(pickle, byte_order, compute_crcs);
+void AppendedArchive::close(std::string_view pickle, bool compute_crcs, bool durable) {
+  const std::string rest = records_.closing_bytes(pickle, compute_crcs);
   File& out = file().file();
   out.write_at(records_.end(), rest.data(), rest.size());
   out.truncate(records_.end() + rest.size());  // a batch that failed may have gone further

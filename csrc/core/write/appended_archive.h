@@ -44,8 +44,7 @@ class WrittenRecords {
 
   // The rest of the file, from end() on: data.pkl, byteorder, version, the serialization id and the
   // central directory.
-  std::string closing_bytes(std::string_view pickle, std::string_view byte_order,
-                            bool compute_crcs) const;
+  std::string closing_bytes(std::string_view pickle, bool compute_crcs) const;
 
  private:
   void add_entry(std::string_view full_name, std::uint64_t header_offset, std::uint64_t nbytes,
@@ -86,7 +85,7 @@ class AppendedArchive {
   std::uint64_t payload_offset(std::size_t record) const { return last_batch_.at(record); }
   void sync();
   // Writes the rest of the file and publishes it.
-  void close(std::string_view pickle, std::string_view byte_order, bool compute_crcs, bool durable);
+  void close(std::string_view pickle, bool compute_crcs, bool durable);
   // Lets go of the temporary file: it stays with the records that it has.
   void keep();
   // Removes it.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,10 +16,20 @@
 namespace ptsave {
 namespace {
 
-// Payload pieces below this are gathered with their neighbours into one write.
-constexpr std::size_t kGatherNbytes = std::size_t{64} << 10;
-// Gathered bytes are written when they reach this size.
-constexpr std::size_t kMaxGatheredNbytes = std::size_t{256} << 10;
+// Bytes are written when so many of them are gathered: few calls, and the cache still holds them.
+constexpr std::size_t kGatheredNbytes = std::size_t{256} << 10;
+// Bytes that are copied and then checksummed: they stay in the first level of the cache between.
+constexpr std::size_t kCheckedNbytes = std::size_t{16} << 10;
+// Without a checksum payload pieces from this size on are written from where they are.
+constexpr std::size_t kMinUngatheredNbytes = std::size_t{64} << 10;
+
+// Copies a piece of a payload, and returns its CRC continued over it if that is wanted.
+std::uint32_t copy_payload(std::byte* out, const std::byte* data, std::size_t nbytes,
+                           std::uint32_t crc, bool compute_crcs) {
+  if (compute_crcs) return crc32_copy(crc, out, data, nbytes);
+  std::memcpy(out, data, nbytes);
+  return crc;
+}
 
 // Copies a chunk into memory.
 class MemoryChunk final : public ChunkSink {
@@ -25,12 +37,7 @@ class MemoryChunk final : public ChunkSink {
   MemoryChunk(std::byte* out, bool compute_crcs) : out_(out), compute_crcs_(compute_crcs) {}
 
   std::uint32_t put_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) override {
-    if (!compute_crcs_) {
-      put_seam(data, nbytes);
-      return crc;
-    }
-    std::byte* const out = std::exchange(out_, out_ + nbytes);
-    return crc32_copy(crc, out, data, nbytes);
+    return copy_payload(std::exchange(out_, out_ + nbytes), data, nbytes, crc, compute_crcs_);
   }
   void put_seam(const std::byte* data, std::size_t nbytes) override {
     std::memcpy(out_, data, nbytes);
@@ -46,44 +53,138 @@ class MemoryChunk final : public ChunkSink {
   bool compute_crcs_;
 };
 
-// Hands a chunk on in large pieces: large payload pieces from where they are, the rest gathered.
-class GatheringChunk final : public ChunkSink {
+// Gathers a chunk in a buffer that mirrors its blocks, except for blocks that lie within a payload
+// and are where the device takes them from.
+class BlockChunk final : public ChunkSink {
  public:
-  GatheringChunk(const StreamSink& sink, bool compute_crcs)
-      : sink_(sink), compute_crcs_(compute_crcs) {}
+  // `offset`, the chunk's in the file, is that of a block.
+  BlockChunk(std::byte* buffer, std::uint64_t offset, const DirectIoAlignment& alignment,
+             bool compute_crcs)
+      : buffer_(buffer),
+        begin_(offset),
+        at_(offset),
+        alignment_(alignment),
+        compute_crcs_(compute_crcs) {}
 
   std::uint32_t put_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) override {
-    for (std::size_t done = 0; done < nbytes;) {
-      const std::size_t piece = std::min(nbytes - done, kCachePieceNbytes);
-      if (compute_crcs_) crc = crc32(crc, data + done, piece);
-      put_piece(data + done, piece);
-      done += piece;
+    const std::uint64_t first = align_up(at_, alignment_.block_nbytes());
+    const std::uint64_t last = align_down(at_ + nbytes, alignment_.block_nbytes());
+    const std::byte* const blocks = data + (first - at_);
+    if (last < first + kMinUngatheredNbytes || !is_taken_from(blocks)) {
+      return gather_payload(data, nbytes, crc);
     }
+    const std::byte* const rest = blocks + (last - first);
+    crc = gather_payload(data, first - at_, crc);
+    if (compute_crcs_) crc = crc32(crc, blocks, last - first);
+    add(const_cast<std::byte*>(blocks), last - first);
+    return gather_payload(rest, nbytes - static_cast<std::size_t>(rest - data), crc);
+  }
+  void put_seam(const std::byte* data, std::size_t nbytes) override {
+    if (nbytes == 0) return;
+    std::memcpy(mirror(), data, nbytes);
+    add(mirror(), nbytes);
+  }
+  void put_hole(std::uint64_t nbytes) override {
+    std::memset(mirror(), 0, nbytes);
+    add(mirror(), nbytes);
+  }
+  // The chunk's first `nbytes` bytes; those after them are in the buffer.
+  std::vector<iovec> pieces(std::size_t nbytes) {
+    std::vector<iovec> pieces;
+    for (iovec piece : pieces_) {
+      piece.iov_len = std::min(piece.iov_len, nbytes);
+      if (piece.iov_len > 0) pieces.push_back(piece);
+      nbytes -= piece.iov_len;
+    }
+    return pieces;
+  }
+
+ private:
+  std::byte* mirror() const { return buffer_ + (at_ - begin_); }
+  bool is_taken_from(const std::byte* blocks) const {
+    return reinterpret_cast<std::uintptr_t>(blocks) % alignment_.memory == 0;
+  }
+  std::uint32_t gather_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) {
+    if (nbytes == 0) return crc;
+    crc = copy_payload(mirror(), data, nbytes, crc, compute_crcs_);
+    add(mirror(), nbytes);
+    return crc;
+  }
+  void add(std::byte* data, std::size_t nbytes) {
+    at_ += nbytes;
+    if (!pieces_.empty()) {
+      iovec& last = pieces_.back();
+      if (static_cast<std::byte*>(last.iov_base) + last.iov_len == data) {
+        last.iov_len += nbytes;
+        return;
+      }
+    }
+    pieces_.push_back({data, nbytes});
+  }
+
+  std::byte* const buffer_;
+  const std::uint64_t begin_;
+  std::uint64_t at_;
+  const DirectIoAlignment alignment_;
+  const bool compute_crcs_;
+  std::vector<iovec> pieces_;
+};
+
+// Hands a chunk on in large pieces, by way of a buffer: the checksum is that of the copy, so it is
+// right even if somebody changes the payload meanwhile.
+class GatheringChunk final : public ChunkSink {
+ public:
+  GatheringChunk(const StreamSink& sink, bool compute_crcs, ByteRange range)
+      : sink_(sink),
+        compute_crcs_(compute_crcs),
+        capacity_(std::min<std::uint64_t>(range.nbytes(), kGatheredNbytes)),
+        gathered_(std::make_unique_for_overwrite<std::byte[]>(capacity_)) {}
+
+  std::uint32_t put_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) override {
+    if (!compute_crcs_ && nbytes >= kMinUngatheredNbytes) {
+      flush();
+      for (std::size_t done = 0; done < nbytes; done += kGatheredNbytes) {
+        sink_(data + done, std::min(nbytes - done, kGatheredNbytes));
+      }
+      return crc;
+    }
+    gather(data, nbytes, [&](const std::byte* copy, std::size_t n) {
+      if (compute_crcs_) crc = crc32(crc, copy, n);
+    });
     return crc;
   }
   void put_seam(const std::byte* data, std::size_t nbytes) override {
-    if (gathered_.size() + nbytes > kMaxGatheredNbytes) flush();
-    gathered_.insert(gathered_.end(), data, data + nbytes);
+    gather(data, nbytes, [](const std::byte* /*copy*/, std::size_t /*n*/) {});
   }
   void put_hole(std::uint64_t nbytes) override {
     flush();
     sink_(nullptr, nbytes);
   }
   void flush() {
-    if (!gathered_.empty()) sink_(gathered_.data(), gathered_.size());
-    gathered_.clear();
+    if (n_gathered_ > 0) sink_(gathered_.get(), n_gathered_);
+    n_gathered_ = 0;
   }
 
  private:
-  void put_piece(const std::byte* data, std::size_t nbytes) {
-    if (nbytes < kGatherNbytes) return put_seam(data, nbytes);
-    flush();
-    sink_(data, nbytes);
+  template <typename Check>
+  void gather(const std::byte* data, std::size_t nbytes, Check check) {
+    while (nbytes > 0) {
+      const std::size_t n = std::min({nbytes, capacity_ - n_gathered_, kCheckedNbytes});
+      std::byte* const copy = gathered_.get() + n_gathered_;
+      std::memcpy(copy, data, n);
+      check(copy, n);
+      n_gathered_ += n;
+      if (n_gathered_ == capacity_) flush();
+      data += n;
+      nbytes -= n;
+    }
   }
 
   const StreamSink& sink_;
   bool compute_crcs_;
-  std::vector<std::byte> gathered_;
+  const std::size_t capacity_;
+  const std::unique_ptr<std::byte[]> gathered_;  // NOLINT(modernize-avoid-c-arrays)
+  std::size_t n_gathered_ = 0;
 };
 
 // Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
@@ -105,14 +206,14 @@ std::string checked_tail(FileBody& body, const WriteOptions& options) {
   return tail;
 }
 
-// Writes an aligned buffer to a file in direct mode.  A kernel that refuses (EINVAL) although it
-// promised direct I/O gets the rest of the file through the page cache.
-void write_aligned(File& file, std::uint64_t offset, const std::byte* data, std::size_t nbytes) {
+// Calls write(), which writes aligned memory to a file in direct mode.  A kernel that refuses
+// (EINVAL) although it promised direct I/O gets the rest of the file through the page cache.
+void write_aligned(File& file, const std::function<void()>& write) {
   try {
-    file.write_at(offset, data, nbytes);
+    write();
   } catch (const IoError& error) {
     if (error.errnum() != EINVAL || !file.set_direct(false)) throw;
-    file.write_at(offset, data, nbytes);
+    write();
   }
 }
 
@@ -145,7 +246,7 @@ void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
       if (data != nullptr) file.write_at(offset, data, nbytes);
       offset += nbytes;
     };
-    GatheringChunk chunk(sink, options.compute_crcs);
+    GatheringChunk chunk(sink, options.compute_crcs, body.chunk_range(i));
     body.produce(pipeline, i, chunk);
     chunk.flush();
   });
@@ -168,8 +269,11 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
 void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
                   const WriteOptions& options, Progress& progress, const Poll& poll) {
   // Only whole blocks can be written directly; the rest of the body goes with the tail.
-  const std::uint64_t aligned_end =
-      align_down(body.nbytes(), file.direct_io_alignment().block_nbytes());
+  const DirectIoAlignment alignment = file.direct_io_alignment();
+  const std::uint64_t aligned_end = align_down(body.nbytes(), alignment.block_nbytes());
+  // What a stager has brought is gone when the chunk is produced.
+  const bool takes_payloads =
+      options.payloads_are_still && options.stager == nullptr && alignment.takes_tensors();
   std::string rest;
   BufferPool buffers(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
                      body.chunk_nbytes());
@@ -177,13 +281,24 @@ void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     const ByteRange range = body.chunk_range(i);
     const BufferPool::Lease buffer(buffers);
-    MemoryChunk chunk(buffer.data(), options.compute_crcs);
-    body.produce(pipeline, i, chunk);
+    const std::uint64_t offset = base_offset + range.begin;
     const std::size_t nbytes = std::min(range.end, aligned_end) - range.begin;
+    std::function<void()> write;
+    if (takes_payloads) {
+      BlockChunk chunk(buffer.data(), offset, alignment, options.compute_crcs);
+      body.produce(pipeline, i, chunk);
+      write = [&file, offset, pieces = chunk.pieces(nbytes)] {
+        file.write_pieces_at(offset, pieces);
+      };
+    } else {
+      MemoryChunk chunk(buffer.data(), options.compute_crcs);
+      body.produce(pipeline, i, chunk);
+      write = [&] { file.write_at(offset, buffer.data(), nbytes); };
+    }
     if (range.end > aligned_end) {
       rest.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes, range.nbytes() - nbytes);
     }
-    if (nbytes > 0) write_aligned(file, base_offset + range.begin, buffer.data(), nbytes);
+    if (nbytes > 0) write_aligned(file, write);
   });
   if (!file.set_direct(false)) throw IoError(errno, "fcntl", file.path());
   rest += checked_tail(body, options);
@@ -228,7 +343,7 @@ void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions&
   run_chunks(
       body, 0, progress, [] {},
       [&](ChunkPipeline& pipeline, std::size_t i) {
-        GatheringChunk chunk(sink, options.compute_crcs);
+        GatheringChunk chunk(sink, options.compute_crcs, body.chunk_range(i));
         body.produce(pipeline, i, chunk);
         chunk.flush();
       });

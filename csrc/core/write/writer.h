@@ -22,6 +22,9 @@ struct WriteOptions {
   Stager* stager = nullptr;  // brings payloads that are not in host memory
   // Gets the CRCs of all payloads when they are known, and may refuse them by throwing.  Optional.
   std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = nullptr;
+  // Nobody changes the payloads until the file is written, so that a device may read them itself:
+  // between the checksum and that, another thread could change a live tensor.
+  bool payloads_are_still = false;
   // Page-locked host memory for what comes from accelerators.
   std::size_t max_pinned_nbytes = 0;
 };
@@ -35,8 +38,9 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
                     std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
                     const Poll& poll);
 
-// Into a fresh file past the page cache, through n_threads buffers of one chunk each.  Falls back
-// to the page cache where the kernel refuses direct writes.
+// Into a fresh file past the page cache, through n_threads buffers of one chunk each, or from where
+// payloads are if they are still and the device takes tensors.  Falls back to the page cache where
+// the kernel refuses direct writes.
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll);
 
@@ -62,7 +66,7 @@ void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std:
 // throw.
 using StreamSink = std::function<void(const std::byte* data, std::uint64_t nbytes)>;
 
-// A payload piece is handed on from where it is, so it must stay until `sink` returns.
+// Each piece is gone when `sink` returns.
 void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
                      const WriteOptions& options, Progress& progress);
 

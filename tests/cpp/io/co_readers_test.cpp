@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,7 +23,7 @@
 namespace ptsave {
 namespace {
 
-constexpr std::uint64_t kStart = CoReaders::kSharedStartNbytes;
+constexpr std::uint64_t kStart = SharedStart::kNbytes;
 
 class CoReadersOfAFile : public testing::Test {
  protected:
@@ -42,7 +43,7 @@ struct Reader {
   bool alone() { return others.absent(file, 1); }
 
   File file;
-  CoReaders others;
+  CoReaders others{std::make_shared<SharedStart>()};
 };
 
 TEST_F(CoReadersOfAFile, AreAbsentForTheOnlyOne) {
@@ -148,6 +149,25 @@ class ColdSource : public CoReadersOfAFile {
 TEST_F(ColdSource, IsReadPastThePageCacheByItsOnlyReader) {
   const ByteSource source(open(), 0);
   EXPECT_EQ(reads_direct(source), open().direct_io_alignment().supported());
+}
+
+TEST_F(ColdSource, OfALoadOfSeveralFilesHasOneStartWithThem) {
+  const auto start = std::make_shared<SharedStart>();
+  const ByteSource first(open(), 0, DirectReads::kAlone, start);
+  const Mapping memory(kNbytes);
+  EXPECT_FALSE(first.read_direct(0, memory.data(), kStart));
+  scratch::write_file(folder_ / "other.pt", scratch::noise(kHugePageNbytes, 1));
+  const ByteSource third(File::open_for_reading(folder_ / "other.pt"), 0, DirectReads::kAlone,
+                         start);
+  EXPECT_EQ(third.read_direct(0, memory.data(), kHugePageNbytes),
+            open().direct_io_alignment().supported());
+}
+
+TEST_F(ColdSource, IsAnnouncedBeforeItsFirstRead) {
+  const ByteSource source(open(), 0);
+  const ByteSource other(open(), 0);
+  other.announce();
+  EXPECT_FALSE(reads_direct(source));
 }
 
 TEST_F(ColdSource, IsReadThroughThePageCacheWhileOthersReadIt) {

@@ -51,12 +51,12 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
     }
   }
 
-  std::vector<ByteSource> open() const {
+  std::shared_ptr<RangeFiles> open() const {
     std::vector<ByteSource> files;
     for (const std::string& path : paths_) {
       files.emplace_back(File::open_for_reading(path), 0, GetParam().direct);
     }
-    return files;
+    return std::make_shared<RangeFiles>(std::move(files), 2);
   }
 
   // kRanges of every file, without places.

@@ -3,10 +3,15 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "core/crc/crc32.h"
@@ -59,14 +64,45 @@ TEST(Statistics, OfADeviationThatIsSmallBesideTheMean) {
   expect_same(data, statistics_of(Element::kFloat64, data.data(), 8 * data.size()));
 }
 
-TEST(Statistics, DoNotDependOnThreads) {
-  const auto data = numbers<float>(4'000'001, 1, 100);
-  const Statistics alone = statistics_of(Element::kFloat32, data.data(), 4 * data.size(), 1);
-  const Statistics together =
-      statistics_of(Element::kFloat32, data.data(), 4 * data.size(), 3, [] {});
-  EXPECT_EQ(alone.mean, together.mean);
-  EXPECT_EQ(alone.squares, together.squares);
-  EXPECT_EQ(alone.crc, together.crc);
+void expect_identical(const Statistics& a, const Statistics& b) {
+  const auto bits = [](double x) { return std::bit_cast<std::uint64_t>(x); };
+  EXPECT_EQ(a.n, b.n);
+  EXPECT_EQ(a.n_nan, b.n_nan);
+  EXPECT_EQ(a.n_inf, b.n_inf);
+  EXPECT_EQ(a.n_zero, b.n_zero);
+  EXPECT_EQ(bits(a.mean), bits(b.mean));
+  EXPECT_EQ(bits(a.imaginary_mean), bits(b.imaginary_mean));
+  EXPECT_EQ(bits(a.squares), bits(b.squares));
+  EXPECT_EQ(bits(a.min), bits(b.min));
+  EXPECT_EQ(bits(a.max), bits(b.max));
+  EXPECT_EQ(a.min_integer, b.min_integer);
+  EXPECT_EQ(a.max_integer, b.max_integer);
+  EXPECT_EQ(a.crc, b.crc);
+}
+
+// The last chunk first, by two threads, beside a copy; random bytes have NaN and infinity, too.
+TEST(ChunkedStatistics, AreThoseOfOnePass) {
+  std::mt19937 generator(3);
+  std::vector<std::byte> bytes(1'500'016);
+  for (std::byte& each : bytes) each = static_cast<std::byte>(generator());
+  for (int element = 0; element <= static_cast<int>(Element::kFloat4E2M1Pair); ++element) {
+    for (const std::size_t nbytes : {std::size_t{0}, std::size_t{16}, bytes.size() - 16}) {
+      SCOPED_TRACE(testing::Message() << element << " " << nbytes);
+      const auto kind = static_cast<Element>(element);
+      std::vector<std::byte> copy(nbytes);
+      ChunkedStatistics chunks(kind, bytes.data() + 1, nbytes, copy.data());
+      const auto take = [&](std::size_t remainder) {
+        for (std::size_t i = chunks.n_chunks(); i-- > 0;) {
+          if (i % 2 == remainder) chunks.take(i);
+        }
+      };
+      std::thread other(take, 1);
+      take(0);
+      other.join();
+      expect_identical(chunks.result(), statistics_of(kind, bytes.data() + 1, nbytes));
+      EXPECT_TRUE(std::equal(copy.begin(), copy.end(), bytes.begin() + 1));
+    }
+  }
 }
 
 TEST(Statistics, OfNothing) {

@@ -76,7 +76,7 @@ TEST_P(Appended, BatchesBecomeOneArchive) {
     }
     archive.sync();
     EXPECT_EQ(folder.names().size(), 1u);
-    archive.close("pickle", "little", true, true);
+    archive.close("pickle", true, true);
   }
   EXPECT_EQ(folder.names(), std::set<std::string>{"run.pt"});
   const std::vector<Record> found = records_of(path);
@@ -94,7 +94,7 @@ TEST_P(Appended, WithoutAnyBatch) {
   const Folder folder;
   const std::string path = folder / "run.pt";
   AppendedArchive archive({path, path}, "run", 64);
-  archive.close("pickle", "little", true, false);
+  archive.close("pickle", true, false);
   EXPECT_EQ(records_of(path).size(), 4u);
   EXPECT_THROW(append(archive, batch(0, 1, 10), GetParam(), 0), std::invalid_argument);
 }
@@ -128,7 +128,7 @@ TEST_P(Appended, AChildDoesNotTouchTheFile) {
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(folder.names().size(), 1u);
-  archive->close("pickle", "little", true, false);
+  archive->close("pickle", true, false);
   EXPECT_EQ(records_of(path).size(), 5u);
 }
 
@@ -149,7 +149,7 @@ TEST(WrittenRecordsTest, ClosingBytesCompleteAFile) {
                          reinterpret_cast<std::byte*>(bytes.data()) + record.payload_end());
   written.add("data/0", 0, 5, 0x3610a686, record.end());
   EXPECT_EQ(written.end(), record.end());
-  scratch::write_file(path, bytes + written.closing_bytes("pickle", "little", true));
+  scratch::write_file(path, bytes + written.closing_bytes("pickle", true));
   const std::vector<Record> found = records_of(path);
   ASSERT_EQ(found.size(), 5u);
   EXPECT_EQ(found[0].data, "hello");

@@ -266,6 +266,33 @@ TEST(Writer, ErrorsOfTheSinkComeOut) {
   }
 }
 
+TEST(Writer, ChecksumsAreThoseOfTheBytesWrittenIfAPayloadIsChangedMeanwhile) {
+  const Scenario scenario(entries_of({10, 50 * kChunk, 3, kChunk}));
+  std::vector<std::string> live;
+  for (std::size_t i = 0; i + 1 < scenario.layout().size(); ++i) {
+    live.emplace_back(scenario.layout().record(i).nbytes, 'a');
+  }
+  const Payloads payloads = [&](std::size_t i) { return bytes_of(live[i]).data(); };
+  std::string file;
+  char value = 'b';
+  const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
+    for (std::string& payload : live) std::ranges::fill(payload, value);
+    ++value;
+    file.append(reinterpret_cast<const char*>(data), nbytes);
+  };
+  std::vector<std::uint32_t> crcs;
+  WriteOptions options{true, 0, kChunk};
+  options.check_crcs = [&](std::span<const std::uint32_t> all) {
+    crcs.assign(all.begin(), all.end());
+  };
+  Progress progress{0};
+  write_to_stream(scenario.layout(), payloads, sink, options, progress);
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const RecordLayout& record = scenario.layout().record(i);
+    EXPECT_EQ(crcs[i], crc_of(file.substr(record.payload_offset, record.nbytes))) << i;
+  }
+}
+
 TEST(Writer, AFullDeviceIsEnospc) {
   const Scenario scenario(entries_of({10, 50 * kChunk, 3, kChunk}));
   for (const std::size_t n_threads : {0u, 1u, 4u}) {

@@ -1,4 +1,4 @@
-"""Formats sizes, shapes and dtypes for people."""
+"""Formats sizes, shapes, dtypes and counts for people."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 
 __all__ = [
     "count_text",
+    "cut",
     "dtype_text",
     "n_columns",
     "padded",
     "printable",
     "shape_text",
+    "short_count_text",
     "size_text",
 ]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_COUNT_UNITS = ("k", "M", "G", "T", "P", "E")
 
 
 def size_text(nbytes: int) -> str:
@@ -36,7 +39,7 @@ def size_text(nbytes: int) -> str:
     return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
 
 
-def shape_text(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[object]) -> str:
     """Return a shape as ``[2, 3]``; a number is ``[]``."""
     return f"[{', '.join(map(str, shape))}]"
 
@@ -57,6 +60,36 @@ def count_text(n: int, noun: str) -> str:
     ('1 tensor', '100,000 tensors')
     """
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def short_count_text(n: int) -> str:
+    """Return a number in up to six characters.
+
+    >>> short_count_text(99_999), short_count_text(123_456), short_count_text(7_000_000)
+    ('99999', '123k', '7.00M')
+    """
+    if n < 100_000:
+        return str(n)
+    number = float(n)
+    for unit in _COUNT_UNITS:
+        number /= 1000
+        if number < 999.5 or unit == _COUNT_UNITS[-1]:
+            break
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}{unit}"
+
+
+def cut(text: str, width: int) -> str:
+    """Return text, or its beginning and two dots if it takes more columns of a terminal.
+
+    >>> cut("Transformer", 11), cut("Transformer", 8)
+    ('Transformer', 'Transf..')
+    """
+    if n_columns(text) <= width:
+        return text
+    kept = text[: width - 2]
+    while n_columns(kept) > width - 2:
+        kept = kept[:-1]
+    return f"{kept}.."
 
 
 def padded(text: str, width: int) -> str:

@@ -1,0 +1,718 @@
+#include "core/statistics/difference.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "core/statistics/distances.h"
+#include "core/statistics/elements.h"
+
+namespace ptsave {
+namespace {
+
+using namespace statistics_internal;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Chunks are merged in their order, whoever had them: always the same result.
+constexpr std::size_t kChunkLength = std::size_t{1} << 18;
+// To start threads takes as long as some 100,000 elements.
+constexpr std::size_t kLengthOfThreads = std::size_t{1} << 20;
+
+// ------------------------------------------------------------------------------------- formats
+
+// How two formats are compared.
+enum class Numbers { kFloats, kDoubles, kIntegers, kComplex };
+
+bool is_complex(Element element) {
+  return element == Element::kComplex128 || element == Element::kComplex64 ||
+         element == Element::kComplex32;
+}
+
+bool is_integer(Element element) {
+  switch (element) {
+    case Element::kInt64:
+    case Element::kUInt64:
+    case Element::kInt32:
+    case Element::kUInt32:
+    case Element::kInt16:
+    case Element::kUInt16:
+    case Element::kInt8:
+    case Element::kUInt8:
+    case Element::kBool:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool fits_float(Element element) {
+  return element != Element::kFloat64 &&
+         (!is_integer(element) || nbytes_of(element) <= sizeof(std::int16_t));
+}
+
+Numbers numbers_of(Element a, Element b) {
+  if (is_complex(a) || is_complex(b)) return Numbers::kComplex;
+  if (is_integer(a) && is_integer(b)) return Numbers::kIntegers;
+  return fits_float(a) && fits_float(b) ? Numbers::kFloats : Numbers::kDoubles;
+}
+
+// Of whole numbers, beside floats: as fine as there is.
+Grid grid_of(Element element) {
+  switch (element) {
+    case Element::kFloat32:
+    case Element::kComplex64:
+      return {23, -126};
+    case Element::kFloat16:
+    case Element::kComplex32:
+      return {10, -14};
+    case Element::kBFloat16:
+      return {7, -126};
+    case Element::kFloat8E4M3:
+      return {3, -6};
+    case Element::kFloat8E4M3Uz:
+      return {3, -7};
+    case Element::kFloat8E5M2:
+      return {2, -14};
+    case Element::kFloat8E5M2Uz:
+      return {2, -15};
+    case Element::kFloat8E8M0:
+      return {0, -126};
+    case Element::kFloat4E2M1Pair:
+      return {1, 0};
+    default:
+      return {52, -1022};
+  }
+}
+
+// The coarser of two, with the mantissa of the one that has fewer bits.
+Grid coarser(Grid a, Grid b) {
+  if (a.mantissa_nbits != b.mantissa_nbits) return a.mantissa_nbits < b.mantissa_nbits ? a : b;
+  return a.min_exponent > b.min_exponent ? a : b;
+}
+
+// --------------------------------------------------------------------------- blocks of elements
+
+// How many bytes so many numbers take.
+std::size_t nbytes_of(Element element, std::size_t n) {
+  return element == Element::kFloat4E2M1Pair ? n / 2 : n * nbytes_of(element);
+}
+
+// A block: its first number's index, how many there are, and where.
+struct Span {
+  std::size_t begin;
+  std::size_t n;
+  const std::byte* a;
+  const std::byte* b;
+};
+
+// Two rows of elements, and the way to compare them.
+struct Rows {
+  Element element_a;
+  Element element_b;
+  const std::byte* a;
+  const std::byte* b;
+  Tolerance tolerance;
+  Numbers numbers;
+  Grid grid;
+
+  Span span(std::size_t begin, std::size_t n) const {
+    return {begin, n, a + nbytes_of(element_a, begin), b + nbytes_of(element_b, begin)};
+  }
+};
+
+template <typename To>
+void read_table(Element element, const std::byte* data, std::size_t n, To* result) {
+  const ByteValues& values = values_of(element);
+  for (std::size_t i = 0; i < n; ++i) {
+    result[i] = static_cast<To>(values[std::to_integer<std::size_t>(data[i])]);
+  }
+}
+
+void read_pairs_of_nibbles(const std::byte* data, std::size_t n, float* result) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto byte = std::to_integer<unsigned>(data[i / 2]);
+    result[i] = static_cast<float>(kFloat4E2M1(i % 2 == 0 ? byte & 0xF : byte >> 4));
+  }
+}
+
+void read(Element element, const std::byte* data, std::size_t n, float* result) {
+  switch (element) {
+    case Element::kFloat32:
+      return convert<float>(data, n, result);
+    case Element::kFloat16:
+      return convert<Half>(data, n, result);
+    case Element::kBFloat16:
+      return convert<BFloat16>(data, n, result);
+    case Element::kInt16:
+      return convert<std::int16_t>(data, n, result);
+    case Element::kUInt16:
+      return convert<std::uint16_t>(data, n, result);
+    case Element::kFloat4E2M1Pair:
+      return read_pairs_of_nibbles(data, n, result);
+    default:
+      return read_table(element, data, n, result);
+  }
+}
+
+void read(Element element, const std::byte* data, std::size_t n, double* result) {
+  switch (element) {
+    case Element::kFloat64:
+      return convert<double>(data, n, result);
+    case Element::kInt64:
+      return convert<std::int64_t>(data, n, result);
+    case Element::kUInt64:
+      return convert<std::uint64_t>(data, n, result);
+    case Element::kInt32:
+      return convert<std::int32_t>(data, n, result);
+    case Element::kUInt32:
+      return convert<std::uint32_t>(data, n, result);
+    default: {
+      std::array<float, kPairsLength> floats;
+      read(element, data, n, floats.data());
+      std::copy_n(floats.begin(), n, result);
+    }
+  }
+}
+
+// The bits of unsigned 64-bit integers, and the values of all others.
+void read(Element element, const std::byte* data, std::size_t n, std::int64_t* result) {
+  switch (element) {
+    case Element::kInt64:
+    case Element::kUInt64:
+      return convert<std::int64_t>(data, n, result);
+    case Element::kInt32:
+      return convert<std::int32_t>(data, n, result);
+    case Element::kUInt32:
+      return convert<std::uint32_t>(data, n, result);
+    case Element::kInt16:
+      return convert<std::int16_t>(data, n, result);
+    case Element::kUInt16:
+      return convert<std::uint16_t>(data, n, result);
+    default:
+      return read_table(element, data, n, result);
+  }
+}
+
+// Numbers of a block: where they are, if that is possible, or else converted.
+template <typename Number>
+class Block {
+ public:
+  Block(Element element, const std::byte* data, std::size_t n) {
+    constexpr Element kReady = sizeof(Number) == 4 ? Element::kFloat32 : Element::kFloat64;
+    const bool aligned = std::bit_cast<std::uintptr_t>(data) % alignof(Number) == 0;
+    if (std::is_floating_point_v<Number> && element == kReady && aligned) {
+      numbers_ = reinterpret_cast<const Number*>(data);
+      return;
+    }
+    read(element, data, n, buffer_.data());
+    numbers_ = buffer_.data();
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  const Number* numbers() const { return numbers_; }
+
+ private:
+  std::array<Number, kPairsLength> buffer_;
+  const Number* numbers_;
+};
+
+// ------------------------------------------------------------------------------- equal elements
+
+template <typename Bits>
+std::size_t count_different(const std::byte* a, const std::byte* b, std::size_t n) {
+  std::uint32_t count = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    Bits x;
+    Bits y;
+    std::memcpy(&x, a + i * sizeof x, sizeof x);
+    std::memcpy(&y, b + i * sizeof y, sizeof y);
+    count += x != y ? 1U : 0U;
+  }
+  return count;
+}
+
+struct Bits128 {
+  std::uint64_t low;
+  std::uint64_t high;
+  bool operator==(const Bits128&) const = default;
+};
+
+std::size_t count_nibbles(const std::byte* a, const std::byte* b, std::size_t nbytes) {
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < nbytes; ++i) {
+    const auto others = std::to_integer<unsigned>(a[i] ^ b[i]);
+    count += ((others & 0xF) != 0 ? 1U : 0U) + (others > 0xF ? 1U : 0U);
+  }
+  return count;
+}
+
+// Of `n` numbers, with other bits.
+std::size_t count_different(Element element, const std::byte* a, const std::byte* b,
+                            std::size_t n) {
+  if (std::memcmp(a, b, nbytes_of(element, n)) == 0) return 0;
+  if (element == Element::kFloat4E2M1Pair) return count_nibbles(a, b, n / 2);
+  switch (nbytes_of(element)) {
+    case 1:
+      return count_different<std::uint8_t>(a, b, n);
+    case 2:
+      return count_different<std::uint16_t>(a, b, n);
+    case 4:
+      return count_different<std::uint32_t>(a, b, n);
+    case 8:
+      return count_different<std::uint64_t>(a, b, n);
+    default:
+      return count_different<Bits128>(a, b, n);
+  }
+}
+
+std::size_t first_different(Element element, const std::byte* a, const std::byte* b) {
+  std::size_t i = 0;
+  while (a[i] == b[i]) ++i;
+  if (element != Element::kFloat4E2M1Pair) return i / nbytes_of(element);
+  return 2 * i + (std::to_integer<unsigned>(a[i] ^ b[i]) % 16 == 0 ? 1 : 0);
+}
+
+// Adds numbers that differ; `first` returns the index of the first of them.
+template <typename First>
+void add_different(Difference& to, std::size_t count, const First& first) {
+  if (count == 0) return;
+  if (to.n_different == 0) to.first_different = first();
+  to.n_different += count;
+}
+
+// Adds a block of two formats, in which numbers differ that have other values.
+template <typename Differs>
+void add_values(Difference& to, std::size_t begin, std::size_t n, const Differs& differs) {
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < n; ++i) count += differs(i) ? 1U : 0U;
+  add_different(to, count, [&] {
+    std::size_t i = 0;
+    while (!differs(i)) ++i;
+    return begin + i;
+  });
+}
+
+// ----------------------------------------------------------------------------------- real numbers
+
+Distances distances_of(const float* a, const float* b, std::size_t n, const Tolerance& tolerance,
+                       double ratio) {
+  return distances_kernel().of_floats(a, b, n, tolerance, ratio);
+}
+Distances distances_of(const double* a, const double* b, std::size_t n, const Tolerance& tolerance,
+                       double ratio) {
+  return distances_kernel().of_doubles(a, b, n, tolerance, ratio);
+}
+double largest_ratio(const float* a, const float* b, std::size_t n) {
+  return distances_kernel().largest_ratio_of_floats(a, b, n);
+}
+double largest_ratio(const double* a, const double* b, std::size_t n) {
+  return distances_kernel().largest_ratio_of_doubles(a, b, n);
+}
+double squares_of(const float* data, std::size_t n) {
+  return distances_kernel().squares_of_floats(data, n);
+}
+double squares_of(const double* data, std::size_t n) {
+  return distances_kernel().squares_of_doubles(data, n);
+}
+void ulps_of(const float* a, const float* b, std::size_t n, Grid grid, std::uint8_t* result) {
+  distances_kernel().ulps_of_floats(a, b, n, grid, result);
+}
+void ulps_of(const double* a, const double* b, std::size_t n, Grid grid, std::uint8_t* result) {
+  distances_kernel().ulps_of_doubles(a, b, n, grid, result);
+}
+
+// Four tables, or equal numbers in a row would wait for each other.
+void count_ulps(Difference& to, const std::uint8_t* ulps, std::size_t n) {
+  std::array<std::array<std::uint32_t, kNUlpBuckets>, 4> counts{};
+  std::size_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    ++counts[0][ulps[i]];
+    ++counts[1][ulps[i + 1]];
+    ++counts[2][ulps[i + 2]];
+    ++counts[3][ulps[i + 3]];
+  }
+  for (; i < n; ++i) ++counts[0][ulps[i]];
+  for (std::size_t bucket = 0; bucket < kNUlpBuckets; ++bucket) {
+    for (const auto& table : counts) to.ulps[bucket] += table[bucket];
+  }
+}
+
+template <typename Number>
+void add_finite(Difference& to, const Rows& rows, const Number* a, const Number* b, std::size_t n) {
+  if (n == 0) return;
+  const Distances found = distances_of(a, b, n, rows.tolerance, to.max_rel);
+  to.n_outside += found.n_outside;
+  to.max_abs = std::max(to.max_abs, found.max_abs);
+  to.product += found.product;
+  to.squares_a += found.squares_a;
+  to.squares_b += found.squares_b;
+  if (found.has_larger_ratio && to.max_rel < kInfinity) {
+    to.max_rel = std::max(to.max_rel, largest_ratio(a, b, n));
+  }
+  std::array<std::uint8_t, kPairsLength> ulps;
+  ulps_of(a, b, n, rows.grid, ulps.data());
+  count_ulps(to, ulps.data(), n);
+}
+
+// What is no number on a side.
+struct Special {
+  bool is_nan;
+  bool is_inf;
+};
+
+void count_special(Difference& to, Special a, Special b) {
+  to.n_nan_a += a.is_nan ? 1 : 0;
+  to.n_nan_b += b.is_nan ? 1 : 0;
+  to.n_inf_a += a.is_inf ? 1 : 0;
+  to.n_inf_b += b.is_inf ? 1 : 0;
+}
+
+// Adds a pair of which at least one is no finite number; `same`: two infinities.
+void add_special(Difference& to, Special a, Special b, bool same) {
+  count_special(to, a, b);
+  if ((a.is_nan && b.is_nan) || (!a.is_nan && !b.is_nan && same)) {
+    ++to.ulps[0];
+    return;
+  }
+  ++to.ulps[kNoUlps];
+  ++to.n_outside;
+  if (a.is_nan || b.is_nan) {
+    to.n_nan_only_a += a.is_nan ? 1 : 0;
+    to.n_nan_only_b += b.is_nan ? 1 : 0;
+    return;
+  }
+  ++to.n_inf_mismatch;
+  to.max_abs = kInfinity;
+  to.max_rel = kInfinity;
+}
+
+template <typename Number>
+Special special(Number x) {
+  return {std::isnan(x), std::isinf(x)};
+}
+
+template <typename Number>
+void add_reals(Difference& to, const Rows& rows, const Number* a, const Number* b, std::size_t n) {
+  const NonFinite of_a = non_finite_in(a, n);
+  const NonFinite of_b = non_finite_in(b, n);
+  if (of_a.n_nan + of_a.n_inf + of_b.n_nan + of_b.n_inf == 0) {
+    add_finite(to, rows, a, b, n);
+    return;
+  }
+  std::array<Number, kPairsLength> x;
+  std::array<Number, kPairsLength> y;
+  std::size_t n_finite = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (std::isfinite(a[i]) && std::isfinite(b[i])) {
+      x[n_finite] = a[i];
+      y[n_finite++] = b[i];
+    } else {
+      add_special(to, special(a[i]), special(b[i]), a[i] == b[i]);
+    }
+  }
+  add_finite(to, rows, x.data(), y.data(), n_finite);
+}
+
+template <typename Number>
+bool values_differ(Number a, Number b) {
+  return !(a == b) && !(std::isnan(a) && std::isnan(b));
+}
+
+void add_squares(Difference& to, double squares) {
+  to.product += squares;
+  to.squares_a += squares;
+  to.squares_b += squares;
+}
+
+// Adds a block that has the same bytes on both sides.
+template <typename Number>
+void add_same(Difference& to, const Number* data, std::size_t n) {
+  to.ulps[0] += n;
+  const NonFinite others = non_finite_in(data, n);
+  if (others.n_nan + others.n_inf == 0) {
+    add_squares(to, squares_of(data, n));
+    return;
+  }
+  to.n_nan_a += others.n_nan;
+  to.n_nan_b += others.n_nan;
+  to.n_inf_a += others.n_inf;
+  to.n_inf_b += others.n_inf;
+  std::array<Number, kPairsLength> finite;
+  const auto end =
+      std::copy_if(data, data + n, finite.begin(), [](Number x) { return std::isfinite(x); });
+  add_squares(to, squares_of(finite.data(), static_cast<std::size_t>(end - finite.begin())));
+}
+
+template <typename Number>
+void add_real_block(Difference& to, const Rows& rows, const Span& span, bool same) {
+  const Block<Number> block_a(rows.element_a, span.a, span.n);
+  const Number* const a = block_a.numbers();
+  if (same) {
+    add_same(to, a, span.n);
+    return;
+  }
+  const Block<Number> block_b(rows.element_b, span.b, span.n);
+  const Number* const b = block_b.numbers();
+  if (rows.element_a != rows.element_b) {
+    add_values(to, span.begin, span.n, [&](std::size_t i) { return values_differ(a[i], b[i]); });
+  }
+  add_reals(to, rows, a, b, span.n);
+}
+
+// --------------------------------------------------------------------------------- whole numbers
+
+// An integer of at most 64 bits, signed or not.
+struct Integer {
+  bool is_negative;
+  std::uint64_t magnitude;
+
+  Integer(std::int64_t bits, bool is_unsigned)
+      : is_negative(!is_unsigned && bits < 0),
+        magnitude(is_negative ? -static_cast<std::uint64_t>(bits)
+                              : static_cast<std::uint64_t>(bits)) {}
+  double value() const {
+    const auto size = static_cast<double>(magnitude);
+    return is_negative ? -size : size;
+  }
+};
+
+// The distance of two integers: between signed and unsigned ones it may need a 65th bit.
+struct IntegerDistance {
+  std::uint64_t low;
+  bool overflows;
+
+  IntegerDistance(Integer a, Integer b) {
+    const auto [less, more] = std::minmax(a.magnitude, b.magnitude);
+    low = a.is_negative == b.is_negative ? more - less : more + less;
+    overflows = a.is_negative != b.is_negative && low < more;
+  }
+  double value() const { return static_cast<double>(low) + (overflows ? 0x1p64 : 0); }
+};
+
+std::size_t bucket_of(const IntegerDistance& distance) {
+  if (distance.overflows || distance.low > std::uint64_t{1} << 63) return kNoUlps;
+  if (distance.low < 2) return distance.low;
+  return static_cast<std::size_t>(std::bit_width(distance.low - 1)) + 1;
+}
+
+void add_integers(Difference& to, const Rows& rows, Integer a, Integer b) {
+  const double x = a.value();
+  const double y = b.value();
+  to.product += x * y;
+  to.squares_a += x * x;
+  to.squares_b += y * y;
+  const IntegerDistance distance(a, b);
+  ++to.ulps[bucket_of(distance)];
+  if (distance.low == 0 && !distance.overflows) return;
+  const double size = distance.value();
+  if (!rows.tolerance.allows(size, y)) ++to.n_outside;
+  to.max_abs = std::max(to.max_abs, size);
+  to.max_rel = std::max(to.max_rel, size / std::abs(y));
+  to.max_abs_integer =
+      std::max(to.max_abs_integer,
+               distance.overflows ? std::numeric_limits<std::uint64_t>::max() : distance.low);
+}
+
+void add_integer_block(Difference& to, const Rows& rows, const Span& span, bool same) {
+  const Block<std::int64_t> block_a(rows.element_a, span.a, span.n);
+  const bool a_is_unsigned = rows.element_a == Element::kUInt64;
+  const auto a = [&](std::size_t i) { return Integer(block_a.numbers()[i], a_is_unsigned); };
+  if (same) {
+    double squares = 0;
+    for (std::size_t i = 0; i < span.n; ++i) squares += a(i).value() * a(i).value();
+    to.ulps[0] += span.n;
+    add_squares(to, squares);
+    return;
+  }
+  const Block<std::int64_t> block_b(rows.element_b, span.b, span.n);
+  const bool b_is_unsigned = rows.element_b == Element::kUInt64;
+  const auto b = [&](std::size_t i) { return Integer(block_b.numbers()[i], b_is_unsigned); };
+  for (std::size_t i = 0; i < span.n; ++i) add_integers(to, rows, a(i), b(i));
+  if (rows.element_a == rows.element_b) return;
+  add_values(to, span.begin, span.n, [&](std::size_t i) {
+    const IntegerDistance distance(a(i), b(i));
+    return distance.low != 0 || distance.overflows;
+  });
+}
+
+// ------------------------------------------------------------------------------- complex numbers
+
+struct Complex {
+  double real;
+  double imaginary;
+};
+
+bool is_finite(Complex x) { return std::isfinite(x.real) && std::isfinite(x.imaginary); }
+
+Special special(Complex x) {
+  const bool is_nan = std::isnan(x.real) || std::isnan(x.imaginary);
+  return {is_nan, !is_nan && !is_finite(x)};
+}
+
+bool are_same(Complex a, Complex b) { return a.real == b.real && a.imaginary == b.imaginary; }
+
+// Complex numbers of a block; real ones have no imaginary part.
+class ComplexBlock {
+ public:
+  ComplexBlock(Element element, const std::byte* data, std::size_t n) {
+    switch (element) {
+      case Element::kComplex128:
+        convert<double>(data, 2 * n, numbers_.data());
+        return;
+      case Element::kComplex64:
+        convert<float>(data, 2 * n, numbers_.data());
+        return;
+      case Element::kComplex32: {
+        std::array<float, 2 * kPairsLength> floats;
+        convert<Half>(data, 2 * n, floats.data());
+        std::copy_n(floats.begin(), 2 * n, numbers_.begin());
+        return;
+      }
+      default: {
+        const Block<double> block(element, data, n);
+        for (std::size_t i = 0; i < n; ++i) {
+          numbers_[2 * i] = block.numbers()[i];
+          numbers_[2 * i + 1] = 0;
+        }
+      }
+    }
+  }
+
+  const double* numbers() const { return numbers_.data(); }
+  Complex operator[](std::size_t i) const { return {numbers_[2 * i], numbers_[2 * i + 1]}; }
+
+ private:
+  std::array<double, 2 * kPairsLength> numbers_;
+};
+
+void add_finite(Difference& to, const Rows& rows, Complex a, Complex b) {
+  to.product += a.real * b.real + a.imaginary * b.imaginary;
+  to.squares_a += a.real * a.real + a.imaginary * a.imaginary;
+  to.squares_b += b.real * b.real + b.imaginary * b.imaginary;
+  const double distance = std::hypot(a.real - b.real, a.imaginary - b.imaginary);
+  if (distance == 0) return;
+  const double size = std::hypot(b.real, b.imaginary);
+  if (!rows.tolerance.allows(distance, size)) ++to.n_outside;
+  to.max_abs = std::max(to.max_abs, distance);
+  to.max_rel = std::max(to.max_rel, distance / size);
+}
+
+void add_complex_block(Difference& to, const Rows& rows, const Span& span, bool same) {
+  const ComplexBlock a(rows.element_a, span.a, span.n);
+  const ComplexBlock b(same ? rows.element_a : rows.element_b, same ? span.a : span.b, span.n);
+  std::array<std::uint8_t, 2 * kPairsLength> ulps;
+  ulps_of(a.numbers(), b.numbers(), 2 * span.n, rows.grid, ulps.data());
+  for (std::size_t i = 0; i < span.n; ++i) {
+    if (is_finite(a[i]) && is_finite(b[i])) {
+      add_finite(to, rows, a[i], b[i]);
+      ++to.ulps[std::max(ulps[2 * i], ulps[2 * i + 1])];
+    } else {
+      add_special(to, special(a[i]), special(b[i]), are_same(a[i], b[i]));
+    }
+  }
+  if (rows.element_a == rows.element_b) return;
+  add_values(to, span.begin, span.n, [&](std::size_t i) {
+    return !are_same(a[i], b[i]) && !(special(a[i]).is_nan && special(b[i]).is_nan);
+  });
+}
+
+// ------------------------------------------------------------------------------------ all of them
+
+void add_block(Difference& to, const Rows& rows, const Span& span) {
+  bool same = false;
+  if (rows.element_a == rows.element_b) {
+    const std::size_t count = count_different(rows.element_a, span.a, span.b, span.n);
+    add_different(to, count,
+                  [&] { return span.begin + first_different(rows.element_a, span.a, span.b); });
+    same = count == 0;
+  }
+  switch (rows.numbers) {
+    case Numbers::kFloats:
+      return add_real_block<float>(to, rows, span, same);
+    case Numbers::kDoubles:
+      return add_real_block<double>(to, rows, span, same);
+    case Numbers::kIntegers:
+      return add_integer_block(to, rows, span, same);
+    case Numbers::kComplex:
+      return add_complex_block(to, rows, span, same);
+  }
+}
+
+Difference difference_of_chunk(const Rows& rows, std::size_t begin, std::size_t end) {
+  Difference result;
+  for (std::size_t i = begin; i < end; i += kPairsLength) {
+    add_block(result, rows, rows.span(i, std::min(kPairsLength, end - i)));
+  }
+  return result;
+}
+
+void merge(Difference& to, const Difference& from) {
+  if (to.n_different == 0) to.first_different = from.first_different;
+  to.n_different += from.n_different;
+  to.n_outside += from.n_outside;
+  to.n_nan_a += from.n_nan_a;
+  to.n_nan_b += from.n_nan_b;
+  to.n_inf_a += from.n_inf_a;
+  to.n_inf_b += from.n_inf_b;
+  to.n_nan_only_a += from.n_nan_only_a;
+  to.n_nan_only_b += from.n_nan_only_b;
+  to.n_inf_mismatch += from.n_inf_mismatch;
+  to.max_abs = std::max(to.max_abs, from.max_abs);
+  to.max_rel = std::max(to.max_rel, from.max_rel);
+  to.max_abs_integer = std::max(to.max_abs_integer, from.max_abs_integer);
+  to.product += from.product;
+  to.squares_a += from.squares_a;
+  to.squares_b += from.squares_b;
+  for (std::size_t i = 0; i < kNUlpBuckets; ++i) to.ulps[i] += from.ulps[i];
+}
+
+Rows rows_of(Element element_a, const void* a, Element element_b, const void* b,
+             const Tolerance& tolerance) {
+  const bool one_is_pair =
+      element_a == Element::kFloat4E2M1Pair || element_b == Element::kFloat4E2M1Pair;
+  if (one_is_pair && element_a != element_b) {
+    throw std::invalid_argument("float4, of which an element holds two numbers, and another dtype");
+  }
+  return {element_a,
+          element_b,
+          static_cast<const std::byte*>(a),
+          static_cast<const std::byte*>(b),
+          tolerance,
+          numbers_of(element_a, element_b),
+          coarser(grid_of(element_a), grid_of(element_b))};
+}
+
+}  // namespace
+
+Difference difference_of(Element element_a, const void* a, Element element_b, const void* b,
+                         std::size_t n, const Tolerance& tolerance, std::size_t n_threads,
+                         const Poll& poll) {
+  const Rows rows = rows_of(element_a, a, element_b, b, tolerance);
+  const std::size_t length = element_a == Element::kFloat4E2M1Pair ? 2 * n : n;
+  const std::size_t n_chunks = (length + kChunkLength - 1) / kChunkLength;
+  std::vector<Difference> parts(n_chunks);
+  const auto do_chunk = [&](std::size_t i) {
+    parts[i] =
+        difference_of_chunk(rows, i * kChunkLength, std::min(length, (i + 1) * kChunkLength));
+  };
+  if (n_threads < 2 || length < kLengthOfThreads) {
+    for (std::size_t i = 0; i < n_chunks; ++i) do_chunk(i);
+  } else {
+    ChunkPipeline pipeline(n_chunks, std::min(n_threads, n_chunks),
+                           [&](ChunkPipeline&, std::size_t i) { do_chunk(i); });
+    pipeline.finish(poll);
+  }
+  Difference result;
+  for (const Difference& part : parts) merge(result, part);
+  result.n = length;
+  if (result.n_different == 0) result.first_different = length;
+  return result;
+}
+
+}  // namespace ptsave

@@ -1,0 +1,213 @@
+// The loops of distances.h, as the compiler vectorizes them for each kind of CPU.
+//
+// CMakeLists.txt lets the compiler add in another order in this file, or no sum could be
+// vectorized, and take all numbers for finite.
+#include "core/statistics/distances.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <iterator>
+#include <type_traits>
+
+#include "core/statistics/cpu_kinds.h"
+
+namespace ptsave::statistics_internal {
+namespace {
+
+PTSAVE_INLINE double magnitude(double x) { return x < 0 ? -x : x; }
+
+template <typename Number>
+PTSAVE_INLINE double squares_of(const Number* data, std::size_t n) {
+  double sum = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto x = static_cast<double>(data[i]);
+    sum += x * x;
+  }
+  return sum;
+}
+
+template <typename Number>
+PTSAVE_INLINE Distances distances_of(const Number* a, const Number* b, std::size_t n,
+                                     const Tolerance& tolerance, double ratio) {
+  Distances result;
+  std::uint64_t n_outside = 0;  // as wide as the numbers, or it could not be vectorized with them
+  std::uint64_t n_larger = 0;
+  double largest = 0;
+  double product = 0;
+  double squares_a = 0;
+  double squares_b = 0;
+  const double relative = tolerance.relative;
+  const double absolute = tolerance.absolute;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto x = static_cast<double>(a[i]);
+    const auto y = static_cast<double>(b[i]);
+    const double distance = magnitude(x - y);
+    const double size = magnitude(y);
+    largest = distance > largest ? distance : largest;
+    n_outside += distance > absolute + relative * size ? 1U : 0U;
+    n_larger += distance > ratio * size ? 1U : 0U;
+    product += x * y;
+    squares_a += x * x;
+    squares_b += y * y;
+  }
+  result.n_outside = n_outside;
+  result.max_abs = largest;
+  result.product = product;
+  result.squares_a = squares_a;
+  result.squares_b = squares_b;
+  result.has_larger_ratio = n_larger != 0;
+  return result;
+}
+
+template <typename Number>
+PTSAVE_INLINE double largest_ratio(const Number* a, const Number* b, std::size_t n) {
+  double largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto y = static_cast<double>(b[i]);
+    const double distance = magnitude(static_cast<double>(a[i]) - y);
+    const double ratio = distance > 0 ? distance / magnitude(y) : 0;
+    largest = ratio > largest ? ratio : largest;
+  }
+  return largest;
+}
+
+template <typename Number>
+using BitsOf = std::conditional_t<std::is_same_v<Number, float>, std::uint32_t, std::uint64_t>;
+
+// Rounds numbers to a grid: to the nearest, of two equally near ones to the even one.
+template <typename Number>
+struct Positions {
+  static constexpr bool kIsFloat = std::is_same_v<Number, float>;
+  using Bits = BitsOf<Number>;
+  static constexpr int kMantissaNbits = kIsFloat ? 23 : 52;
+  static constexpr Bits kBias = kIsFloat ? 127 : 1023;
+  static constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
+
+  int shift;
+  Bits is_odd;        // 1 where numbers are rounded at all
+  Bits nearly_half;   // of a step
+  Bits first_normal;  // the bits of the smallest normal number
+  Bits offset;
+  Number scale;  // makes the distance of small numbers a step of a mantissa
+
+  PTSAVE_INLINE explicit Positions(Grid grid) {
+    shift = kMantissaNbits - grid.mantissa_nbits;
+    is_odd = shift == 0 ? 0 : 1;
+    nearly_half = shift == 0 ? 0 : (Bits{1} << (shift - 1)) - 1;
+    const Bits exponent = kBias + static_cast<Bits>(grid.min_exponent);
+    const bool same_exponents = exponent == 1;  // small numbers are already equally far apart
+    first_normal = same_exponents ? 0 : exponent << kMantissaNbits;
+    offset = same_exponents ? 0 : (exponent - 1) << grid.mantissa_nbits;
+    const Bits scale_exponent =
+        kBias + static_cast<Bits>(grid.mantissa_nbits) - static_cast<Bits>(grid.min_exponent);
+    scale = std::bit_cast<Number>(same_exponents ? Bits{0} : scale_exponent << kMantissaNbits);
+  }
+
+  PTSAVE_INLINE Bits operator()(Bits bits) const {
+    const Bits whole = bits & kWithoutSign;
+    const Bits rounded = (whole + nearly_half + ((whole >> shift) & is_odd)) >> shift;
+    // The last bits of a sum with 2^mantissa_nbits are the other number, rounded.
+    constexpr auto kOne = static_cast<Number>(Bits{1} << kMantissaNbits);
+    const Bits sum = std::bit_cast<Bits>(std::bit_cast<Number>(whole) * scale + kOne);
+    const Bits small = sum & ((Bits{1} << kMantissaNbits) - 1);
+    return whole < first_normal ? small : rounded - offset;
+  }
+};
+
+// The exponent of a float is the number of bits of an integer, if rounding does not change it.
+PTSAVE_INLINE std::uint32_t bucket_of(std::uint32_t distance) {
+  const auto less = static_cast<std::int32_t>(distance) - 1;
+  const auto number = static_cast<float>(less & ~(less >> 1));
+  const std::uint32_t bucket = (std::bit_cast<std::uint32_t>(number) >> 23) - 125;
+  return distance < 2 ? distance : bucket;
+}
+PTSAVE_INLINE std::uint32_t bucket_of(std::uint64_t distance) {
+  const auto nbits = static_cast<std::uint32_t>(64 - std::countl_zero((distance - 1) | 1));
+  return distance < 2 ? static_cast<std::uint32_t>(distance) : nbits + 1;
+}
+
+template <typename Number>
+PTSAVE_INLINE void ulps_of(const Number* a, const Number* b, std::size_t n, Grid grid,
+                           std::uint8_t* result) {
+  using Bits = BitsOf<Number>;
+  const Positions<Number> position(grid);
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto x = std::bit_cast<Bits>(a[i]);
+    const auto y = std::bit_cast<Bits>(b[i]);
+    const Bits at = position(x);
+    const Bits other = position(y);
+    const Bits distance = at > other ? at - other : other - at;
+    const std::uint32_t bucket = bucket_of(distance);
+    // Zero has no sign here.  All of it is arithmetic, or gcc would not vectorize it.
+    const Bits has_zero = (at == 0 ? 1U : 0U) | (other == 0 ? 1U : 0U);
+    const Bits sign_differs = ((x ^ y) >> (8 * sizeof(Bits) - 1)) & ~has_zero & 1;
+    result[i] = static_cast<std::uint8_t>(sign_differs != 0 ? std::uint32_t{kNoUlps} : bucket);
+  }
+}
+
+#define PTSAVE_KERNEL(NAME, TARGET)                                                              \
+  TARGET Distances of_floats_##NAME(const float* a, const float* b, std::size_t n,               \
+                                    const Tolerance& tolerance, double ratio) {                  \
+    return distances_of(a, b, n, tolerance, ratio);                                              \
+  }                                                                                              \
+  TARGET Distances of_doubles_##NAME(const double* a, const double* b, std::size_t n,            \
+                                     const Tolerance& tolerance, double ratio) {                 \
+    return distances_of(a, b, n, tolerance, ratio);                                              \
+  }                                                                                              \
+  double TARGET ratio_of_floats_##NAME(const float* a, const float* b, std::size_t n) {          \
+    return largest_ratio(a, b, n);                                                               \
+  }                                                                                              \
+  double TARGET ratio_of_doubles_##NAME(const double* a, const double* b, std::size_t n) {       \
+    return largest_ratio(a, b, n);                                                               \
+  }                                                                                              \
+  double TARGET squares_of_floats_##NAME(const float* data, std::size_t n) {                     \
+    return squares_of(data, n);                                                                  \
+  }                                                                                              \
+  double TARGET squares_of_doubles_##NAME(const double* data, std::size_t n) {                   \
+    return squares_of(data, n);                                                                  \
+  }                                                                                              \
+  void TARGET ulps_of_floats_##NAME(const float* a, const float* b, std::size_t n, Grid grid,    \
+                                    std::uint8_t* result) {                                      \
+    ulps_of(a, b, n, grid, result);                                                              \
+  }                                                                                              \
+  void TARGET ulps_of_doubles_##NAME(const double* a, const double* b, std::size_t n, Grid grid, \
+                                     std::uint8_t* result) {                                     \
+    ulps_of(a, b, n, grid, result);                                                              \
+  }
+
+#define PTSAVE_KERNEL_ENTRY(NAME, SUPPORTED) \
+  {#NAME,                                    \
+   (SUPPORTED),                              \
+   of_floats_##NAME,                         \
+   of_doubles_##NAME,                        \
+   ratio_of_floats_##NAME,                   \
+   ratio_of_doubles_##NAME,                  \
+   squares_of_floats_##NAME,                 \
+   squares_of_doubles_##NAME,                \
+   ulps_of_floats_##NAME,                    \
+   ulps_of_doubles_##NAME}
+
+PTSAVE_KERNEL(portable, )
+#if defined(__x86_64__)
+PTSAVE_KERNEL(avx2, __attribute__((target(PTSAVE_AVX2))))
+PTSAVE_KERNEL(avx512, __attribute__((target(PTSAVE_AVX512))))
+#endif
+
+}  // namespace
+
+const DistancesKernel kDistancesKernels[] = {
+    PTSAVE_KERNEL_ENTRY(portable, [] { return true; }),
+#if defined(__x86_64__)
+    PTSAVE_KERNEL_ENTRY(avx2, avx2_supported),
+    PTSAVE_KERNEL_ENTRY(avx512, avx512_supported),
+#endif
+};
+const std::size_t kNDistancesKernels = std::size(kDistancesKernels);
+
+const DistancesKernel& distances_kernel() {
+  static const DistancesKernel& best = best_of(kDistancesKernels, kNDistancesKernels);
+  return best;
+}
+
+}  // namespace ptsave::statistics_internal

@@ -1,0 +1,264 @@
+"""``ptsave diff --capture``: the differences of two captured runs, as text, JSON and a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ptsave.bench.plot import require_matplotlib
+from ptsave.comparison.captures import CaptureComparison, CapturedDifference
+from ptsave.comparison.measures import TensorDifference
+from ptsave.support.text import count_text, cut, printable, shape_text, size_text
+from ptsave.tree.capture_schema import Statistics, parse_name
+
+__all__ = ["capture_json", "capture_lines", "plot_errors"]
+
+_WIDTH = 80
+_NAME_WIDTH = 34
+_N_MODULES = 20
+_N_ALONE = 10
+_TINY = 1e-12  # where equal values are drawn
+
+
+# -------------------------------------------------------------------------------------------- text
+
+
+def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> Iterator[str]:
+    """Yield lines for people: the first difference, then each module's largest one."""
+    first = found.first
+    if first is not None:
+        yield from _first_lines(found, first)
+    for sign, path, names in (("-", a, found.only_in_a), ("+", b, found.only_in_b)):
+        for name in names[:_N_ALONE]:
+            yield cut(f"{sign} {printable(name)}  only in {path}", _WIDTH)
+        if len(names) > _N_ALONE:
+            yield cut(f"{sign} and {len(names) - _N_ALONE} more only in {path}", _WIDTH)
+    if first is not None:
+        yield from _module_lines(found, _N_MODULES if top is None else top)
+    yield _summary(found)
+
+
+def _first_lines(found: CaptureComparison, first: CapturedDifference) -> Iterator[str]:
+    parts = parse_name(first.name)
+    module = printable(parts.module) or "(the model)"
+    yield "first difference, in A's order of execution:"
+    yield cut(
+        f"~ step {parts.step}, {parts.phase}, {module}, call {parts.call}: "
+        f"{printable('/'.join(parts.path))}",
+        _WIDTH,
+    )
+    yield from (cut(f"    {line}", _WIDTH) for line in _details(first))
+
+
+def _details(difference: CapturedDifference) -> Iterator[str]:
+    a, b = difference.a, difference.b
+    numbers = difference.numbers
+    if numbers is not None:
+        yield f"{_types(difference)}: {_counts(numbers)}"
+        index = "" if numbers.first is None else f", the first at {list(numbers.first)}"
+        yield (
+            f"max abs {_short(numbers.max_abs)}, max rel {_short(numbers.max_rel)}, "
+            f"cosine {numbers.cosine:.6g}{index}"
+        )
+        if any((numbers.n_nan_a, numbers.n_nan_b, numbers.n_inf_a, numbers.n_inf_b)):
+            yield (
+                f"NaN {numbers.n_nan_a:,} / {numbers.n_nan_b:,}, "
+                f"Inf {numbers.n_inf_a:,} / {numbers.n_inf_b:,}"
+            )
+        yield f"ULPs: {_ulps_text(numbers)}"
+    elif difference.kind == "statistics" and a.statistics and b.statistics:
+        yield f"{_types(difference)}: other statistics, as one run has no tensors"
+        yield from _statistics_lines(a.statistics, b.statistics)
+    elif difference.kind == "shape":
+        yield f"shape {shape_text(a.shape)} / {shape_text(b.shape)}"
+    elif difference.kind == "layout":
+        yield f"layout {a.layout} / {b.layout}"
+    elif difference.kind == "type":
+        yield f"{a.type} / {b.type}"
+    else:
+        yield printable(f"{a.value!r} / {b.value!r}")
+
+
+def _types(difference: CapturedDifference) -> str:
+    a, b = (each.dtype.removeprefix("torch.") for each in (difference.a, difference.b))
+    dtypes = a if a == b else f"{a} / {b}"
+    return f"{dtypes} {shape_text(difference.a.shape)}"
+
+
+def _counts(numbers: TensorDifference) -> str:
+    text = f"{numbers.n_different:,} of {numbers.numel:,} differ"
+    if numbers.n_outside != numbers.n_different:
+        text += f", {numbers.n_outside:,} by more than allowed"
+    return text
+
+
+def _statistics_lines(a: Statistics, b: Statistics) -> Iterator[str]:
+    for name in ("mean", "std", "min", "max", "norm", "n_nan", "n_inf"):
+        x, y = getattr(a, name), getattr(b, name)
+        if x != y and not (x != x and y != y):  # noqa: PLR0124 - NaN
+            yield f"{name} {x:.6g} / {y:.6g}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.3g}"
+
+
+def _ulp_counts(numbers: TensorDifference) -> dict[str, int]:
+    """Return the counts that are not 0, by the distances that they are of."""
+    found = {}
+    for i, count in enumerate(numbers.ulps):
+        if count:
+            most = 2 ** max(0, i - 1)
+            text = str(i) if i < 3 else f"{most // 2 + 1}-{most}"
+            found["more" if i == 65 else text] = count
+    return found
+
+
+def _ulps_text(numbers: TensorDifference) -> str:
+    """Return the histogram in one line: small distances, and the sum of all larger ones."""
+    counts = _ulp_counts(numbers)
+    shown = dict([*counts.items()][:4])
+    rest = sum(counts.values()) - sum(shown.values())
+    text = ", ".join(f"{distance}: {count:,}" for distance, count in shown.items())
+    return f"{text}, more: {rest:,}" if rest else text
+
+
+def _by_module(found: CaptureComparison) -> dict[str, list[CapturedDifference]]:
+    modules: dict[str, list[CapturedDifference]] = {}
+    for each in found.differences:
+        modules.setdefault(parse_name(each.name).module, []).append(each)
+    return modules
+
+
+def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
+    modules = _by_module(found)
+    yield ""
+    yield (
+        f"{'module':{_NAME_WIDTH}} {'differ':>6} {'max abs':>9} {'max rel':>9} "
+        f"{'error':>9} {'cosine':>8}"
+    )
+    for module, differences in [*modules.items()][:top]:
+        worst = max(differences, key=lambda each: each.relative_error)
+        yield _module_line(module, len(differences), worst)
+    if len(modules) > top:
+        yield f"and {len(modules) - top} more modules"
+
+
+def _module_line(module: str, n: int, worst: CapturedDifference) -> str:
+    name = cut(printable(module) or "(the model)", _NAME_WIDTH)
+    numbers = worst.numbers
+    if numbers is None:
+        return f"{name:{_NAME_WIDTH}} {n:>6} {worst.kind:>9}"
+    return (
+        f"{name:{_NAME_WIDTH}} {n:>6} {_short(numbers.max_abs):>9} {_short(numbers.max_rel):>9} "
+        f"{_short(worst.relative_error):>9} {numbers.cosine:>8.5f}"
+    )
+
+
+def _summary(found: CaptureComparison) -> str:
+    text = f"{count_text(len(found.compared), 'value')} compared ({size_text(found.nbytes)})"
+    if found.equal:
+        return f"equal within the tolerance: {text}"
+    parts = [
+        f"{len(found.differences)} differ" if found.differences else "",
+        f"{len(found.only_in_a)} only in A" if found.only_in_a else "",
+        f"{len(found.only_in_b)} only in B" if found.only_in_b else "",
+    ]
+    return f"different: {', '.join(filter(None, parts))}; {text}"
+
+
+# -------------------------------------------------------------------------------------------- JSON
+
+
+def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
+    """Return all differences as JSON has them; infinities and NaN are texts."""
+    first = found.first
+    return {
+        "a": os.fspath(a),
+        "b": os.fspath(b),
+        "equal": found.equal,
+        "first": None if first is None else first.name,
+        "n_compared": len(found.compared),
+        "nbytes": found.nbytes,
+        "differences": [_entry(each) for each in found.differences],
+        "only_in_a": found.only_in_a,
+        "only_in_b": found.only_in_b,
+        "remarks": found.remarks,
+    }
+
+
+def _entry(difference: CapturedDifference) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": difference.name,
+        "kind": difference.kind,
+        "relative_error": _number(difference.relative_error),
+    }
+    for side, value in (("a", difference.a), ("b", difference.b)):
+        entry[side] = (
+            {"dtype": value.dtype.removeprefix("torch."), "shape": list(value.shape)}
+            if value.kind == "tensor"
+            else {"type": value.type, "value": str(value.value)}
+        )
+    numbers = difference.numbers
+    if numbers is not None:
+        entry |= {
+            name: _number(getattr(numbers, name))
+            for name in (
+                *("numel", "n_different", "n_outside", "max_abs", "max_rel", "cosine"),
+                *("n_nan_a", "n_nan_b", "n_inf_a", "n_inf_b"),
+            )
+        }
+        entry["first"] = None if numbers.first is None else list(numbers.first)
+        entry["ulps"] = _ulp_counts(numbers)
+    return entry
+
+
+def _number(number: float) -> float | str:
+    return number if isinstance(number, int) or math.isfinite(number) else str(number)
+
+
+# ------------------------------------------------------------------------------------------ picture
+
+
+def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
+    """Write a picture of the relative errors along the network, in A's order of execution.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    OSError
+        If the file cannot be written.
+    ValueError
+        If the format is none that matplotlib writes.
+    """
+    tensors = [each for each in found.compared if each.a.kind == "tensor"]
+    figure = require_matplotlib()(figsize=(10, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for equal, color, label in (
+        (True, "#9aa5b1", "within the tolerance"),
+        (False, "#c0392b", "outside"),
+    ):
+        places = [i for i, each in enumerate(tensors) if each.equal is equal]
+        errors = [_drawn(tensors[i].relative_error) for i in places]
+        axes.scatter(places, errors, s=12, color=color, label=label)
+    axes.set_yscale("log")
+    axes.set_ylabel("largest error / root mean square of B")
+    axes.set_xlabel("tensors, in A's order of execution")
+    ticks = [*range(0, len(tensors), max(1, len(tensors) // 12))]
+    axes.set_xticks(ticks, [_tick(tensors[i]) for i in ticks], rotation=30, ha="right", fontsize=7)
+    axes.set_title(printable(title), fontsize=10, parse_math=False)
+    axes.legend(loc="best", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _drawn(error: float) -> float:
+    """Return an error at a place on a logarithmic axis: also none, and one without bounds."""
+    return min(max(error, _TINY), 1e12)
+
+
+def _tick(difference: CapturedDifference) -> str:
+    return cut(printable(difference.call).replace("$", ""), 28)

@@ -1,0 +1,444 @@
+"""`compare_captures`: in what two captured runs differ, and where that begins."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ptsave.archive.recovery import recovered
+from ptsave.comparison.captured_sides import CapturedSide, alone, matched_parameters
+from ptsave.comparison.entries import TensorPair
+from ptsave.comparison.measures import TensorDifference, difference_of_rows
+from ptsave.comparison.tensors import cannot_compare, compare_tensors, dense_values
+from ptsave.comparison.tolerances import Tolerances
+from ptsave.contents.opening import open_contents
+from ptsave.contents.tensor_info import pausing_garbage_collection
+from ptsave.sources.local import position_kept
+from ptsave.support import config
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.text import count_text
+from ptsave.support.thread_pool import ThreadPool
+from ptsave.tree.capture_schema import CapturedValue, Statistics
+
+__all__ = ["CaptureComparison", "CapturedDifference", "compare_captures"]
+
+Kind = Literal["numbers", "statistics", "shape", "layout", "type", "value", "not compared"]
+# Plain values of these types say where and in what form a run was made.
+_OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedDifference:
+    """Two values of one name, and how they differ.
+
+    Attributes
+    ----------
+    name : str
+        ``step/phase/module.path#call/argument``, as in the run.
+    kind : str
+        ``"numbers"`` if their elements were compared, ``"statistics"`` if one side has no more than
+        those; ``"shape"``, ``"layout"``, ``"type"`` and ``"value"`` (of what is no tensor) if that
+        differs; ``"not compared"`` if one side has not even statistics.
+    equal : bool
+        Whether they are equal, within the tolerance.
+    a, b : CapturedValue
+        Records of both.
+    numbers : TensorDifference or None
+        Counts and sizes, if their elements were compared.
+    """
+
+    name: str
+    kind: Kind
+    equal: bool
+    a: CapturedValue
+    b: CapturedValue
+    numbers: TensorDifference | None = None
+
+    @property
+    def call(self) -> str:
+        """The call: ``step/phase/module.path#call``."""
+        return "/".join(self.name.split("/", 3)[:3])
+
+    @property
+    def relative_error(self) -> float:
+        """The largest distance beside the root mean square of b, or that of the statistics.
+
+        inf if it cannot be told: other shapes, NaN on one side.
+        """
+        if self.numbers is not None:
+            found = self.numbers
+            return math.inf if found.n_nan_only_a or found.n_nan_only_b else found.relative_error
+        if self.kind == "statistics" and self.a.statistics and self.b.statistics:
+            return _statistics_error(self.a.statistics, self.b.statistics)
+        return 0.0 if self.equal else math.inf
+
+
+@dataclass
+class CaptureComparison:
+    """The differences of two captured runs.
+
+    Attributes
+    ----------
+    compared : list of CapturedDifference
+        All values that both have, equal or not, in the first run's order of execution.
+    only_in_a, only_in_b : list of str
+        Calls that one run has alone, and values of calls that both have, in order of execution.
+    remarks : list of str
+        What was not compared, and differences that do not count.
+    nbytes : int
+        Bytes of the first run's tensors that were compared.
+    """
+
+    compared: list[CapturedDifference] = field(default_factory=list)
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    nbytes: int = 0
+
+    @property
+    def differences(self) -> list[CapturedDifference]:
+        """Values that differ by more than the tolerance."""
+        return [each for each in self.compared if not each.equal]
+
+    @property
+    def first(self) -> CapturedDifference | None:
+        """The first of them in the first run's order of execution."""
+        return next((each for each in self.compared if not each.equal), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are no differences."""
+        return not (self.only_in_a or self.only_in_b or self.first)
+
+
+def compare_captures(
+    a: Any,
+    b: Any,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    exact: bool = False,
+    step: int | None = None,
+    recover: bool = False,
+    progress: bool = False,
+    a_storage_options: Mapping[str, Any] | None = None,
+    b_storage_options: Mapping[str, Any] | None = None,
+) -> CaptureComparison:
+    """Compare two runs that :func:`ptsave.capture` has recorded, or one with a checkpoint.
+
+    Values are aligned by step, phase, module, number of the call and argument, so runs may differ
+    in dtype, device, compilation and the order of their calls.  Tensors are read and compared in
+    pieces, the next ones while these are compared: some 150 MiB of memory, however large they are.
+    Where one run has statistics alone, those are compared.
+
+    Parameters
+    ----------
+    a, b : str, os.PathLike or file-like
+        Captures; or a capture and a checkpoint of any kind, whose tensors are compared with the
+        parameters of a step, by their names.
+    rtol, atol : float, optional
+        Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, and NaN equals any NaN.  By
+        default they are those of :func:`torch.testing.assert_close` for the coarser dtype, and one
+        unit in the last place of 8-bit floats.  If only one is given, the other is 0.
+    exact : bool, default False
+        Whether only the same bits are equal; of two dtypes, the same values.
+    step : int, optional
+        Compare this step alone.  Beside a checkpoint the default is the first one.
+    recover : bool, default False
+        Whether to read what killed runs have left, as :func:`ptsave.open` does.
+    progress : bool, default False
+        Whether to show a progress bar.
+    a_storage_options, b_storage_options : mapping, optional
+        For the file systems of URLs, of a and of b.
+
+    Returns
+    -------
+    CaptureComparison
+
+    Raises
+    ------
+    ValueError
+        If neither is a capture, they have no step in common, or a tolerance is negative.
+    TypeError
+        If the values of two tensors are of kinds that cannot be compared.
+    OSError, CorruptCheckpointError, pickle.UnpicklingError
+        As :func:`ptsave.open`.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     paths = [os.path.join(folder, name) for name in ("a.pt", "b.pt")]
+    ...     for path in paths:
+    ...         with ptsave.capture(model, path, what=["inputs", "outputs"]):
+    ...             _ = model(torch.ones(2, 4))
+    ...         _ = model[2].bias.data.add_(1.0)
+    ...     found = ptsave.compare_captures(*paths)
+    >>> found.equal, found.first.name, round(found.first.numbers.max_abs, 3)
+    (False, '0/forward/2#0/outputs', 1.0)
+    """
+    tolerances = Tolerances(rtol, atol, exact=exact)
+    localize = recovered if recover else None
+    with position_kept(a), position_kept(b):
+        first = second = open_contents(a, a_storage_options, localize=localize)
+        # A file object that is both sides has one position, so it is opened once.
+        if b is not a or b_storage_options != a_storage_options:
+            second = open_contents(b, b_storage_options, localize=localize)
+        with pausing_garbage_collection():
+            sides = CapturedSide(first), CapturedSide(second)
+            result = CaptureComparison()
+            pairs = _aligned(*sides, step, result)
+            _compare(*sides, pairs, tolerances, result, progress)
+        return result
+
+
+def _aligned(
+    a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
+) -> list[tuple[CapturedValue, CapturedValue]]:
+    """Return the values that both sides have, in a's order; note those that one has alone."""
+    if a.run is None or b.run is None:
+        matched = matched_parameters(a, b, step)
+        result.only_in_a, result.only_in_b = matched.only_in_a, matched.only_in_b
+        result.remarks += matched.remarks
+        return matched.pairs
+    steps = _common_steps(a, b, step, result.remarks)
+    of_a, of_b = a.values_of(steps), b.values_of(steps)
+    _note_alone(a, b, of_a, of_b, result)
+    return [(value, of_b[name]) for name, value in of_a.items() if name in of_b]
+
+
+def _common_steps(
+    a: CapturedSide, b: CapturedSide, step: int | None, remarks: list[str]
+) -> set[int]:
+    of_a, of_b = a.steps, b.steps
+    common = of_a & of_b if step is None else of_a & of_b & {step}
+    if not common:
+        wanted = "no step in common" if step is None else f"no step {step} in common"
+        raise ValueError(
+            f"{a.path} and {b.path} have {wanted}: their steps are {_numbers(of_a)} and "
+            f"{_numbers(of_b)}"
+        )
+    if step is None:
+        for side, steps in ((a, of_a - of_b), (b, of_b - of_a)):
+            if steps:
+                remarks.append(f"not compared: steps that only {side.path} has: {_numbers(steps)}")
+    return common
+
+
+def _numbers(steps: Iterable[int]) -> str:
+    shown = sorted(steps)
+    return ", ".join(map(str, shown[:8])) + (", ..." if len(shown) > 8 else "") or "none"
+
+
+def _note_alone(
+    a: CapturedSide,
+    b: CapturedSide,
+    of_a: Mapping[str, CapturedValue],
+    of_b: Mapping[str, CapturedValue],
+    result: CaptureComparison,
+) -> None:
+    """Note what one side has alone: a difference, unless that was to be expected."""
+    same_selection = a.selection == b.selection
+    for side, other, names in (
+        (a, b, alone(of_a, of_b)),
+        (b, a, alone(of_b, of_a)),
+    ):
+        if not names:
+            continue
+        if same_selection and other.is_complete:
+            (result.only_in_a if side is a else result.only_in_b).extend(names)
+            continue
+        reason = (
+            "the captures were asked for different values"
+            if not same_selection
+            else f"the capture {other.path} was not completed"
+        )
+        result.remarks.append(
+            f"only in {side.path}, as {reason}: {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        )
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+def _compare(  # noqa: PLR0917
+    a: CapturedSide,
+    b: CapturedSide,
+    pairs: Sequence[tuple[CapturedValue, CapturedValue]],
+    tolerances: Tolerances,
+    result: CaptureComparison,
+    progress: bool,
+) -> None:
+    compared, unread = _split(a, b, pairs, tolerances)
+    result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in unread.values())
+    found = {}
+    with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
+        done = _adding(callback)
+        measure = _Measure(tolerances)
+        compared_pairs = compare_tensors(a.source, b.source, unread.values(), measure, done)
+        for key, (_, numbers) in zip(unread, compared_pairs, strict=True):
+            found[key] = numbers
+    for x, y in pairs:
+        difference = compared.get(x.name)
+        if difference is None:
+            numbers = found[x.stored, y.stored]
+            equal = not (numbers.n_different if tolerances.exact else numbers.n_outside)
+            difference = CapturedDifference(x.name, "numbers", equal, x, y, numbers)
+        if a.run is None:
+            difference = replace(difference, name=y.name)
+        result.compared.append(difference)
+    n_left = sum(each.kind == "not compared" for each in result.compared)
+    if n_left:
+        result.remarks.append(
+            f"not compared: {count_text(n_left, 'tensor')}, of which one side has neither values "
+            "nor statistics"
+        )
+
+
+_Keys = tuple[str, str]
+
+
+def _split(
+    a: CapturedSide,
+    b: CapturedSide,
+    pairs: Iterable[tuple[CapturedValue, CapturedValue]],
+    tolerances: Tolerances,
+) -> tuple[dict[str, CapturedDifference], dict[_Keys, TensorPair]]:
+    """Return differences that the records tell, and pairs of tensors that have to be read."""
+    compared: dict[str, CapturedDifference] = {}
+    unread: dict[_Keys, TensorPair] = {}  # an output is the next input: read once
+    for x, y in pairs:
+        if (x.stored, y.stored) in unread:
+            continue
+        kind, equal = _kind_by_records(x, y)
+        if kind is None and x.stored and y.stored:
+            pair = TensorPair(x.name, a.tensor(x), b.tensor(y))
+            kind = _kind_by_tensors(pair)
+            if kind is None:
+                unread[x.stored, y.stored] = pair
+                continue
+        if kind is None:
+            kind, equal = _by_statistics(x, y, tolerances)
+        compared[x.name] = CapturedDifference(x.name, kind, equal, x, y)
+    return compared, unread
+
+
+def _kind_by_records(x: CapturedValue, y: CapturedValue) -> tuple[Kind | None, bool]:
+    if x.kind != y.kind:
+        return "type", False
+    if x.kind == "tensor":
+        return ("shape", False) if x.shape != y.shape else (None, False)
+    if x.kind == "container":
+        return "shape", x.shape == y.shape
+    if x.type != y.type and not {x.type, y.type} <= {"int", "float", "bool"}:
+        return "type", False
+    return "value", x.type in _OF_THE_RUN or _same_plain(x.value, y.value)
+
+
+def _same_plain(x: object, y: object) -> bool:
+    if isinstance(x, float) and isinstance(y, float) and math.isnan(x):
+        return math.isnan(y)
+    return x == y
+
+
+def _kind_by_tensors(pair: TensorPair) -> Kind | None:
+    """Return the kind of difference of tensors whose elements cannot be paired."""
+    if pair.a.is_nested or pair.b.is_nested:
+        return "layout" if pair.a.is_nested != pair.b.is_nested else None
+    if pair.a.shape != pair.b.shape:
+        return "shape"
+    return "layout" if pair.a.layout != pair.b.layout else None
+
+
+def _by_statistics(x: CapturedValue, y: CapturedValue, tolerances: Tolerances) -> tuple[Kind, bool]:
+    if x.statistics is None or y.statistics is None:
+        return "not compared", True
+    if x.dtype == y.dtype and x.statistics.checksum == y.statistics.checksum:
+        return "statistics", True
+    if tolerances.exact and x.dtype == y.dtype:
+        return "statistics", False
+    tolerance = tolerances.of(_dtype(x.dtype), _dtype(y.dtype))
+    counts = all(
+        getattr(x.statistics, name) == getattr(y.statistics, name)
+        for name in ("numel", "n_nan", "n_inf")
+    )
+    near = all(
+        _is_near(one, other, tolerance.rtol, tolerance.atol)
+        for one, other in _figures(x.statistics, y.statistics)
+    )
+    return "statistics", counts and near
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.bool
+
+
+def _figures(a: Statistics, b: Statistics) -> Iterator[tuple[complex, complex]]:
+    for name in ("mean", "std", "min", "max", "norm"):
+        yield getattr(a, name), getattr(b, name)
+
+
+def _is_near(a: complex, b: complex, rtol: float, atol: float) -> bool:
+    if cmath.isnan(a) or cmath.isnan(b):
+        return cmath.isnan(a) and cmath.isnan(b)
+    return a == b or abs(a - b) <= atol + rtol * abs(b)
+
+
+def _statistics_error(a: Statistics, b: Statistics) -> float:
+    if (a.n_nan, a.n_inf, a.numel) != (b.n_nan, b.n_inf, b.numel):
+        return math.inf
+    rms = b.norm / math.sqrt(max(1, b.numel))
+    figures = [pair for pair in _figures(a, b) if not any(map(cmath.isnan, pair))]
+    largest = max(abs(x - y) for x, y in [*figures[:-1], (0.0, 0.0)])  # the last one is the norm
+    return largest / rms if rms else math.inf if largest else 0.0
+
+
+class _Measure:
+    """Finds the `TensorDifference` of two tensors."""
+
+    def __init__(self, tolerances: Tolerances) -> None:
+        self._tolerances = tolerances
+        self._n_threads = max(1, config.current().n_threads // 2)  # the others read meanwhile
+
+    def same(self, pair: TensorPair) -> TensorDifference | None:
+        return None  # their NaNs are counted, too
+
+    def difference(
+        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
+    ) -> TensorDifference:
+        try:
+            x, y = dense_values(a, b)
+            tolerance = self._tolerances.of(x.dtype, y.dtype)
+            found = difference_of_rows(x, y, tolerance, self._n_threads)
+            if found is None and x.dtype == y.dtype:  # no numbers: of their bytes
+                x, y = (each.contiguous().view(torch.uint8) for each in (x, y))
+                found = difference_of_rows(x, y, tolerance)
+            if found is None:
+                raise TypeError("one of them has no numbers")
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise cannot_compare(pair, a, b, error) from error
+        if a.layout != torch.strided or not begin:
+            return found
+        return found.moved(begin)
+
+
+def _adding(callback: ProgressCallback | None) -> Callable[[int], None]:
+    """Return a function that adds up bytes for a progress bar."""
+    n_done = 0
+
+    def done(nbytes: int) -> None:
+        nonlocal n_done
+        n_done += nbytes
+        if callback is not None:
+            callback(n_done)
+
+    return done

@@ -1,0 +1,181 @@
+"""`TensorDifference`: everything that one pass over two tensors of one shape tells about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.comparison.numbers import Tolerance
+
+__all__ = ["TensorDifference", "difference_of_rows", "row_and_order"]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Counts and sizes of the differences between two tensors; those of parts add up.
+
+    Attributes
+    ----------
+    numel : int
+        Count of numbers on each side.
+    n_different : int
+        Count of those with other bits or, between two dtypes, another value.
+    n_outside : int
+        Count of those outside the tolerance.
+    n_nan_a, n_nan_b, n_inf_a, n_inf_b : int
+        Counts of NaN and of infinities of each side.
+    n_nan_only_a, n_nan_only_b : int
+        Those where the other side is not NaN.
+    n_inf_mismatch : int
+        Infinities that meet a finite number, or one of another sign.
+    max_abs : int or float
+        The largest distance of two numbers of which none is NaN; of whole numbers exactly.
+    max_rel : float
+        The largest distance divided by the absolute value in b; inf where that is 0.
+    product, squares_a, squares_b : float
+        Sums of a * b, a * a and b * b, where both are finite.
+    ulps : tuple of int
+        Counts of numbers that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
+        apart, in the coarser dtype; the 66th of them is of two signs, and of NaN and infinities
+        that the other side has not.  Counts behind the last one that is not 0 are left out.
+    first : tuple of int or None
+        The index of the first number that differs, in a's order of memory.
+    """
+
+    numel: int = 0
+    n_different: int = 0
+    n_outside: int = 0
+    n_nan_a: int = 0
+    n_nan_b: int = 0
+    n_inf_a: int = 0
+    n_inf_b: int = 0
+    n_nan_only_a: int = 0
+    n_nan_only_b: int = 0
+    n_inf_mismatch: int = 0
+    max_abs: int | float = 0
+    max_rel: float = 0.0
+    product: float = 0.0
+    squares_a: float = 0.0
+    squares_b: float = 0.0
+    ulps: tuple[int, ...] = ()
+    first: tuple[int, ...] | None = None
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between both, as vectors; NaN if one of them alone is 0."""
+        if self.squares_a == 0 == self.squares_b or not self.n_different:
+            return 1.0
+        norms = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
+        return max(-1.0, min(1.0, self.product / norms)) if 0 < norms < math.inf else math.nan
+
+    @property
+    def relative_error(self) -> float:
+        """The largest distance, divided by the root mean square of b.
+
+        Unlike `max_rel`, numbers near zero do not decide it.
+        """
+        if not self.max_abs:
+            return 0.0
+        rms = math.sqrt(self.squares_b / max(1, self.numel))
+        return self.max_abs / rms if rms else math.inf
+
+    def __add__(self, other: TensorDifference) -> TensorDifference:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        longer, shorter = sorted((self.ulps, other.ulps), key=len, reverse=True)
+        rest = (*shorter, *[0] * (len(longer) - len(shorter)))
+        return TensorDifference(
+            **sums,
+            max_abs=max(self.max_abs, other.max_abs),
+            max_rel=max(self.max_rel, other.max_rel),
+            ulps=tuple(map(sum, zip(longer, rest, strict=True))),
+            first=self.first if self.first is not None else other.first,
+        )
+
+    def times(self, n: int) -> TensorDifference:
+        """Return the difference of n such parts."""
+        sums = {name: getattr(self, name) * n for name in _SUMS}
+        return replace(self, **sums, ulps=tuple(n * count for count in self.ulps))
+
+    def moved(self, begin: Sequence[int]) -> TensorDifference:
+        """Return that of a part, which begins at an index."""
+        if self.first is None:
+            return self
+        first = tuple(x + y for x, y in zip(begin, self.first, strict=True))
+        return replace(self, first=first)
+
+
+_OTHERS = {"max_abs", "max_rel", "ulps", "first"}
+_SUMS = [field.name for field in fields(TensorDifference) if field.name not in _OTHERS]
+
+
+def row_and_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the numbers of two tensors in a's order of memory, and its dimensions so ordered."""
+    dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
+    return _row(a.permute(dims)), _row(b.permute(dims)), dims
+
+
+def _row(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def difference_of_rows(
+    a: Tensor, b: Tensor, tolerance: Tolerance, n_threads: int = 1
+) -> TensorDifference | None:
+    """Compare two strided tensors of one shape on the CPU, in one pass, whatever their dtypes.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        Of any strides.
+    tolerance : Tolerance
+        Numbers are near if ``abs(a - b) <= atol + rtol * abs(b)``; NaN is near any NaN.
+    n_threads : int
+        Threads of a large tensor.
+
+    Returns
+    -------
+    TensorDifference or None
+        None if the elements of one are no numbers (bits, quantized ones).
+
+    Raises
+    ------
+    ValueError
+        If their shapes differ, or one of them alone is of torch.float4_e2m1fn_x2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> a = torch.tensor([1.0, 2.0, 4.0])
+    >>> found = difference_of_rows(a, a.bfloat16() * 1.5, Tolerance(0, 1))
+    >>> found.n_different, found.n_outside, found.max_abs, found.ulps[-1], found.first
+    (3, 1, 2.0, 3, (0,))
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"tensors of {list(a.shape)} and {list(b.shape)} cannot be compared")
+    x, y, dims = row_and_order(a.detach(), b.detach())
+    found = _C.tensor_difference(x, y, tolerance.rtol, tolerance.atol, n_threads)
+    if found is None:
+        return None
+    first = found.pop("first_different")
+    ulps = found.pop("ulps")
+    n_used = max((i + 1 for i, count in enumerate(ulps) if count), default=0)
+    return TensorDifference(
+        **found,
+        ulps=ulps[:n_used],
+        first=_index(first, a, dims) if found["n_different"] else None,
+    )
+
+
+def _index(flat: int, a: Tensor, dims: list[int]) -> tuple[int, ...]:
+    """Return the index in a tensor of a number in its row."""
+    if a.dtype == torch.float4_e2m1fn_x2:  # of which an element has two
+        flat //= 2
+    index = [0] * len(dims)
+    for dim in reversed(dims):
+        flat, index[dim] = divmod(flat, a.shape[dim])
+    return tuple(index)

@@ -1,0 +1,234 @@
+"""Statistics of the tensors of a file: of a capture by modules, of any other one by entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+from urllib.parse import unquote
+
+from ptsave.capturing.tensors import local_values, statistics_of
+from ptsave.contents.contents import Contents
+from ptsave.inspection.listing import FileListing
+from ptsave.support import config
+from ptsave.tree.capture_schema import CALL_FIELDS, VALUE_FIELDS
+from ptsave.tree.captured_run import CapturedRun, Row
+from ptsave.tree.names import entry_not_found
+from ptsave.tree.pooled_statistics import PooledStatistics
+
+__all__ = ["ModuleStatistics", "ValueStatistics", "entry_statistics", "module_statistics"]
+
+_PHASES = {  # in the order of the list, with the ends of names
+    "forward": "",
+    "recompute": " (recomputed)",
+    "backward": ".grad",
+    "recompute_backward": ".grad (recomputed)",
+    "params": "",
+    "grads": ".grad",
+}
+_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
+_STEP, _MODULE, _CLASS = map(CALL_FIELDS.index, ("step", "module", "class_name"))
+_NAME, _KIND, _DTYPE, _SHAPE, _NBYTES, _NOTE, _STATISTICS = map(
+    VALUE_FIELDS.index, ("name", "kind", "dtype", "shape", "nbytes", "note", "statistics")
+)
+
+
+@dataclass
+class ValueStatistics:
+    """Tensors of one name, of all calls and steps, as if they were one.
+
+    Attributes
+    ----------
+    name : str
+        ``"inputs/0"``, ``"outputs.grad"``, ``"weight"``, ``"weight.grad"``, ...
+    phase : str
+        As in the names of the capture; empty for the entry of a checkpoint.
+    n_tensors, nbytes : int
+        How many tensors these are, and the bytes of their elements.
+    dtypes, shapes : dict
+        Their dtypes and shapes, each once, in the order of their first appearance.
+    statistics : PooledStatistics or None
+        None if none of them has any; `note` may say why.
+    """
+
+    name: str
+    phase: str = ""
+    n_tensors: int = 0
+    nbytes: int = 0
+    dtypes: dict[str, None] = field(default_factory=dict)
+    shapes: dict[tuple[Any, ...], None] = field(default_factory=dict)
+    statistics: PooledStatistics | None = None
+    note: str = ""
+
+    def add(self, row: Row) -> None:
+        """Add a captured tensor."""
+        self.n_tensors += 1
+        self.nbytes += row[_NBYTES]
+        self.dtypes[row[_DTYPE]] = None
+        self.shapes[row[_SHAPE]] = None
+        self.note = self.note or row[_NOTE]
+        self.add_statistics(row[_STATISTICS])
+
+    def add_statistics(self, found: Sequence[Any] | None) -> None:
+        if found is not None:
+            self.statistics = self.statistics or PooledStatistics()
+            self.statistics.add(found)
+
+
+@dataclass
+class ModuleStatistics:
+    """A module of a capture, with its values.
+
+    Attributes
+    ----------
+    path : str
+        As :meth:`torch.nn.Module.named_modules` says it.
+    class_name : str
+        Full name of its class.
+    n_calls : int
+        How often it was called, recomputations counted.
+    values : list of ValueStatistics
+        By phases, in the order of their first appearance.
+    depth : int
+        How many of the modules that are listed it is in.
+    label : str
+        Its path in the innermost of them; for the model itself the name of its class.
+    """
+
+    path: str
+    class_name: str
+    n_calls: int = 0
+    values: list[ValueStatistics] = field(default_factory=list)
+    depth: int = 0
+    label: str = ""
+
+
+def module_statistics(
+    run: CapturedRun, *, step: int | None = None, patterns: Sequence[str] = ()
+) -> list[ModuleStatistics]:
+    """Return the modules of a capture, each in front of those in it.
+
+    Parameters
+    ----------
+    run : CapturedRun
+        The capture.
+    step : int, optional
+        Only records of this step.
+    patterns : sequence of str
+        Paths of modules, which include all that is in them, or shell patterns.
+
+    Raises
+    ------
+    EntryNotFoundError
+        If a pattern is that of no module.
+    ValueError
+        If there are no records of this step.
+    """
+    if step is not None and step not in run.steps:
+        raise ValueError(f"{run.path}: no records of step {step}: there are {_numbers(run.steps)}")
+    modules = {path: ModuleStatistics(path, name) for path, name in run.modules.items()}
+    for row in run.call_rows:
+        module = modules.setdefault(row[_MODULE], ModuleStatistics(row[_MODULE], row[_CLASS]))
+        module.n_calls += step in (None, row[_STEP])
+    for path, values in _values_by_module(run, step).items():
+        module = modules.setdefault(path, ModuleStatistics(path, ""))
+        module.values = sorted(values.values(), key=lambda value: _NUMBERS[value.phase])
+    chosen = [modules[path] for path in _selected(run.path, modules, patterns)]
+    _nest(chosen)
+    return chosen
+
+
+def _numbers(steps: Sequence[int]) -> str:
+    shown = [*steps[:5], "...", steps[-1]] if len(steps) > 7 else steps
+    return ", ".join(map(str, shown)) or "none at all"
+
+
+def _values_by_module(
+    run: CapturedRun, step: int | None
+) -> dict[str, dict[tuple[str, str], ValueStatistics]]:
+    """Return the values of each module by phase and path."""
+    found: dict[str, dict[tuple[str, str], ValueStatistics]] = {}  # by the text in the name
+    of_step = None if step is None else str(step)
+    for row in run.value_rows:
+        if row[_KIND] != "tensor":
+            continue
+        in_step, phase, call, path = row[_NAME].split("/", 3)
+        if of_step not in (None, in_step):
+            continue
+        values = found.setdefault(call.partition("#")[0], {})
+        value = values.get((phase, path))
+        if value is None:
+            value = ValueStatistics(f"{path}{_PHASES[phase]}", phase)
+            values[phase, path] = value
+        value.add(row)
+    return {unquote(text): values for text, values in found.items()}
+
+
+def _selected(file: str, paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the paths that some patterns mean, and those of all modules in them."""
+    paths = list(paths)
+    if not patterns:
+        return paths
+    roots: set[str] = set()
+    for pattern in patterns:
+        met = {path for path in paths if path == pattern or fnmatchcase(path, pattern)}
+        if not met:
+            raise entry_not_found(file, pattern, paths)
+        roots |= met
+    return [path for path in paths if not roots.isdisjoint(_around(path))]
+
+
+def _around(path: str) -> Iterable[str]:
+    """Yield a module's path and those of the modules that it is in, from inside."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _nest(modules: Sequence[ModuleStatistics]) -> None:
+    """Set how deep each module is, and its path in the one that it is listed below."""
+    by_path = {module.path: module for module in modules}
+    for module in modules:
+        outer = [path for path in _around(module.path) if path in by_path][1:]
+        module.depth = len(outer)
+        module.label = module.path
+        if outer and outer[0]:
+            module.label = module.path[len(outer[0]) + 1 :]
+        elif not module.path:
+            module.label = module.class_name.rpartition(".")[2]
+
+
+def entry_statistics(
+    contents: Contents, listing: FileListing, numbers: Iterable[int]
+) -> dict[int, ValueStatistics]:
+    """Read tensors one after the other; return their statistics by the numbers of their nodes.
+
+    Parameters
+    ----------
+    contents : Contents
+        The file.
+    listing : FileListing
+        Its listing.
+    numbers : iterable of int
+        Numbers of nodes; those of containers and other values are left out.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the data of a tensor is damaged.
+    """
+    found = {}
+    for number in numbers:
+        node = listing.tree.nodes[number]
+        if node.tensor >= 0:
+            (tensor,) = contents.read([node.value], None)
+            nbytes = listing.facts[node.tensor][4]
+            value = found[number] = ValueStatistics(node.name, n_tensors=1, nbytes=nbytes)
+            values, value.note = local_values(tensor)
+            if values is not None:
+                value.add_statistics(statistics_of(values, config.current().n_threads))
+                if value.statistics is None:
+                    value.note = f"{tensor.dtype}: no statistics"
+    return found

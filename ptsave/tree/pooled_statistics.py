@@ -1,0 +1,79 @@
+"""`PooledStatistics`: statistics of several tensors, as if they were one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ptsave.tree.capture_schema import Statistics
+
+__all__ = ["PooledStatistics"]
+
+
+class PooledStatistics:
+    """Statistics to which those of tensors are added.
+
+    The variance is that of all elements, by the parallel algorithm of Chan et al.
+
+    Attributes
+    ----------
+    numel, n_nan, n_inf, n_zero : int
+        Elements of all tensors.
+    mean : int, float or complex
+        Of the finite elements, as are the others; NaN if there are none.
+    min, max, norm : int or float
+        As of `Statistics`.
+
+    Examples
+    --------
+    >>> pooled = PooledStatistics()
+    >>> pooled.add((2, 0, 0, 0, 1.0, 0.0, 1.0, 1.0, 2.0**0.5, 0))  # two ones
+    >>> pooled.add((2, 0, 0, 0, 3.0, 0.0, 3.0, 3.0, 18.0**0.5, 0))  # two threes
+    >>> pooled.mean, round(pooled.std, 6), pooled.max, round(pooled.norm, 6)
+    (2.0, 1.154701, 3.0, 4.472136)
+    """
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.n_nan = 0
+        self.n_inf = 0
+        self.n_zero = 0
+        self.mean: complex = math.nan
+        self.min: float = math.nan
+        self.max: float = math.nan
+        self.norm = 0.0
+        self._n_finite = 0
+        self._squares = 0.0  # of the distances to the mean
+
+    @property
+    def std(self) -> float:
+        """The square root of the unbiased variance; NaN of fewer than two finite elements."""
+        return math.sqrt(self._squares / (self._n_finite - 1)) if self._n_finite > 1 else math.nan
+
+    def add(self, statistics: Sequence[Any]) -> None:
+        """Add the fields of the `Statistics` of a tensor."""
+        found = Statistics(*statistics[: len(Statistics._fields)])
+        self.numel += found.numel
+        self.n_nan += found.n_nan
+        self.n_inf += found.n_inf
+        self.n_zero += found.n_zero
+        n_finite = found.numel - found.n_nan - found.n_inf
+        if n_finite <= 0:
+            return
+        self.min = found.min if self._n_finite == 0 else min(self.min, found.min)
+        self.max = found.max if self._n_finite == 0 else max(self.max, found.max)
+        self.norm = math.hypot(self.norm, found.norm)
+        self._add_moments(n_finite, found.mean, found.std)
+
+    def _add_moments(self, n: int, mean: complex, std: float) -> None:
+        squares = std * std * (n - 1) if n > 1 else 0.0
+        if self._n_finite == 0:
+            self._n_finite, self.mean, self._squares = n, mean, squares
+            return
+        total = self._n_finite + n
+        apart = mean - self.mean
+        distance = math.hypot(apart.real, apart.imag)
+        self._squares += squares + distance * distance * (self._n_finite / total) * n
+        self.mean += apart * (n / total)
+        self._n_finite = total

@@ -1,0 +1,345 @@
+"""Limits of captures: memory, full disks, kills, several ranks, targets that are no files."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from _system import Child, mounted
+from captured_runs import Run, captured
+from torch import nn
+
+import ptsave
+from ptsave.background import saves
+from ptsave.capturing.capture import Capture, _default_staged_nbytes
+from ptsave.support import memory_limits
+from ptsave.tree.capture_schema import parse_name
+from ptsave.tree.captured_run import CapturedRun
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pt"
+
+
+def recovered(folder: Path) -> dict[str, Any]:
+    """Return the entries of the only temporary file in a directory."""
+    (leftover,) = folder.glob(".run.pt.*.ptsave")
+    with ptsave.open(leftover, recover=True) as archive:
+        obj: Any = archive._contents.obj
+        return {name: archive[name] for name in obj}
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def test_the_default_of_memory_on_its_way_from_accelerators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Is 1 GiB, or less in a small container, or one that many ranks share."""
+    monkeypatch.setattr(memory_limits, "share_nbytes", lambda n_ranks: (64 << 30) // n_ranks)
+    assert _default_staged_nbytes() == 1024 * MIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert _default_staged_nbytes() == 512 * MIB
+    monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", f"{7 * MIB}")
+    assert _default_staged_nbytes() == 7 * MIB
+
+
+def test_errors_name_the_option_of_an_archive(path: Path) -> None:
+    with ptsave.ArchiveWriter(path, max_memory_bytes=1000) as writer:
+        with pytest.raises(ptsave.StagingFullError, match="raise max_memory_bytes") as caught:
+            writer.add("large", torch.ones(1000))
+        assert "ptsave.save" not in str(caught.value)
+        assert caught.value.max_staged_bytes == 1000
+    with pytest.raises(ptsave.StagingFullError, match=r"raise max_staged_bytes .*ptsave\.save"):
+        ptsave.async_save(torch.ones(1000), io.BytesIO(), max_staged_bytes=1000)
+    model = nn.Identity()
+    with (
+        pytest.raises(ptsave.StagingFullError, match="raise max_memory_bytes"),
+        ptsave.capture(model, path, max_memory_bytes=100_000),
+    ):
+        model(torch.ones(100_000))
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop", "raise"])
+def test_what_finds_no_room(path: Path, when_full: Any) -> None:
+    """Tensors are left out, or raise; records of calls are complete either way."""
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    options: dict[str, Any] = {"max_memory_bytes": "500KB", "when_full": when_full}
+    large, small = torch.ones(200_000), torch.ones(50_000)
+
+    def run() -> None:
+        for _ in range(20):
+            model(small)
+        if when_full == "drop":
+            model(large)
+
+    try:
+        captures = captured(model, run, path, **options)
+    except ptsave.StagingFullError:
+        assert when_full == "raise"
+        captures = Run(path)  # it is complete but for the call that raised
+        assert captures.entries["capture/end"]["steps"] == 1
+        return
+    assert len(captures.calls) == (63 if when_full == "drop" else 60)
+    assert saves._budget._held == {}
+    if when_full == "drop":
+        value = captures.values["0/forward/#20/inputs/0"]
+        assert value.note == "dropped: no room in memory"
+        assert captures.entries["capture/end"]["dropped"] >= 1
+    else:
+        assert all(value.note == "" for value in captures.values.values())
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop", "raise"])
+def test_memory_that_no_record_fits_into(path: Path, when_full: Any) -> None:
+    with pytest.raises(ptsave.StagingFullError, match="raise max_memory_bytes"):
+        ptsave.capture(nn.Identity(), path, max_memory_bytes=100, when_full=when_full).start()
+    assert os.listdir(path.parent) == []
+
+
+def test_fsync_is_carried_through(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    finish = ptsave.ArchiveWriter.close
+
+    def close(writer: ptsave.ArchiveWriter) -> None:
+        found.append(writer._fsync)
+        finish(writer)
+
+    monkeypatch.setattr(ptsave.ArchiveWriter, "close", close)
+    for fsync in (False, True):
+        model = nn.Identity()
+        captured(model, lambda model=model: model(torch.ones(2)), path, fsync=fsync)  # type: ignore[misc]
+    assert found == [False, True]
+
+
+# ------------------------------------------------------------------------------------------- disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "none") as disk:
+        yield disk
+
+
+def fill_disk(model: nn.Module, capture: Capture) -> None:
+    for i in range(1000):
+        model(torch.full((50_000,), float(i)))
+        capture.step()
+        time.sleep(0.005)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when_full", ["wait", "drop", "raise"])
+def test_a_full_disk(small_disk: Path, when_full: Any) -> None:
+    """Ends the capture by an error in a hook; the steps before are in the file that it names."""
+    model = nn.Sequential(nn.Identity())
+    path = small_disk / "run.pt"
+    with (
+        pytest.raises(ptsave.SaveError, match=r"No space left on device.*recover=True") as caught,
+        ptsave.capture(model, path, when_full=when_full) as capture,
+    ):
+        fill_disk(model, capture)
+    assert caught.value.errno == errno.ENOSPC
+    assert not path.exists()
+    assert saves._budget._held == {}
+    assert not model[0]._forward_hooks
+    entries = recovered(small_disk)
+    assert "capture/end" not in entries
+    check_steps(entries, 50_000)
+
+
+def test_a_full_disk_at_the_end(small_disk: Path) -> None:
+    model = nn.Identity()
+    capture = ptsave.capture(model, small_disk / "run.pt").start()
+    model(torch.ones(10))
+    capture._writer.flush()
+    model(torch.ones(2 * MIB))
+    with pytest.raises(ptsave.SaveError, match="recover=True"):
+        capture.stop()
+    capture.stop()  # there is nothing more to do
+    assert "capture" in recovered(small_disk)
+
+
+def check_steps(entries: dict[str, Any], n: int) -> int:
+    """Compare what was recorded of steps with the values that they had; return their number."""
+    assert next(iter(entries)) == "capture"
+    run = CapturedRun(entries, "run.pt")
+    steps = sorted({call.step for call in run.calls()})
+    assert steps == list(range(len(steps)))
+    for value in run.values():
+        step = parse_name(value.name).step
+        assert torch.equal(entries[value.stored], torch.full((n,), float(step)))
+    return len(steps)
+
+
+def train_for_ever(path: Path, seed: int) -> NoReturn:
+    model = nn.Sequential(nn.Identity())
+    step = 0
+    capture = ptsave.capture(model, path, fsync=seed % 2 == 0).start()
+    while True:
+        model(torch.full((1000 + 20_000 * (seed % 3),), float(step)))
+        capture.step()
+        step += 1
+        time.sleep(0.002)
+
+
+@pytest.mark.timeout(120)
+def test_kills(tmp_path: Path) -> None:
+    """Whenever it comes, all that was written before is read, in whole steps of right values."""
+    total = 0
+    for i, seconds in enumerate((0.0, 0.05, 0.1, 0.2, 0.3, 0.5)):
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        child = Child(functools.partial(train_for_ever, folder / "run.pt", i))
+        time.sleep(seconds)
+        child.kill()
+        assert not (folder / "run.pt").exists()
+        try:
+            entries = recovered(folder)
+        except (ValueError, ptsave.CorruptCheckpointError):
+            continue  # it had not begun, or had not finished a batch
+        total += check_steps(entries, 1000 + 20_000 * (i % 3))
+    assert total > 0
+
+
+# ------------------------------------------------------------------------------------------ targets
+
+
+def test_targets(path: Path) -> None:
+    model = nn.Identity()
+    for target, kind, message in (
+        ("s3://bucket/run.pt", ptsave.UnsupportedUrlError, "a file of this machine"),
+        (io.BytesIO(), TypeError, "path must be a str or os.PathLike, not BytesIO"),
+        (path.parent, IsADirectoryError, "Is a directory"),
+        (path / "no" / "run.pt", FileNotFoundError, "does not exist"),
+        ("/dev/full", ptsave.SaveError, "not a regular file"),
+    ):
+        with pytest.raises(kind, match=message):
+            ptsave.capture(model, target).start()  # type: ignore[arg-type]
+        assert not model._forward_hooks
+    captured(model, lambda: model(torch.ones(2)), path)
+    with ptsave.capture(model, str(path)):  # it replaces the one before
+        model(torch.ones(3))
+    assert Run(path).tensor("0/forward/#0/inputs/0").numel() == 3
+    assert os.listdir(path.parent) == ["run.pt"]
+
+
+# -------------------------------------------------------------------------------------------- ranks
+
+RANK_OF_TWO = """
+import json, sys, warnings, torch, ptsave
+import torch.distributed as dist
+warnings.simplefilter("error")
+rank, folder = int(sys.argv[1]), sys.argv[2]
+model = torch.nn.Identity()
+found = {}
+
+def run(name, path, **options):
+    try:
+        with ptsave.capture(model, path, **options):
+            model(torch.full((2,), float(rank)))
+        found[name] = "written"
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {error}"
+
+capture = ptsave.capture(model, folder + "/early.pt")
+dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=rank, world_size=2)
+run("unnamed", folder + "/unnamed.pt")
+run("shared", folder + "/shared.pt", rank=0)
+run("own", folder + f"/own-{rank}.pt", rank=rank)
+try:
+    capture.start()
+except RuntimeError as error:
+    found["early"] = str(error)
+dist.barrier()
+dist.destroy_process_group()
+run("after", folder + f"/after-{rank}.pt")
+print(json.dumps(found))
+"""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK_OF_TWO]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate()[0].splitlines()[-1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    for rank, found in enumerate(map(json.loads, outputs)):
+        assert found["unnamed"].startswith(
+            f"RuntimeError: {tmp_path}/unnamed.pt: of the 2 ranks of this job, each would replace"
+        )
+        assert "rank=rank" in found["unnamed"]
+        assert "of the 2 ranks" in found["early"]
+        assert found["own"] == found["after"] == "written"
+        run = Run(tmp_path / f"own-{rank}.pt")
+        assert run.tensor("0/forward/#0/inputs/0").tolist() == [rank, rank]
+    zero, one = map(json.loads, outputs)
+    assert zero["shared"] == "written"
+    assert "this process is rank 1, and the file is that of rank 0" in one["shared"]
+
+
+def test_ranks_of_a_launcher(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Identity()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(RuntimeError, match="of the 4 ranks"):
+        ptsave.capture(model, path).start()
+    with pytest.raises(RuntimeError, match="is rank 2"):
+        ptsave.capture(model, path, rank=0).start()
+    captured(model, lambda: model(torch.ones(2)), path, rank=2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    captured(model, lambda: model(torch.ones(2)), path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adam"},
+        {"fsync": "x"},
+        {"statistics": "no"},
+        {"tensors": None},
+        {"call_stacks": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_of_another_type_is_refused_before_anything_is_done(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=next(iter(options))):
+        ptsave.capture(model, tmp_path / "run.pt", **options)
+    with pytest.raises(TypeError, match="model must be"):
+        ptsave.capture([model], tmp_path / "run.pt")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hooks_are_removed_if_the_optimizer_takes_none(tmp_path: Path) -> None:
+    class Refusing:
+        def register_step_post_hook(self, _hook: object) -> NoReturn:
+            raise RuntimeError("no hooks")
+
+    model = nn.Linear(2, 2)
+    capture = ptsave.capture(model, tmp_path / "run.pt", optimizer=Refusing())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no hooks"):
+        capture.start()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert list(tmp_path.iterdir()) == []

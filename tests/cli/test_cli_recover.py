@@ -1,0 +1,100 @@
+"""`--recover`: what a killed process has left is listed, extracted and converted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from _system import Child
+from click.testing import CliRunner
+from stock_comparison import assert_same_object
+from torch import nn
+
+import ptsave
+from ptsave.cli.commands import commands
+
+ENTRIES = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.int8)}
+
+
+def leftover_of(path: Path) -> str:
+    (leftover,) = path.parent.glob(f".{path.name}.*.ptsave")
+    return str(leftover)
+
+
+@pytest.fixture
+def leftover(tmp_path: Path) -> str:
+    path = tmp_path / "run.pt"
+
+    def write() -> None:
+        writer = ptsave.ArchiveWriter(path)
+        writer.add_group(ENTRIES)
+        writer.flush()
+        writer.add("late", torch.ones(3))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Child(write).wait()
+    return leftover_of(path)
+
+
+def output_of(*arguments: str) -> str:
+    result = CliRunner().invoke(commands, [*arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", ["ls", "extract", "convert"])
+def test_without_it_the_file_is_damaged(leftover: str, tmp_path: Path, command: str) -> None:
+    rest = {"ls": [], "extract": ["a"], "convert": [str(tmp_path / "new.pt")]}[command]
+    result = CliRunner().invoke(commands, [command, leftover, *rest])
+    assert result.exit_code == 2
+    assert os.listdir(tmp_path) == [os.path.basename(leftover)]
+
+
+def test_ls(leftover: str) -> None:
+    listed = json.loads(output_of("ls", leftover, "--recover", "--json"))
+    assert [tensor["name"] for tensor in listed["tensors"]] == ["a", "b"]
+    assert "a  float32  [2, 3]  24 B" in output_of("ls", leftover, "--recover")
+    assert "2.5" in output_of("ls", leftover, "--recover", "--stats")
+
+
+def test_extract(leftover: str, tmp_path: Path) -> None:
+    target = tmp_path / "a.pt"
+    output_of("extract", leftover, "a", "--recover", "-o", str(target))
+    assert_same_object(torch.load(target), ENTRIES["a"])
+
+
+def test_convert(leftover: str, tmp_path: Path) -> None:
+    """It becomes a file that torch reads."""
+    target = tmp_path / "new.pt"
+    output_of("convert", leftover, str(target), "--recover")
+    assert_same_object(torch.load(target), ENTRIES)
+    ptsave.convert(leftover, tmp_path / "new.safetensors", recover=True)
+    with ptsave.open(tmp_path / "new.safetensors") as archive:
+        assert_same_object(archive.get_tensor("b"), ENTRIES["b"])
+
+
+def test_a_whole_file_is_as_without(tmp_path: Path) -> None:
+    path = tmp_path / "whole.pt"
+    torch.save(ENTRIES, path)
+    assert output_of("ls", str(path), "--recover") == output_of("ls", str(path))
+
+
+def test_a_capture(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+
+    def train() -> None:
+        model = nn.Linear(2, 2)
+        capture = ptsave.capture(model, path).start()
+        model(torch.ones(1, 2))
+        capture.step()
+        capture._writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Child(train).wait()
+    shown = output_of("ls", leftover_of(path), "--recover", "--stats")
+    assert "unfinished: the process was killed" in shown
+    assert "1 step, 1 call" in shown

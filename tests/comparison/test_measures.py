@@ -1,0 +1,271 @@
+"""`difference_of_rows`, compared with expressions of torch in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.comparison.measures import TensorDifference, difference_of_rows
+from ptsave.comparison.numbers import Tolerance
+
+# Of torch: a prototype.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+FLOATS = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
+COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
+INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NOT_NEAR = 65  # the bucket of ULPs of two signs
+
+
+def difference(a: Tensor, b: Tensor, rtol: float = 0, atol: float = 0) -> TensorDifference:
+    found = difference_of_rows(a, b, Tolerance(rtol, atol), 2)
+    assert found is not None
+    return found
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    return (data % 2).bool() if dtype == torch.bool else data.view(dtype)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.complex32:
+        return torch.complex(tensor.real.double(), tensor.imag.double())
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def assert_like_torch(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> None:
+    found = difference(a, b, rtol, atol)
+    x, y = wide(a), wide(b)
+    if x.is_complex() or y.is_complex():
+        x, y = x.to(torch.complex128), y.to(torch.complex128)
+    nan_x, nan_y = x.isnan(), y.isnan()
+    inf_x, inf_y = x.isinf() & ~nan_x, y.isinf() & ~nan_y
+    finite = x.isfinite() & y.isfinite()
+    assert found.numel == a.numel()
+    assert (found.n_nan_a, found.n_nan_b) == (int(nan_x.sum()), int(nan_y.sum()))
+    assert (found.n_inf_a, found.n_inf_b) == (int(inf_x.sum()), int(inf_y.sum()))
+    assert found.n_nan_only_a == int((nan_x & ~nan_y).sum())
+    assert found.n_nan_only_b == int((nan_y & ~nan_x).sum())
+    mismatch = (inf_x | inf_y) & ~nan_x & ~nan_y & (x != y)
+    assert found.n_inf_mismatch == int(mismatch.sum())
+    same = (x == y) | (nan_x & nan_y)
+    if a.dtype != b.dtype:
+        assert found.n_different == int((~same).sum())
+    distance = (x - y)[finite].abs()
+    allowed = atol + rtol * y[finite].abs()
+    n_far = int((distance > allowed).sum()) + int((~finite & ~same).sum())
+    assert found.n_outside == n_far
+    if mismatch.any():
+        assert found.max_abs == found.max_rel == math.inf
+    elif len(distance):
+        assert float(found.max_abs) == pytest.approx(distance.max().item(), rel=1e-14)
+        ratio = torch.where(distance > 0, distance / y[finite].abs(), 0.0).max().item()
+        assert found.max_rel == pytest.approx(ratio, rel=1e-14)
+    for sum_found, left, right in (
+        (found.product, x, y),
+        (found.squares_a, x, x),
+        (found.squares_b, y, y),
+    ):
+        expected = (left[finite].conj() * right[finite]).real
+        size = expected.abs().sum().item()
+        if math.isfinite(size):
+            assert sum_found == pytest.approx(expected.sum().item(), abs=1e-11 * size)
+    assert sum(found.ulps) == found.numel
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
+def test_random_bits(dtype: torch.dtype) -> None:
+    """Among them NaNs of all payloads, infinities, denormal numbers, extremes."""
+    a, b = (random_bytes(dtype, (7, 901), seed) for seed in (1, 2))
+    assert_like_torch(a, b)
+    assert_like_torch(a, a)
+    assert_like_torch(a, b, 0.5, 1e-3)
+    bits = INTEGER_OF.get(dtype.itemsize, torch.int64)
+    differ = a.view(bits) != b.view(bits)
+    if dtype.itemsize == 16:
+        differ = differ.view(7, 901, 2).any(2)
+    found = difference(a, b)
+    assert found.n_different == int(differ.sum())
+    assert found.first == tuple(differ.nonzero()[0].tolist())
+    assert difference(a, a).first is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    list(itertools.permutations([*FLOATS, torch.int8, torch.int64, torch.complex64], 2)),
+    ids=str,
+)
+def test_two_dtypes(one: torch.dtype, other: torch.dtype) -> None:
+    a, b = random_bytes(one, (3001,), 3), random_bytes(other, (3001,), 4)
+    assert_like_torch(a, b, 0.5, 1e-3)
+
+
+def ordered(tensor: Tensor) -> Tensor:
+    """Return floats as integers, of which neighbours are one unit in the last place apart."""
+    bits = tensor.view(INTEGER_OF[tensor.itemsize])
+    bits = bits.to(torch.int64)
+    return torch.where(bits < 0, -(bits & (2 ** (8 * tensor.itemsize - 1) - 1)), bits)
+
+
+def bucket(ulps: int) -> int:
+    return 0 if ulps == 0 else (ulps - 1).bit_length() + 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:4], ids=str)
+def test_ulps(dtype: torch.dtype) -> None:
+    a = torch.randn(4000).to(dtype)
+    step = torch.randint(0, 300, (4000,)).to(INTEGER_OF[dtype.itemsize])
+    b = (a.view(step.dtype) + step).view(dtype)
+    distances = (ordered(a) - ordered(b)).abs().tolist()
+    signs = ((a < 0) != (b < 0)).tolist()
+    expected = [0] * 66
+    for distance, differs in zip(distances, signs, strict=True):
+        expected[NOT_NEAR if differs else bucket(distance)] += 1
+    found = difference(a, b).ulps
+    assert list(found) == expected[: len(found)]
+    assert difference(b, a).ulps == found
+
+
+@pytest.mark.parametrize("dtype", FLOATS[2:8], ids=str)
+def test_ulps_are_of_the_coarser_dtype(dtype: torch.dtype) -> None:
+    """A rounded number is no unit away from the one it was."""
+    a = torch.cat([torch.randn(1000), torch.randn(1000) * 1e-3, torch.randn(1000) * 1e-5])
+    assert difference(a, a.to(dtype)).ulps == (3000,)
+    assert difference(a.to(dtype).double(), a.to(dtype)).n_different == 0
+
+
+def test_ulps_of_special_numbers() -> None:
+    a = torch.tensor([0.0, 0.0, 1.0, math.inf, math.inf, math.nan, math.nan, 1e-45])
+    b = torch.tensor([-0.0, 1e-45, -1.0, math.inf, -math.inf, math.nan, 1.0, -1e-45])
+    found = difference(a, b)
+    assert found.ulps[:2] == (3, 1)
+    assert found.ulps[NOT_NEAR] == 4
+    assert found.n_outside == 5
+    assert difference(a, b, 0, 10).n_outside == 2  # that of signs of infinity, and of a NaN
+
+
+def test_zeros_and_nans_of_other_bits() -> None:
+    a = torch.tensor([0.0, math.nan])
+    b = torch.tensor([0x80000000 - 2**32, 0x7FC12345], dtype=torch.int32).view(torch.float32)
+    found = difference(a, b)
+    assert (found.n_different, found.n_outside, found.max_abs) == (2, 0, 0)
+    assert (found.cosine, found.relative_error) == (1, 0)
+
+
+def test_whole_numbers_are_exact() -> None:
+    extremes = torch.tensor([-(2**63), 2**63 - 1, 2**53 + 1])
+    found = difference(extremes, extremes.flip(0))
+    assert found.max_abs == 2**63 + 2**53 + 1
+    found = difference(torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([0]))
+    assert (found.max_abs, type(found.max_abs)) == (2**64 - 1, int)
+    most = difference(torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([-(2**63)]))
+    assert most.max_abs == 1.5 * 2.0**64
+    assert difference(torch.tensor([True]), torch.tensor([3])).max_abs == 2
+
+
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), max_size=30))
+def test_any_numbers(pairs: list[tuple[float, float]]) -> None:
+    a = torch.tensor([x for x, _ in pairs])
+    b = torch.tensor([y for _, y in pairs])
+    assert_like_torch(a, b)
+    assert_like_torch(a.double(), b, 0.25, 1e-30)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (1, 1)])
+def test_small_shapes(shape: tuple[int, ...]) -> None:
+    a = torch.ones(shape)
+    assert_like_torch(a, 2 * a)
+    found = difference(a, 2 * a)
+    assert found.first == ((0,) * len(shape) if a.numel() else None)
+    assert found.cosine == pytest.approx(1)
+
+
+def test_strides() -> None:
+    base = torch.randn(8, 6, 4)
+    for a in (base.transpose(0, 2), base[:, ::2], base[1:, 1:], base.flip(0), base[0, 0, 0]):
+        b = a.contiguous().clone()
+        assert difference(a, b).n_different == 0
+        b.view(-1)[-1] += 1
+        found = difference(a, b)
+        assert found.first == tuple(n - 1 for n in a.shape)
+        assert_like_torch(a, b)
+        assert_like_torch(b, a)
+    assert_like_torch(base.expand(3, 8, 6, 4), torch.randn(3, 8, 6, 4))
+    z = torch.randn(4, dtype=torch.complex64)
+    assert difference(z.conj(), z.conj().resolve_conj()).n_different == 0
+
+
+def test_float4() -> None:
+    a, b = (
+        torch.tensor(bits, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        for bits in ([0x71, 0x22], [0x71, 0x32])
+    )
+    found = difference(a, b)
+    assert (found.numel, found.n_different, found.max_abs, found.first) == (4, 1, 0.5, (1,))
+    with pytest.raises(ValueError, match="two numbers"):
+        difference(a, torch.zeros(2))
+
+
+def test_large_tensors_and_parts() -> None:
+    a = torch.randn(3000, 1000)
+    b = a + 1e-6 * torch.randn(3000, 1000)
+    assert_like_torch(a, b, 1e-6)
+    found = difference(a, b, 1e-6)
+    halves = difference(a[:1500], b[:1500], 1e-6) + difference(a[1500:], b[1500:], 1e-6)
+    assert found.cosine == pytest.approx(halves.cosine, rel=1e-12)
+    assert (found.ulps, found.first, found.n_outside) == (
+        halves.ulps,
+        halves.first,
+        halves.n_outside,
+    )
+    assert found.times(2).n_outside == 2 * found.n_outside
+
+
+def test_cosine() -> None:
+    a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
+    assert difference(a, b).cosine == 0
+    assert difference(a, -a).cosine == -1
+    assert math.isnan(difference(a, 0 * a).cosine)
+    assert difference(0 * a, -0.0 * a).cosine == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        (torch.ones(2), 3, "expected a tensor"),
+        (torch.ones(2, 2).t(), torch.ones(2, 2), "contiguous"),
+        (torch.ones(2, device="meta"), torch.ones(2), "CPU memory"),
+        (torch.ones(2), torch.ones(3), "two shapes"),
+        (torch.ones(2).to_sparse(), torch.ones(2), "contiguous"),
+    ],
+)
+def test_refused(a: Any, b: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        _C.tensor_difference(a, b)
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(ValueError, match=r"\[2\] and \[3\]"):
+        difference(torch.ones(2), torch.ones(3))
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"no memory|out of bounds"):
+        difference(torch.ones(4), freed)
+    bits = torch.ones(2, dtype=torch.uint8).view(torch.bits8)
+    assert difference_of_rows(bits, bits, Tolerance(0, 0)) is None

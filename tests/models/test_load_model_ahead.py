@@ -1,0 +1,185 @@
+"""Tensors that are read ahead for weight_loaders, from cold shards, in a pipeline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ptsave
+from ptsave.bench.system import cached_fraction, make_cold
+
+MIB = 1 << 20
+N_SHARDS = 6
+KINDS: list[Literal["safetensors", "pt"]] = ["safetensors", "pt"]
+Loader = Callable[[nn.Parameter, Tensor], None]
+
+
+def weights() -> dict[str, Tensor]:
+    """Return 36 MiB, large and small, of which each of `N_SHARDS` has a part."""
+    torch.manual_seed(0)
+    tensors = {}
+    for i in range(3 * N_SHARDS):
+        tensors[f"{i:02}a"] = torch.randn(1000, 500 + i)
+        tensors[f"{i:02}b"] = torch.randn(100 + i)
+    return tensors
+
+
+def model_of(tensors: dict[str, Tensor], loader: Loader | None) -> nn.ParameterDict:
+    model = nn.ParameterDict({name: torch.zeros_like(each) for name, each in tensors.items()})
+    if loader is not None:
+        for parameter in model.values():
+            parameter.weight_loader = loader
+    return model
+
+
+@pytest.fixture(params=KINDS)
+def cold(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Return a folder of cold shards."""
+    ptsave.save_model(weights(), tmp_path, max_shard_size=6_500_000, format=request.param)
+    shards = list(tmp_path.glob("*-of-*"))
+    assert len(shards) == N_SHARDS
+    for shard in shards:
+        make_cold(shard, drop_all=False)
+    return tmp_path
+
+
+def assert_filled(model: nn.ParameterDict) -> None:
+    for name, tensor in weights().items():
+        assert torch.equal(model[name], tensor), name
+
+
+def copy(parameter: nn.Parameter, tensor: Tensor) -> None:
+    parameter.copy_(tensor)
+
+
+def copy_slowly(parameter: nn.Parameter, tensor: Tensor) -> None:
+    time.sleep(0.002)
+    parameter.copy_(tensor)
+
+
+def copy_by_threads(parameter: nn.Parameter, tensor: Tensor) -> None:
+    halves = zip(parameter.detach().chunk(2), tensor.chunk(2), strict=True)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda pair: pair[0].copy_(pair[1]), halves))
+
+
+@pytest.mark.parametrize("loader", [None, copy, copy_slowly, copy_by_threads])
+def test_every_tensor_arrives(cold: Path, loader: Loader | None) -> None:
+    model = model_of(weights(), loader)
+    ptsave.load_model(model, cold)
+    assert_filled(model)
+
+
+def test_every_second_tensor_is_kept(cold: Path) -> None:
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+
+    def loader(parameter: nn.Parameter, tensor: Tensor) -> None:
+        if len(kept) % 2:
+            kept.append((parameter, tensor))
+        else:
+            kept.append((parameter, tensor.clone()))
+            tensor.zero_()  # nobody else sees it
+
+    model = model_of(weights(), loader)
+    ptsave.load_model(model, cold)
+    with torch.no_grad():
+        for parameter, tensor in kept:
+            parameter.copy_(tensor)
+    assert_filled(model)
+
+
+def test_a_thread_that_copies_later(cold: Path) -> None:
+    """It has a reference until it is done, and so the memory is not used again before."""
+    with ThreadPoolExecutor(1) as thread:
+
+        def later(parameter: nn.Parameter, tensor: Tensor) -> None:
+            time.sleep(0.003)
+            parameter.detach().copy_(tensor)
+
+        def loader(parameter: nn.Parameter, tensor: Tensor) -> None:
+            thread.submit(later, parameter, tensor)
+
+        model = model_of(weights(), loader)
+        ptsave.load_model(model, cold)
+    assert_filled(model)
+
+
+def test_few_pages_are_touched(cold: Path) -> None:
+    if any(cold.glob("*.bin")):
+        pytest.skip("records are read in larger batches")
+    places: set[int] = set()
+
+    def loader(parameter: nn.Parameter, tensor: Tensor) -> None:
+        if tensor.nbytes > MIB:
+            places.add(tensor.data_ptr())
+        parameter.copy_(tensor)
+
+    same = {f"{i:02}": torch.full((1 << 20,), i, dtype=torch.float32) for i in range(64)}
+    folder = cold / "same"
+    folder.mkdir()
+    ptsave.save_model(same, folder)
+    make_cold(folder / "model.safetensors", drop_all=False)
+    ptsave.load_model(model_of(same, loader), folder)
+    assert len(places) * 4 * MIB <= 96 * MIB
+
+
+def test_a_loader_that_raises_ends_the_reading(cold: Path) -> None:
+    n_threads = threading.active_count()
+    seen = []
+
+    def loader(parameter: nn.Parameter, tensor: Tensor) -> None:
+        seen.append(parameter)
+        if len(seen) == 5:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough") as caught:
+        ptsave.load_model(model_of(weights(), loader), cold)
+    assert len(seen) == 5
+    assert "while" in caught.value.__notes__[0]
+    assert threading.active_count() == n_threads
+
+
+def test_a_flipped_bit_of_a_record(cold: Path) -> None:
+    shards = sorted(cold.glob("*.bin"))
+    if not shards:
+        pytest.skip("safetensors files have no checksums")
+    data = bytearray(shards[2].read_bytes())
+    data[3 * MIB] ^= 1
+    shards[2].write_bytes(data)
+    with pytest.raises(ptsave.CorruptCheckpointError, match="data/"):
+        ptsave.load_model(model_of(weights(), copy), cold)
+
+
+def has_direct_reads(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("loader", [None, copy])
+def test_only_the_beginning_goes_through_the_page_cache(
+    tmp_path: Path, loader: Loader | None
+) -> None:
+    """That of all shards together, which is slower than reading past it."""
+    tensors = {f"{i:02}": torch.full((1 << 20,), i, dtype=torch.float32) for i in range(18)}
+    ptsave.save_model(tensors, tmp_path, max_shard_size=12 * MIB)
+    shards = list(tmp_path.glob("*.safetensors"))
+    for shard in shards:
+        make_cold(shard, drop_all=False)
+    if not has_direct_reads(shards[0]):
+        pytest.skip("this file system has no direct reads")
+    model = model_of(tensors, loader)
+    ptsave.load_model(model, tmp_path)
+    assert all(torch.equal(model[name], tensor) for name, tensor in tensors.items())
+    assert sum(cached_fraction(path) * path.stat().st_size for path in shards) <= 60 * MIB
