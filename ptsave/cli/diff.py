@@ -91,10 +91,11 @@ def command(
     and NaN equals any NaN.
 
     With --capture A and B are runs that ptsave.capture has recorded, aligned by step, module and
-    call: the first call that differs comes first, then each module's largest difference (error is
-    the largest distance beside the root mean square of B).  The tolerance is that of assert_close
-    for the coarser dtype, unless --rtol, --atol or --exact is given.  One of both may be a
-    checkpoint: it is compared with the parameters of a step.
+    call: the first call that differs comes first, then the worst of each module's values in each
+    column.  The error is the largest distance beside the root mean square of B; the cosine of zeros
+    and zeros is 1, and "-" where there is no angle.  The tolerance is that of assert_close for the
+    coarser dtype, unless --rtol, --atol or --exact is given.  One of both may be a checkpoint: it
+    is compared with the parameters of a step.
 
     Exit code: 0 if they are equal, 1 if they differ, 2 if that could not be found out.
     """

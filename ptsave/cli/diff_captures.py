@@ -17,6 +17,7 @@ __all__ = ["capture_json", "capture_lines", "plot_errors"]
 
 _WIDTH = 80
 _NAME_WIDTH = 34
+_SIZES_WIDTH = 19  # max abs and max rel
 _N_MODULES = 20
 _N_ALONE = 10
 _TINY = 1e-12  # where equal values are drawn
@@ -26,7 +27,7 @@ _TINY = 1e-12  # where equal values are drawn
 
 
 def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> Iterator[str]:
-    """Yield lines for people: the first difference, then each module's largest one."""
+    """Yield lines for people: the first difference, then each module's largest ones."""
     first = found.first
     if first is not None:
         yield from _first_lines(found, first)
@@ -60,7 +61,7 @@ def _details(difference: CapturedDifference) -> Iterator[str]:
         index = "" if numbers.first is None else f", the first at {list(numbers.first)}"
         yield (
             f"max abs {_short(numbers.max_abs)}, max rel {_short(numbers.max_rel)}, "
-            f"cosine {numbers.cosine:.6g}{index}"
+            f"cosine {_cosine_text(numbers.cosine, '.6g')}{index}"
         )
         if any((numbers.n_nan_a, numbers.n_nan_b, numbers.n_inf_a, numbers.n_inf_b)):
             yield (
@@ -105,6 +106,11 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
+def _cosine_text(cosine: float, form: str) -> str:
+    """Return a cosine, or a dash where there is no angle."""
+    return "-" if math.isnan(cosine) else format(cosine, form)
+
+
 def _ulp_counts(numbers: TensorDifference) -> dict[str, int]:
     """Return the counts that are not 0, by the distances that they are of."""
     found = {}
@@ -140,20 +146,26 @@ def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
         f"{'error':>9} {'cosine':>8}"
     )
     for module, differences in [*modules.items()][:top]:
-        worst = max(differences, key=lambda each: each.relative_error)
-        yield _module_line(module, len(differences), worst)
+        yield _module_line(module, differences)
     if len(modules) > top:
         yield f"and {len(modules) - top} more modules"
 
 
-def _module_line(module: str, n: int, worst: CapturedDifference) -> str:
+def _module_line(module: str, differences: list[CapturedDifference]) -> str:
+    """Return the largest difference of each kind, which may be those of several values."""
     name = cut(printable(module) or "(the model)", _NAME_WIDTH)
-    numbers = worst.numbers
-    if numbers is None:
-        return f"{name:{_NAME_WIDTH}} {n:>6} {worst.kind:>9}"
+    error = max(each.relative_error for each in differences)
+    numbers = [each.numbers for each in differences if each.numbers is not None]
+    sizes = ", ".join(dict.fromkeys(each.kind for each in differences))
+    if numbers:
+        max_abs = max(each.max_abs for each in numbers)
+        max_rel = max(each.max_rel for each in numbers)
+        sizes = f"{_short(max_abs):>9} {_short(max_rel):>9}"
+    cosines = [each.cosine for each in numbers if not math.isnan(each.cosine)]
+    cosine = _cosine_text(min(cosines, default=math.nan), ".5f")
     return (
-        f"{name:{_NAME_WIDTH}} {n:>6} {_short(numbers.max_abs):>9} {_short(numbers.max_rel):>9} "
-        f"{_short(worst.relative_error):>9} {numbers.cosine:>8.5f}"
+        f"{name:{_NAME_WIDTH}} {len(differences):>6} {cut(sizes, _SIZES_WIDTH):>{_SIZES_WIDTH}} "
+        f"{_short(error):>9} {cosine:>8}"
     )
 
 

@@ -67,9 +67,17 @@ class TensorDifference:
 
     @property
     def cosine(self) -> float:
-        """The cosine of the angle between both, as vectors; NaN if one of them alone is 0."""
-        if self.squares_a == 0 == self.squares_b or not self.n_different:
+        """The cosine of the angle between both, as vectors of the numbers that are finite in both.
+
+        1.0 if both are 0 everywhere.  NaN where there is no angle: one of them alone is 0, beside
+        zeros there are only numbers that are NaN or infinite on one side, or a float64 is so large
+        or small that its square is none.
+        """
+        if not self.n_different:
             return 1.0
+        if self.squares_a == 0 == self.squares_b:
+            is_zero = not (self.max_abs or self.n_nan_only_a or self.n_nan_only_b)
+            return 1.0 if is_zero else math.nan
         norms = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
         return max(-1.0, min(1.0, self.product / norms)) if 0 < norms < math.inf else math.nan
 

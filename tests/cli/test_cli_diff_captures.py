@@ -131,3 +131,41 @@ def test_options_that_need_it(diff: Run) -> None:
     result = CliRunner().invoke(commands, ["diff", "a.pt", "b.pt", "--step", "0"])
     assert result.exit_code == 2
     assert "need --capture" in result.stderr
+
+
+class Two(nn.Module):
+    """Returns constants: a row of the table is of two values."""
+
+    def __init__(self, *outputs: list[float]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.tensor(output) for output in self.outputs]
+
+
+def two_runs(a: nn.Module, b: nn.Module) -> list[str]:
+    for name, model in (("a.pt", a), ("b.pt", b)):
+        with ptsave.capture(model, name, what=["outputs"]):
+            model(torch.ones(1))
+    result = CliRunner().invoke(commands, ["diff", "a.pt", "b.pt", "--capture"])
+    assert result.exit_code == 1
+    return result.stdout.splitlines()
+
+
+def test_the_table_has_maxima_of_each_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The first has the larger error, the second the larger distance and the smaller cosine.
+    lines = two_runs(Two([2.0, 0.0], [0.0, 100.0]), Two([1.0, 0.0], [100.0, 100.0]))
+    assert lines[-2].split() == ["(the", "model)", "2", "100", "1", "1.41", "0.70711"]
+    # Neither zeros on one side nor a shape has an angle, and neither hides the other columns.
+    lines = two_runs(Two([0.0, 0.0], [1.0, 1.0]), Two([3.0, 4.0], [1.0, 2.0]))
+    assert lines[-2].split()[2:] == ["2", "4", "1", "1.13", "0.94868"]
+    lines = two_runs(Two([0.0, 0.0]), Two([3.0, 4.0]))
+    assert lines[-2].split()[2:] == ["1", "4", "1", "1.13", "-"]
+    lines = two_runs(Two([0.0, 0.0]), Two([3.0, 4.0, 5.0]))
+    assert lines[-2].split()[2:] == ["1", "shape", "inf", "-"]
+    lines = two_runs(Two([0.0, 0.0], [1.0]), Two([3.0, 4.0, 5.0], [2.0]))
+    assert lines[-2].split()[2:] == ["2", "1", "0.5", "inf", "1.00000"]

@@ -245,6 +245,17 @@ def test_cosine() -> None:
     assert difference(0 * a, -0.0 * a).cosine == 1
 
 
+def test_cosine_where_there_is_no_angle() -> None:
+    zeros = torch.zeros(3)
+    nan, infinity = (torch.tensor([0.0, x, 0.0]) for x in (math.nan, math.inf))
+    assert difference(nan, nan.clone()).cosine == 1
+    for a, b in itertools.permutations((zeros, nan, infinity), 2):
+        assert math.isnan(difference(a, b).cosine)
+    for size in (1e-200, 1e200):  # whose squares float64 does not have
+        a = torch.tensor([size], dtype=torch.float64)
+        assert math.isnan(difference(a, -a).cosine)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "words"),
     [
