@@ -170,6 +170,9 @@ setup(
     extras_require={
         "safetensors": ["safetensors>=0.4"],  # load_model, save_model
         "plot": ["matplotlib>=3.7"],  # ptsave bench --plot
+        # ptsave.integrations
+        "lightning": ["lightning>=2.6"],
+        "pytorch-lightning": ["pytorch-lightning>=2.6"],
     },
     ext_modules=[Extension("ptsave._C", sources=[])],
     cmdclass={

@@ -35,6 +35,7 @@ ROOMS = (
     "comparison",
     "conversion",
     "installation",
+    "integrations",
     "lazy_buffers",
     "__init__",
     "bench",

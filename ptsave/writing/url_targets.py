@@ -135,6 +135,18 @@ class UrlTarget:
                 self.file_system.makedirs(self.path, exist_ok=True)
         self.files()
 
+    def make_parent(self) -> None:
+        """Make the directory that this file is in, with its parents, where there are any.
+
+        Raises
+        ------
+        SaveError
+            If it cannot be made.
+        """
+        if not self.is_object_store:
+            with save_errors(self.url, "its directory cannot be made"):
+                self.file_system.makedirs(self.file_system._parent(self.path), exist_ok=True)
+
     def files(self) -> list[str]:
         """Return the names of the files in this directory; none if it is not there."""
         with save_errors(self.url, "the directory cannot be listed"):

@@ -1,0 +1,1 @@
+"""ptsave inside other libraries: each module serves one, and is imported by who uses that."""

@@ -1,0 +1,182 @@
+"""Saves in the background for libraries that save, and remove what is older, by path.
+
+A library removes its old checkpoint as soon as the call that saves the new one has returned.  Here
+that one is not written by then.  So a removal waits for the saves that were begun before it: if one
+of them fails, the old checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from ptsave import _C
+from ptsave.background.async_save import async_save
+from ptsave.background.save_future import SaveFuture
+from ptsave.errors import add_note
+from ptsave.sources.urls import is_url_target
+from ptsave.writing.targets import resolve_file
+from ptsave.writing.url_targets import UrlTarget, save_errors
+
+__all__ = ["PendingSaves", "make_parent", "remove_checkpoint"]
+
+
+class PendingSaves:
+    """The unfinished saves of one writer of checkpoints, and removals that wait for them.
+
+    Safe to use from any thread.  A copy, a pickle and a forked process begin without saves.
+    """
+
+    def __init__(self) -> None:
+        self._start_afresh()
+
+    def save(self, obj: object, path: str, **options: Any) -> SaveFuture:
+        """Begin a save; `options` are those of :func:`ptsave.async_save`.
+
+        Its directory is made.  A removal of the same path that is still to come is dropped, as the
+        save replaces the file.
+        """
+        self._check_process()
+        make_parent(path, options.get("storage_options"))
+        key = _key(path)
+        with self._changed:
+            removed = self._removals.pop(key, None)
+        try:
+            future = async_save(obj, path, **options)
+        except BaseException:
+            if removed is not None:
+                with self._changed:
+                    self._removals[key] = removed
+            raise
+        with self._changed:
+            self._pending.add(future)
+        # Not the future's own method: then somebody would count as knowing the outcome.
+        Future.add_done_callback(future, lambda _: self._finish(future))
+        return future
+
+    def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Remove a checkpoint once the saves that have begun are durable; now if there are none."""
+        self._check_process()
+        with self._changed:
+            if self._pending:
+                self._removals[_key(path)] = (path, storage_options, set(self._pending))
+                return
+        remove_checkpoint(path, storage_options)
+
+    def check(self) -> None:
+        """Raise the error of an earlier save or removal that nobody has learned of yet."""
+        self._check_process()
+        errors: list[BaseException] = []
+        with self._changed:
+            failures = list(self._failures)
+            self._failures.clear()
+        for failure in failures:
+            if not isinstance(failure, SaveFuture):
+                errors.append(failure)
+            elif not failure.observed():
+                error = failure.exception()
+                assert error is not None
+                errors.append(error)
+        for other in errors[1:]:
+            add_note(errors[0], f"another checkpoint failed, too: {other}")
+        if errors:
+            raise errors[0]
+
+    def wait(self) -> None:
+        """Wait until nothing is pending; then `check`."""
+        self._check_process()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+        self.check()
+
+    # ------------------------------------------------------------------------- on the other thread
+
+    def _finish(self, future: SaveFuture) -> None:
+        """Do the removals that have waited for a save; runs on the thread that wrote."""
+        failed = future.cancelled() or Future.exception(future) is not None
+        with self._changed:
+            if failed and not future.cancelled():
+                self._failures.append(future)
+            due = self._due_removals(future, failed=failed)
+        try:
+            for path, storage_options in due:
+                try:
+                    remove_checkpoint(path, storage_options)
+                except Exception as error:
+                    with self._changed:
+                        self._failures.append(error)
+        finally:
+            with self._changed:
+                self._pending.discard(future)
+                self._changed.notify_all()
+
+    def _due_removals(
+        self, future: SaveFuture, *, failed: bool
+    ) -> list[tuple[str, Mapping[str, Any] | None]]:
+        due = []
+        for key, (path, storage_options, awaited) in list(self._removals.items()):
+            if future not in awaited:
+                continue
+            awaited.discard(future)
+            if not failed and awaited:
+                continue
+            del self._removals[key]
+            if not failed:
+                due.append((path, storage_options))
+        return due
+
+    # -------------------------------------------------------------------------- copies and children
+
+    def _start_afresh(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._pending: set[SaveFuture] = set()
+        self._removals: dict[str, tuple[str, Mapping[str, Any] | None, set[SaveFuture]]] = {}
+        self._failures: list[SaveFuture | Exception] = []
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            self._start_afresh()
+
+    def __reduce__(self) -> tuple[type[PendingSaves], tuple[()]]:
+        return PendingSaves, ()
+
+
+def make_parent(path: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Make the directory that a file is to be saved in, with its parents.
+
+    Raises
+    ------
+    SaveError
+        If it cannot be made.
+    """
+    target = resolve_file(path, storage_options)
+    if isinstance(target, UrlTarget):
+        target.make_parent()
+        return
+    parent = os.path.dirname(target)
+    if parent:
+        with save_errors(parent, "the directory cannot be made"):
+            os.makedirs(parent, exist_ok=True)
+
+
+def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Remove a file or a directory, if it is there; it may be at a URL."""
+    target = resolve_file(path, storage_options)
+    if isinstance(target, UrlTarget):
+        with suppress(FileNotFoundError), save_errors(path, "it cannot be removed"):
+            target.file_system.rm(target.path, recursive=True)
+    elif os.path.isdir(target) and not os.path.islink(target):
+        shutil.rmtree(target)
+    else:
+        _C.remove_file(os.fsencode(target))
+
+
+def _key(path: str) -> str:
+    """Return what is the same for all names of a path, as far as they tell."""
+    return path if is_url_target(path) else os.path.abspath(path)

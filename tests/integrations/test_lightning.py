@@ -1,0 +1,368 @@
+"""Lightning with ptsave's plug-ins: resumed exactly, verified, whole or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from _corruption import flip_middle
+
+import ptsave
+from ptsave.background import saves as background
+from ptsave.integrations.pending_saves import PendingSaves
+
+PACKAGES = ("lightning", "pytorch_lightning")
+KINDS = ("CheckpointIO", "AsyncCheckpointIO")
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(request.param, reason=f"pip install {request.param}")
+        yield request.param
+
+
+def plug_in(package: str, kind: str, **options: Any) -> Any:
+    module = importlib.import_module(f"ptsave.integrations.{package}")
+    return getattr(module, kind)(**options)
+
+
+def library(package: str) -> ModuleType:
+    name = "lightning.pytorch" if package == "lightning" else package
+    return importlib.import_module(name)
+
+
+def trainer(package: str, root: Path, *plugins: Any, epochs: int, **options: Any) -> Any:
+    defaults = {
+        "max_epochs": epochs,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(root),
+        "plugins": list(plugins),
+        "callbacks": [
+            library(package).callbacks.ModelCheckpoint(dirpath=str(root / "ckpt"), save_last=True)
+        ],
+    }
+    return library(package).Trainer(**{**defaults, **options})
+
+
+def module(package: str) -> Any:
+    """Return a model whose loss also depends on the random state that a resumed run must have."""
+
+    class Model(library(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1))
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            generator = torch.Generator().manual_seed(1)
+            data = torch.utils.data.TensorDataset(torch.randn(12, 8, generator=generator))
+            return torch.utils.data.DataLoader(data, batch_size=4)
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def fit(package: str, root: Path, *plugins: Any, epochs: int, **options: Any) -> Any:
+    model = module(package)
+    fitted = trainer(package, root, *plugins, epochs=epochs)
+    fitted.fit(model, **options)
+    return model, fitted
+
+
+def assert_equal_states(model: Any, other: Any) -> None:
+    for key, value in model[0].state_dict().items():
+        assert torch.equal(value, other[0].state_dict()[key]), key
+    states, others = (each[1].optimizers[0].state_dict()["state"] for each in (model, other))
+    for number, state in states.items():
+        for key, value in state.items():
+            assert torch.equal(value, others[number][key]), key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumes_exactly(package: str, kind: str, tmp_path: Path) -> None:
+    stock = fit(package, tmp_path / "stock", epochs=4)
+    fit(package, tmp_path / "ours", plug_in(package, kind), epochs=2)
+    last = tmp_path / "ours" / "ckpt" / "last.ckpt"
+    resumed = fit(package, tmp_path / "ours", plug_in(package, kind), epochs=4, ckpt_path=str(last))
+    assert_equal_states(resumed, stock)
+    # The older "epoch=..." file has gone, and nothing is left beside.
+    assert sorted(os.listdir(last.parent)) == ["epoch=3-step=12.ckpt", "last.ckpt"]
+    with ptsave.open(last) as archive:
+        assert archive.info("state_dict.layer.0.weight").shape == (16, 8)
+    assert torch.load(last)["global_step"] == 12
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_file(package: str, kind: str, tmp_path: Path) -> None:
+    fit(package, tmp_path, plug_in(package, kind), epochs=1)
+    last = tmp_path / "ckpt" / "last.ckpt"
+    flip_middle(last, "data/0")
+    with pytest.raises(ptsave.CorruptCheckpointError, match=r"last\.ckpt") as caught:
+        fit(package, tmp_path, plug_in(package, kind), epochs=2, ckpt_path=str(last))
+    assert caught.value.record == "data/0"
+    assert caught.value.entries
+    loaded = plug_in(package, kind, verify=False).load_checkpoint(last)
+    assert loaded["global_step"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_fabric(package: str, kind: str, tmp_path: Path) -> None:
+    fabric_module = "lightning.fabric" if package == "lightning" else "lightning_fabric"
+    fabric_class = importlib.import_module(fabric_module).Fabric
+    io = plug_in(package, kind)
+    fabric = fabric_class(accelerator="cpu", devices=1, plugins=[io])
+    model, optimizer = _trained_with(fabric)
+    path = tmp_path / "made" / "state.ckpt"
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 3})
+    with torch.no_grad():
+        expected = model.weight.clone()
+        model.weight.zero_()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(path, state)
+    assert torch.equal(model.weight, expected)
+    assert state["step"] == 3
+    io.teardown()
+
+
+def _trained_with(fabric: Any) -> Any:
+    layer = torch.nn.Linear(3, 3)
+    model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_library_takes_its_own(package: str) -> None:
+    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
+    base = importlib.import_module(f"{fabric}.plugins").CheckpointIO
+    for kind in KINDS:
+        io = plug_in(package, kind, fsync=True)
+        assert isinstance(io, base)
+        assert type(io).__module__ == f"ptsave.integrations.{package}"
+        copy = pickle.loads(pickle.dumps(io))
+        assert type(copy) is type(io)
+        assert vars(copy)["_fsync"] is True
+    module = importlib.import_module(f"ptsave.integrations.{package}")
+    with pytest.raises(AttributeError, match="no attribute 'Unknown'"):
+        _ = module.Unknown
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ptsave.integrations import lightning
+
+    monkeypatch.setitem(sys.modules, "lightning.fabric.plugins.io.checkpoint_io", None)
+    monkeypatch.delitem(vars(lightning), "CheckpointIO", raising=False)
+    with pytest.raises(ImportError, match="pip install lightning"):
+        _ = lightning.CheckpointIO
+
+
+# ------------------------------------------------------------------------------------ the plug-ins
+
+
+@pytest.fixture(params=KINDS)
+def io(request: pytest.FixtureRequest) -> Any:
+    from ptsave.integrations import checkpoint_io
+
+    return getattr(checkpoint_io, request.param)()
+
+
+def test_options_are_carried(io: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.ckpt"
+    io.save_checkpoint({"t": torch.ones(2), "p": Path("x")}, path)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        io.load_checkpoint(path, weights_only=True)
+    assert io.load_checkpoint(path, weights_only=False)["p"] == Path("x")
+    loaded = io.load_checkpoint(path, map_location="meta", weights_only=False)
+    assert loaded["t"].device.type == "meta"
+    io.remove_checkpoint(path)
+    io.teardown()
+    assert not path.exists()
+    io.remove_checkpoint(path)  # as Lightning's own: not there, nothing to do
+
+
+def test_storage_options(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={"key": 1})
+    assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_urls(io: Any, tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    for url in (f"memory://run-{type(io).__name__}/sub/x.ckpt", f"file://{tmp_path}/new/x.ckpt"):
+        io.save_checkpoint({"t": torch.arange(3)}, url)
+        io.teardown()
+        assert torch.equal(io.load_checkpoint(url)["t"], torch.arange(3))
+        io.remove_checkpoint(url)
+        io.teardown()
+        with pytest.raises(FileNotFoundError):
+            io.load_checkpoint(url)
+    assert not files.exists(f"/run-{type(io).__name__}/sub/x.ckpt")
+
+
+def test_directories_are_removed(io: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "sharded.ckpt"
+    folder.mkdir()
+    (folder / "part").write_bytes(b"1")
+    io.remove_checkpoint(folder)
+    assert not folder.exists()
+
+
+# ----------------------------------------------------------------------------------- pending saves
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Hold back the writing of saves until it is set."""
+    import threading
+
+    opened = threading.Event()
+    write = background.BackgroundSave.write
+
+    def wait_and_write(save: Any) -> None:
+        assert opened.wait(20)
+        write(save)
+
+    monkeypatch.setattr(background.BackgroundSave, "write", wait_and_write)
+    yield opened
+    opened.set()
+
+
+def test_old_one_goes_when_the_new_one_is_there(gate: Any, tmp_path: Path) -> None:
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    ptsave.save([1], old)
+    saves = PendingSaves()
+    saves.save([2], new)
+    saves.remove(old)
+    assert os.path.exists(old)
+    assert not os.path.exists(new)
+    gate.set()
+    saves.wait()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_old_one_stays_if_the_new_one_fails(gate: Any, tmp_path: Path) -> None:
+    old, folder = str(tmp_path / "old"), tmp_path / "folder"
+    ptsave.save([1], old)
+    saves = PendingSaves()
+    saves.save([2], str(folder / "new"))
+    saves.remove(old)
+    folder.rmdir()
+    gate.set()
+    with pytest.raises(ptsave.SaveError, match="folder"):
+        saves.wait()
+    saves.wait()  # raised once
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_errors_surface_at_the_next_call(gate: Any, tmp_path: Path) -> None:
+    from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
+
+    io = AsyncCheckpointIO()
+    calls: list[Any] = [
+        lambda: io.save_checkpoint({}, tmp_path / "next"),
+        lambda: io.remove_checkpoint(tmp_path / "next"),
+        lambda: io.load_checkpoint(tmp_path / "next"),
+        io.teardown,
+    ]
+    gate.set()
+    for call in calls:
+        folder = tmp_path / "folder"
+        gate.clear()
+        io.save_checkpoint({}, folder / "lost")
+        folder.rmdir()
+        future = next(iter(io._saves._pending))
+        gate.set()
+        assert future is not None
+        _wait_until_done(io)
+        with pytest.raises(ptsave.SaveError, match="lost"):
+            call()
+        io.teardown()
+
+
+def _wait_until_done(io: Any) -> None:
+    with io._saves._changed:
+        assert io._saves._changed.wait_for(lambda: not io._saves._pending, 20)
+
+
+def test_a_new_save_of_the_removed_path_wins(gate: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    saves = PendingSaves()
+    saves.save([1], path)
+    saves.remove(path)
+    saves.save([2], path)
+    gate.set()
+    saves.wait()
+    assert torch.load(path) == [2]
+
+
+def test_tensors_may_change_at_once(gate: Any, tmp_path: Path) -> None:
+    from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
+
+    io, weight = AsyncCheckpointIO(), torch.ones(1000)
+    io.save_checkpoint({"w": weight}, tmp_path / "x")
+    weight.zero_()
+    gate.set()
+    assert torch.equal(io.load_checkpoint(tmp_path / "x")["w"], torch.ones(1000))
+
+
+def test_failed_removal_surfaces(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("may not")
+
+    monkeypatch.setattr("ptsave.integrations.pending_saves.remove_checkpoint", refuse)
+    saves = PendingSaves()
+    saves.save([1], str(tmp_path / "x"))
+    saves.remove(str(tmp_path / "y"))
+    gate.set()
+    with pytest.raises(PermissionError, match="may not"):
+        saves.wait()
+
+
+def test_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    """A process that is killed while the new checkpoint is written has the old one."""
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
+        io = AsyncCheckpointIO()
+        io.save_checkpoint({"n": 1, "w": torch.ones(1 << 24)}, sys.argv[1])
+        io.teardown()
+        io.save_checkpoint({"n": 2, "w": torch.ones(1 << 24)}, sys.argv[1])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    path = tmp_path / "last.ckpt"
+    killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    loaded = ptsave.load(path)
+    assert loaded["n"] in (1, 2)
+    assert torch.equal(loaded["w"], torch.ones(1 << 24))
