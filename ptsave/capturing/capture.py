@@ -23,13 +23,13 @@ from ptsave.capturing.selection import (
     class_name,
     is_scripted,
     modules_by_path,
-    refuse_compiled,
     selected,
 )
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
 from ptsave.support.ranks import check_rank_of_file
 from ptsave.support.sizes import parse_size
+from ptsave.support.text import count_text
 from ptsave.tree.capture_schema import FORMAT, HEADER, SUMMARY
 from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
 
@@ -107,6 +107,8 @@ class Capture:
         self._handle: Any = None
         self._running = False
         self._done = False
+        self._n_sites = 0
+        self._n_recorded_steps = 0
         self.step_number = 0
 
     @property
@@ -126,7 +128,7 @@ class Capture:
             If the capture was started before; or if the job has several ranks, by torch.distributed
             or by ``WORLD_SIZE`` in the environment, and `rank` is not this one.
         ValueError
-            If no module is selected, or the model went through ``torch.compile``.
+            If no module is selected.
         SaveError
             If the file cannot be written.
         """
@@ -134,7 +136,6 @@ class Capture:
             raise RuntimeError("a capture is started once: make another one, with another path")
         if isinstance(self._path, (str, os.PathLike)):
             check_rank_of_file(os.fsdecode(self._path), self._rank, "capture(model, ")
-        refuse_compiled(self._model)
         sites, skipped = self._sites()
         self._writer = ArchiveWriter(
             self._path,
@@ -166,8 +167,9 @@ class Capture:
             stacks=self._stacks,
         )
         self._hooks = Hooks(self._recorder, sites, self._what)
+        self._n_sites = len(sites)
         self._write_header(sites, skipped)
-        self._recorder.begin_step(0, recording=self._wants(0))
+        self._begin_step()
         self._hooks.install()
         try:
             if self._optimizer is not None:
@@ -187,7 +189,12 @@ class Capture:
             raise RuntimeError("the capture is not running: start() it, or use it in a with block")
         self._recorder.end_step()
         self.step_number += 1
-        self._recorder.begin_step(self.step_number, recording=self._wants(self.step_number))
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        wanted = self._wants(self.step_number)
+        self._n_recorded_steps += wanted
+        self._recorder.begin_step(self.step_number, recording=wanted)
 
     def stop(self) -> None:
         """Remove all hooks, and complete the file.
@@ -202,8 +209,7 @@ class Capture:
         self._complete()
         if self._recorder.n_calls == 0:
             warnings.warn(
-                f"{os.fspath(self._path)}: no call of the selected modules was captured: code that "
-                "was compiled before the capture does not see its hooks",
+                f"{os.fspath(self._path)}: no call was captured: {self._why_nothing()}",
                 CheckpointWarning,
                 stacklevel=2,
             )
@@ -251,6 +257,17 @@ class Capture:
         self._hooks.remove()
         if self._handle is not None:
             self._handle.remove()
+
+    def _why_nothing(self) -> str:
+        if not self._n_sites:
+            return "all selected modules are TorchScript, whose calls run no hooks"
+        if not self._n_recorded_steps:
+            n_steps = count_text(self.step_number + 1, "step")
+            return f"`steps` asks for none of the {n_steps} that there were"
+        return (
+            "the selected modules were not called in its steps, or only by code that runs no "
+            "hooks, such as a CUDA graph or an exported program"
+        )
 
     def _wants(self, step: int) -> bool:
         if self._steps is None:
@@ -375,8 +392,9 @@ def capture(
 
     Notes
     -----
-    ``torch.compile`` of the model, or a part of it, has to come after the start, in the block: each
-    hook breaks the graph.  Code that was compiled before ignores new hooks, and `start` refuses it.
+    Code of ``torch.compile`` is captured, too: it is compiled anew when the capture begins, with a
+    break of the graph at each selected module, and once more when it has ended.  That goes for all
+    compiled code of the process.  ``fullgraph=True`` does not allow the breaks: dynamo raises.
 
     When the file cannot be written any more, because the disk is full for example, the next hook or
     step raises SaveError.  What was written until then stays in a temporary file that the message

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ptsave.capturing.recorder import Recorder, Site
 from ptsave.support.torch_capture import never_compiled
+from ptsave.support.torch_compile import hook_watch
 from ptsave.support.torch_modules import parameters_of
 
 __all__ = ["Hooks"]
@@ -65,6 +66,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._hooked: dict[int, tuple[Tensor, list[tuple[Site, str]]]] = {}
         self._counts: dict[tuple[Site, str], int] = {}
+        self._is_watched = False
 
     def install(self) -> None:
         try:
@@ -75,6 +77,8 @@ class Hooks:
                     site.module.register_forward_hook(hooks.after, always_call=True),
                 ]
             self._hook_parameters()
+            self._is_watched = True
+            hook_watch.begin()
         except BaseException:
             self.remove()
             raise
@@ -84,6 +88,9 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
+        if self._is_watched:
+            self._is_watched = False
+            hook_watch.end()
 
     # ---------------------------------------------------------------------------- parameters
 

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ptsave.support.torch_capture import WRAPPED_ATTRIBUTE, is_compiled
+from ptsave.support.torch_capture import WRAPPED_ATTRIBUTE
 
-__all__ = ["class_name", "is_scripted", "modules_by_path", "refuse_compiled", "selected"]
+__all__ = ["class_name", "is_scripted", "modules_by_path", "selected"]
 
 # The names under which wrappers hold the module that they wrap: torch.compile, FSDP, checkpointing.
 _WRAPPING_NAMES = {WRAPPED_ATTRIBUTE, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -21,23 +21,6 @@ def class_name(obj: object) -> str:
     """Return the full name of an object's class."""
     kind = type(obj)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise for a model whose hooks would be ignored by code that is compiled already.
-
-    Raises
-    ------
-    ValueError
-        If it, or a module in it, went through ``torch.compile``.
-    """
-    for path, module in model.named_modules():
-        if is_compiled(module):
-            raise ValueError(
-                f"the {'module ' + repr(path) if path else 'model'} went through torch.compile "
-                "before, and compiled code does not see new hooks: begin the capture of the plain "
-                "model first and compile inside it, or capture it without torch.compile"
-            )
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:

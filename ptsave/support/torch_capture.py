@@ -10,18 +10,16 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.utils import checkpoint
 
 from ptsave.support.torch_version import private
 
 __all__ = [
-    "COMPILED_ATTRIBUTE",
     "WRAPPED_ATTRIBUTE",
     "StopRecomputationError",
     "graph_task_id",
-    "is_compiled",
     "is_transforming",
     "never_compiled",
     "outside_transforms",
@@ -50,17 +48,8 @@ _FrameExecStrategy: Any = private(_eval_frame, "_FrameExecStrategy")
 _FrameAction: Any = private(_eval_frame, "_FrameAction")
 # Of a frame, and of the frames of all that it calls.
 _NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-# Where a compiled module keeps the module, and where one has its own compiled forward.
-WRAPPED_ATTRIBUTE = "_orig_mod"
-COMPILED_ATTRIBUTE = "_compiled_call_impl"
-private(nn.Module, COMPILED_ATTRIBUTE)
+WRAPPED_ATTRIBUTE = "_orig_mod"  # where the module of `torch.compile` keeps the one that it wraps
 private(torch.ones(()), "_version")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` has taken a module."""
-    is_wrapper = WRAPPED_ATTRIBUTE in module.__dict__.get("_modules", ())
-    return is_wrapper or getattr(module, COMPILED_ATTRIBUTE, None) is not None
 
 
 def never_compiled(function: _Function) -> _Function:

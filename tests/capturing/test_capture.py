@@ -28,7 +28,6 @@ from ptsave.tree.capture_schema import Statistics
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # dynamo's imports
 ]
 
 
@@ -390,33 +389,6 @@ def test_threads(path: Path) -> None:
     assert len(run.calls) == 3 * 20 * 4
     by_id = {call.id: call for call in run.calls}
     assert all(by_id[c.parent].module == "" for c in run.calls if c.parent is not None)
-
-
-def test_compiled_models(path: Path) -> None:
-    model = network()
-    with pytest.raises(ValueError, match=r"torch\.compile"):
-        ptsave.capture(torch.compile(model), path).start()  # type: ignore[arg-type]
-    assert not path.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks for it
-def test_compilation_inside_a_capture(path: Path) -> None:
-    model = network()
-    x = torch.randn(2, 4)
-    expected = model(x)
-    with ptsave.capture(model, path) as capture:
-        compiled = torch.compile(model, backend="eager")
-        result = compiled(x)
-        result.sum().backward()
-        capture.step()
-        compiled(x)
-    assert torch.equal(result, expected)
-    run = Run(path)
-    assert [call.module for call in run.calls] == ["", "0", "1", "2"] * 2
-    assert torch.equal(run.tensor("0/forward/#0/outputs"), expected)
-    compiled(x)  # its hooks are gone, or do nothing
-    torch.compiler.reset()
 
 
 def test_parameters_that_make_no_sense(path: Path) -> None:
