@@ -5,15 +5,14 @@ The rows are those of `CapturedCall` and `CapturedValue`, made as tuples at once
 
 from __future__ import annotations
 
-import enum
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave.capturing.blocks import MAX_VALUES, SMALL_NBYTES, Block, Blocks, Staged
+from ptsave.capturing.items import AS_TEXT, MAX_TEXT, PLAIN, items_of, keyword_part
 from ptsave.capturing.selection import class_name
 from ptsave.capturing.tensors import PLAIN_TYPES, is_compact, local_values, statistics_of
 from ptsave.support.torch_capture import (
@@ -36,9 +36,6 @@ from ptsave.tree.capture_schema import escape
 
 __all__ = ["Call", "Recorder", "Site"]
 
-_PLAIN = (bool, int, float, complex, str)
-_AS_TEXT = (bytes, bytearray, range, slice, torch.dtype, torch.device, torch.Size, enum.Enum)
-_MAX_TEXT = 200
 _MAX_DEPTH = 50
 _GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
 
@@ -55,10 +52,11 @@ class Site:
 
 
 class Call:
-    """A call that has begun."""
+    """A call that has begun; `frame` is the one of torch's that makes it, until it has ended."""
 
     __slots__ = (
         "error",
+        "frame",
         "id",
         "name",
         "number",
@@ -82,6 +80,7 @@ class Call:
         self.name = f"{step}/{phase}/{site.text}#{number}"
         self.parent: int | None = None
         self.stack: tuple[str, ...] = ()
+        self.frame: FrameType | None = None
         self.error = sys.exc_info()[1]  # of the user's: the call may be made in an except block
 
     def row(self, end: int, status: str, error: str) -> tuple[Any, ...]:
@@ -190,8 +189,8 @@ class Recorder:
     def end(self) -> None:
         """Record the calls that never came to an end, and let go of all tensors."""
         self.recording = self.running = False
-        for call in self._open.values():
-            self._block.calls.append(call.row(self._event(), "unfinished", ""))
+        for call in list(self._open.values()):
+            self._end_unseen(call)
         self.end_step()
         for handle in (*self._handles, *(handle for _, handle in self._leaves.values())):
             handle.remove()
@@ -220,7 +219,10 @@ class Recorder:
                 numbers = site.counts[phase] = count()
             call = Call(site, self.step, phase, next(numbers), self._event(), self._call_id())
             self._open[call.id] = call
+        call.frame = sys._getframe(2)
         calls = self._thread.calls
+        while calls and not _is_running(calls[-1].frame):
+            self._end_unseen(calls.pop())
         if calls:
             call.parent = calls[-1].id
         if self._stacks:
@@ -233,8 +235,10 @@ class Recorder:
         calls = self._thread.calls
         for i in range(len(calls) - 1, -1, -1):
             if calls[i].site is site:
-                call = calls[i]
-                del calls[i:]  # calls above it never ended
+                while len(calls) > i + 1:
+                    self._end_unseen(calls.pop())
+                call = calls.pop()
+                call.frame = None
                 break
         else:
             return None
@@ -242,6 +246,12 @@ class Recorder:
         self._block.calls.append(call.row(self._event(), status, error))
         self._open.pop(call.id, None)
         return call if status == "returned" else None
+
+    def _end_unseen(self, call: Call) -> None:
+        """Record a call whose end no hook has told: torch runs none for a KeyboardInterrupt."""
+        call.frame = None
+        self._block.calls.append(call.row(self._event(), "unfinished", ""))
+        self._open.pop(call.id, None)
 
     # -------------------------------------------------------------------------------- values
 
@@ -252,7 +262,7 @@ class Recorder:
         for i, value in enumerate(args):
             self.value(call, f"inputs/{i}", value, keep, grads)
         for key, value in kwargs.items():
-            self.value(call, f"inputs/{escape(key)}", value, keep, grads)
+            self.value(call, f"inputs/{keyword_part(key, len(args))}", value, keep, grads)
 
     def value(  # noqa: PLR0917
         self, call: Call, path: str, value: Any, keep: bool, grads: bool, depth: int = 0
@@ -264,22 +274,22 @@ class Recorder:
             if grads and value.requires_grad:
                 self._hook_gradient(call, path, value)
             return
-        items = None if depth >= _MAX_DEPTH else _items_of(value)
+        items = None if depth >= _MAX_DEPTH else items_of(value)
         if keep:
             self._describe_other(call, path, value, items, depth)
-        for key, item in items or ():
-            self.value(call, f"{path}/{escape(str(key))}", item, keep, grads, depth + 1)
+        for part, item in items or ():
+            self.value(call, f"{path}/{part}", item, keep, grads, depth + 1)
 
     def _describe_other(
-        self, call: Call, path: str, value: Any, items: list[Any] | None, depth: int
+        self, call: Call, path: str, value: Any, items: list[tuple[str, Any]] | None, depth: int
     ) -> None:
         note, text = "", None
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or isinstance(value, PLAIN):
             text = value
-            if value is not None and type(value) not in _PLAIN:  # an enum, a subclass
-                text = next(kind(value) for kind in _PLAIN if isinstance(value, kind))  # type: ignore[arg-type]
-        elif isinstance(value, _AS_TEXT):
-            text = repr(value)[:_MAX_TEXT]
+            if value is not None and type(value) not in PLAIN:  # an enum, a subclass
+                text = next(kind(value) for kind in PLAIN if isinstance(value, kind))  # type: ignore[arg-type]
+        elif isinstance(value, AS_TEXT):
+            text = repr(value)[:MAX_TEXT]
         elif items is None:
             note = "not looked into"
             if depth >= _MAX_DEPTH:
@@ -323,7 +333,7 @@ class Recorder:
             stored, note, found, staged = keep(name, tensor)
         except NotImplementedError as error:  # a wrapper
             stored, found, staged = "", None, None
-            note = f"no values: {str(error).splitlines()[0]}"[:_MAX_TEXT]
+            note = f"no values: {str(error).splitlines()[0]}"[:MAX_TEXT]
         row = (
             name,
             self._event(),
@@ -444,26 +454,19 @@ class Recorder:
         self.tensor(f"{self.step}/{phase}/{site.text}#{number}/{escape(name)}", None, tensor)
 
 
-def _items_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return keys and elements of a container; None for any other object."""
-    if value is None or isinstance(value, (*_PLAIN, *_AS_TEXT)):
-        return None
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", None)
-        return list(zip(names or range(len(value)), value, strict=False))
-    if is_dataclass(value) and not isinstance(value, type):
-        return [
-            (field.name, getattr(value, field.name))
-            for field in fields(value)
-            if hasattr(value, field.name)
-        ]
-    return None
-
-
 def _is_alive(handle: Any) -> bool:
     return handle.hooks_dict_ref() is not None
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Return whether a frame is being executed; lets go of what is in one that is not."""
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _outcome(call: Call, result: object) -> tuple[str, str]:
@@ -473,7 +476,7 @@ def _outcome(call: Call, result: object) -> tuple[str, str]:
         return "returned", ""
     if isinstance(error, StopRecomputationError):
         return "stopped", ""
-    return "raised", f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+    return "raised", f"{type(error).__name__}: {error}"[:MAX_TEXT]
 
 
 def _stack() -> tuple[str, ...]:

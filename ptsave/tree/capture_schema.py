@@ -62,7 +62,8 @@ class Name(NamedTuple):
         times the gradient of this parameter had been accumulated before.
     path : tuple of str
         ``("inputs", "0")``, ``("inputs", "mask")``, ``("outputs",)``, ``("outputs", "logits")``;
-        for ``params`` and ``grads`` the name of the parameter, ``("weight",)``.
+        for ``params`` and ``grads`` the name of the parameter, ``("weight",)``.  A key whose text
+        is that of another one has its type, too: ``("outputs", "1:int")`` beside ``"1"``.
     """
 
     step: int
@@ -125,8 +126,9 @@ class CapturedCall:
         `id` of the call that this one was made in, by the same thread.
     status : {"returned", "raised", "stopped", "unfinished"}
         "stopped" is a recomputation that ended early, when it had all that the backward needs;
-        "unfinished" a call whose end no hook saw, because of a KeyboardInterrupt for example, or
-        because the process was killed: of that one only its values are known.
+        "unfinished" a call whose end no hook saw, because of a KeyboardInterrupt for example (its
+        `end` is the beginning of the next call), or because the process was killed: of that one
+        only its values are known.
     error : str
         Type and message of the exception of a call that raised.
     stack : tuple of str

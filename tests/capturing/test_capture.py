@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,6 +176,59 @@ def test_nested_values(path: Path) -> None:
     assert values["outputs/past/1/a%2Fb/0"].stored == "0/forward/#0/inputs/0"
 
 
+class Named:
+    """A key whose text is that of another."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_no_two_values_have_one_name(path: Path) -> None:
+    """Keys whose texts are the same are told apart by their types, and then by numbers."""
+
+    class Model(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> None:
+            return None
+
+    model = Model()
+    keys: list[Any] = [1, "1", (1,), "(1,)", None, "None", 1.5, "1.5", "a/b", "a%2Fb", "a#b", ""]
+    keys += ["1:int", Named("x"), Named("x"), Named("x"), Unspeakable(), "other", 2, 7]
+    table = {key: torch.full((2,), float(i)) for i, key in enumerate(keys)}
+    extra = {"0": torch.tensor(100.0), "2": torch.tensor(101.0), "0:keyword": torch.tensor(102.0)}
+    run = captured(model, lambda: model(table, torch.tensor(99.0), **extra), path)
+    prefix = "0/forward/#0/inputs"
+    found = {name: run.tensor(name) for name in run.values if run.values[name].kind == "tensor"}
+    assert sorted(tensor.flatten()[0].item() for tensor in found.values()) == [
+        *map(float, range(len(keys))),
+        *(99, 100, 101, 102),
+    ]
+    for name, expected in {
+        "0/1": 1,
+        "0/1%3Aint": 0,
+        "0/2": 18,
+        "0/a%2Fb": 8,
+        "0/a%252Fb": 9,
+        "0/x": 13,
+        "0/x%3ANamed": 14,
+        "0/x%3ANamed%3A2": 15,
+        "0/Unspeakable": 16,
+        "0%3Akeyword": 100,
+        "2": 101,
+        "0:keyword": 102,
+    }.items():
+        assert found[f"{prefix}/{name}"].flatten()[0] == expected, name
+    with ptsave.open(path) as archive:
+        assert archive.tensor(f"{prefix}/0/1%3Aint").tolist() == [0, 0]
+
+
 def test_inputs_are_those_before_in_place_operations(path: Path) -> None:
     model = nn.ReLU(inplace=True)
     x = torch.tensor([-1.0, 1.0])
@@ -229,6 +285,65 @@ def test_modules_that_raise(path: Path) -> None:
         ("0", "returned", None),
     ]
     assert run.calls[2].error == "KeyError: 'no such thing'"
+
+
+@pytest.mark.parametrize("where", ["0.1", "1", ""])
+def test_a_call_that_is_interrupted(path: Path, where: str) -> None:
+    """Torch runs no hook for a KeyboardInterrupt: the next call is none of those interrupted."""
+    model = nn.Sequential(nn.Sequential(nn.Identity(), nn.ReLU()), nn.Linear(2, 2))
+    interrupts = [KeyboardInterrupt, SystemExit, None]
+
+    def interrupt(*_: object) -> None:
+        if kind := interrupts.pop(0):
+            raise kind
+
+    with ptsave.capture(model, path) as capture:
+        handle = model.get_submodule(where).register_forward_pre_hook(interrupt)
+        for _ in range(3):
+            with suppress(KeyboardInterrupt, SystemExit):
+                model(torch.ones(1, 2))
+        handle.remove()
+        assert not capture._recorder._thread.calls
+        interrupts.append(KeyboardInterrupt)
+        model.get_submodule(where).register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 2))
+        with torch.no_grad():
+            model[1](torch.ones(1, 2)) if where != "1" else model[0](torch.ones(1, 2))
+    run = Run(path)
+    by_id = {call.id: call for call in run.calls}
+    roots = [call for call in run.calls if call.module == ""]
+    assert [call.status for call in roots] == ["unfinished"] * 2 + ["returned", "unfinished"]
+    assert all(call.parent is None for call in roots)
+    for call in run.calls:
+        if call.parent is not None:
+            assert by_id[call.parent].order < call.order
+            assert call.end < by_id[call.parent].end or "unfinished" in call.status
+    last = next(c for c in reversed(run.calls) if c.status == "returned" and c.module in ("0", "1"))
+    assert last.parent is None
+    assert {c.status for c in run.calls} == {"returned", "unfinished"}
+
+
+def test_what_an_interrupted_call_held_is_let_go(path: Path) -> None:
+    model = nn.Identity()
+    found: list[weakref.ref[Tensor]] = []
+
+    def interrupted() -> None:
+        x = torch.ones(10)
+        found.append(weakref.ref(x))
+        model(x)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with ptsave.capture(model, path):
+        handle = model.register_forward_pre_hook(interrupt)
+        with suppress(KeyboardInterrupt):
+            interrupted()
+        handle.remove()
+        model(torch.ones(2))
+        gc.collect()
+        assert found[0]() is None
 
 
 def test_an_error_in_the_block_keeps_the_file_and_no_hook(path: Path) -> None:

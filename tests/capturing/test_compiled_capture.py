@@ -127,6 +127,10 @@ def test_code_that_was_compiled_before(
     run = captured(model, lambda: found.append(train()), path)
     assert sorted(call.module for call in run.calls) == sorted(ALL)
     assert {call.status for call in run.calls} == {"returned"}
+    parents = {call.id: call.module for call in run.calls}
+    for call in run.calls:
+        parent = call.module.rpartition(".")[0].removesuffix("blocks") if call.module else None
+        assert (None if call.parent is None else parents[call.parent]) == parent
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(run.tensor("0/forward/#0/outputs"), expected[0])
     torch.testing.assert_close(run.tensor("0/grads/head#0/weight"), expected[1])
