@@ -2,33 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from ptsave import serialization
+from ptsave.integrations import safetensors_functions
 from ptsave.support import torch_serialization as stock
 
 __all__ = ["install", "installed", "uninstall"]
 
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of :func:`install`; None is what the function itself does by default."""
+
+    safetensors: bool | None = None
+    fsync: bool | None = None
+    atomic: bool | None = None
+    verify: bool | None = None
+
+
 _lock = threading.Lock()
-_depth = 0
-_NAMES = {
-    "save": (stock.save, serialization.save),
-    "load": (stock.load, serialization.load),
-}
+_calls: list[_Options] = []  # those that are not undone
+_STOCK: dict[str, Callable[..., Any]] = {"save": stock.save, "load": stock.load}
+# What stands for torch's functions, and for those of safetensors, just now.
+_current = dict(_STOCK)
+_current_safetensors: dict[str, Callable[..., Any]] = {}
 
 
-def install() -> None:
+def install(
+    *,
+    safetensors: bool | None = None,
+    fsync: bool | None = None,
+    atomic: bool | None = None,
+    verify: bool | None = None,
+) -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
     Both ``torch`` and ``torch.serialization`` are changed, so callers inside torch and in
     libraries use ptsave, too.  To TorchScript they stay the operators that torch's are: scripted
     code calls those.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
     thread; the change is seen by all.
+
+    Parameters
+    ----------
+    safetensors : bool, optional
+        Whether ``save_file`` and ``load_file`` of ``safetensors.torch`` are ptsave's as well (and
+        with them ``save_model`` and ``load_model``, which call them): the same bytes, checks and
+        errors, for all modules that have them by name.
+    fsync, atomic, verify : bool, optional
+        Defaults for callers that do not know these arguments of :func:`ptsave.save` and
+        :func:`ptsave.load`: ``install(fsync=True)`` makes every ``torch.save`` to a path durable.
+
+    Raises
+    ------
+    ImportError
+        If ``safetensors=True`` and the library is not installed, or too old.
+
+    Notes
+    -----
+    Of nested calls the latest one that says something about an option counts.
+
+    Code keeps torch's own functions if it has them already: a name that ``from torch import save``
+    bound before, a default argument, a `functools.partial`.  So install before such modules are
+    imported, or run the program with ``python -m ptsave run``.  Likewise a name that was bound
+    meanwhile keeps ptsave's function after :func:`uninstall`.  (Names of modules for the functions
+    of safetensors are found and exchanged, because everybody imports those by name.)
 
     Examples
     --------
@@ -40,37 +86,33 @@ def install() -> None:
     >>> torch.save is ptsave.save
     False
     """
-    global _depth  # noqa: PLW0603
-    with _lock:
-        _depth += 1
-        if _depth == 1:
-            for old, new in _NAMES.values():
-                stock.register_builtin(new, stock.find_builtin(old))
-            _replace({name: (old, new) for name, (old, new) in _NAMES.items()})
+    _begin(_Options(safetensors, fsync, atomic, verify))
 
 
 def uninstall() -> None:
-    """Undo one :func:`install`; the last one restores torch's own functions.
+    """Undo one :func:`install`, the latest; the last one restores torch's own functions.
 
     Raises
     ------
     RuntimeError
         If ptsave is not installed.
     """
-    global _depth  # noqa: PLW0603
     with _lock:
-        if _depth == 0:
+        if not _calls:
             raise RuntimeError("ptsave is not installed: call ptsave.install() first")
-        _depth -= 1
-        if _depth == 0:
-            _replace({name: (new, old) for name, (old, new) in _NAMES.items()})
-            for _, new in _NAMES.values():
-                stock.builtin_operators().pop(id(new), None)
+        _calls.pop()
+        _apply()
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Install for the length of a ``with`` block.
+def installed(
+    *,
+    safetensors: bool | None = None,
+    fsync: bool | None = None,
+    atomic: bool | None = None,
+    verify: bool | None = None,
+) -> Iterator[None]:
+    """Install for the length of a ``with`` block; arguments as of :func:`install`.
 
     Examples
     --------
@@ -78,17 +120,89 @@ def installed() -> Iterator[None]:
     >>> with ptsave.installed():
     ...     torch.save(torch.ones(2), io.BytesIO())
     """
-    install()
+    _begin(_Options(safetensors, fsync, atomic, verify))
     try:
         yield
     finally:
         uninstall()
 
 
-def _replace(names: dict[str, tuple[object, object]]) -> None:
+def _begin(options: _Options) -> None:
+    if options.safetensors:
+        safetensors_functions.require_library()
+    with _lock:
+        _calls.append(options)
+        _apply()
+
+
+def _apply() -> None:
+    """Exchange the functions for those that the calls in force ask for."""
+    options = _merged()
+    wanted = _STOCK
+    if _calls:
+        wanted = {
+            "save": _with_defaults(serialization.save, fsync=options.fsync, atomic=options.atomic),
+            "load": _with_defaults(serialization.load, verify=options.verify),
+        }
+    for name, new in wanted.items():
+        _exchange(name, new)
+    _exchange_safetensors(options)
+
+
+def _merged() -> _Options:
+    names = ("safetensors", "fsync", "atomic", "verify")
+    said = {
+        name: getattr(call, name)
+        for call in _calls
+        for name in names
+        if getattr(call, name) is not None
+    }
+    return _Options(**said)
+
+
+@functools.cache
+def _with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
+    """Return a function with other defaults, the same one each time; itself if there are none."""
+    said = {name: value for name, value in defaults.items() if value is not None}
+    if not said:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**said, **kwargs})
+
+    return call
+
+
+def _exchange(name: str, new: Callable[..., Any]) -> None:
+    """Put another function in the place of torch's, and tell TorchScript that it is the same."""
+    old = _current[name]
+    if new is old:
+        return
+    if new is not _STOCK[name]:
+        stock.register_builtin(new, stock.find_builtin(_STOCK[name]))
     modules: list[ModuleType] = [torch, torch.serialization]
     for module in modules:
-        for name, (old, new) in names.items():
-            # Whoever patched over it meanwhile keeps their patch.
-            if getattr(module, name) is old:
-                setattr(module, name, new)
+        # Whoever patched over it meanwhile keeps their patch.
+        if getattr(module, name) is old:
+            setattr(module, name, new)
+    if old is not _STOCK[name]:
+        stock.builtin_operators().pop(id(old), None)
+    _current[name] = new
+
+
+def _exchange_safetensors(options: _Options) -> None:
+    if not options.safetensors and not _current_safetensors:
+        return
+    originals = safetensors_functions.originals()
+    for name, original in originals.items():
+        new = original
+        if options.safetensors:
+            new = _with_defaults(
+                getattr(safetensors_functions, name),
+                **({"fsync": options.fsync} if name == "save_file" else {}),
+            )
+        old = _current_safetensors.get(name, original)
+        if new is not old:
+            safetensors_functions.exchange(old, new)
+            _current_safetensors[name] = new

@@ -19,6 +19,7 @@ _MODULES: dict[str, str] = {
     "convert": "convert",
     "compact": "compact",
     "diff": "diff",
+    "run": "run",
     "bench": "bench",
     "completion": "completion",
 }

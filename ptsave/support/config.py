@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ptsave.support import memory_limits
 
-__all__ = ["Config", "current", "local_world_size", "read_integer"]
+__all__ = ["Config", "current", "install_options", "local_world_size", "read_integer"]
 
 MIB = 1 << 20
 _MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of them
@@ -100,6 +100,35 @@ def current() -> Config:
         verify=_switch("PTSAVE_VERIFY", default=True),
         n_local_ranks=n_local_ranks,
     )
+
+
+_INSTALL = "PTSAVE_INSTALL"
+_INSTALL_OPTIONS = ("safetensors", "fsync", "atomic", "verify")
+
+
+def install_options() -> dict[str, bool]:
+    """Return the arguments for :func:`ptsave.install` that ``PTSAVE_INSTALL`` asks for.
+
+    ``ptsave run`` sets it for the program and its child processes: to ``1``, or to words between
+    commas, such as ``safetensors,fsync,no-verify``.
+
+    Raises
+    ------
+    ValueError
+        If it has other words.
+    """
+    text = os.environ.get(_INSTALL, "")
+    options = {}
+    for word in text.split(",") if text not in ("", "1") else []:
+        name = word.removeprefix("no-")
+        if name not in _INSTALL_OPTIONS:
+            known = ", ".join(_INSTALL_OPTIONS)
+            raise ValueError(
+                f"{_INSTALL} must be 1, or some of {known} (or no-...), with commas between them, "
+                f"not {text[:_MAX_SHOWN]!r}"
+            )
+        options[name] = name == word
+    return options
 
 
 def local_world_size() -> int:

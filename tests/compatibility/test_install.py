@@ -377,3 +377,73 @@ def test_traces(tmp_path: Path) -> None:
         traced: Any = torch.jit.trace(run, torch.ones(2))
     assert str(traced.graph) == str(stock.graph)
     assert (tmp_path / "a.pt").read_bytes() == stock_file
+
+
+# ------------------------------------------------------------------------------------------ options
+
+
+def test_defaults_for_code_that_one_cannot_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        "ptsave.serialization.TargetWriter.__init__",
+        lambda self, plan, **options: seen.append((options["fsync"], options["atomic"])),
+    )
+    monkeypatch.setattr("ptsave.serialization.TargetWriter.write", lambda *_: None)
+    monkeypatch.setattr(
+        "ptsave.serialization.load_source", lambda f, options, _: seen.append(options.verify)
+    )
+    path = tmp_path / "x"
+
+    def calls() -> list[Any]:
+        seen.clear()
+        torch.save([1], path)
+        torch.serialization.save([1], path, fsync=False)  # type: ignore[call-arg]
+        torch.load(path)
+        return list(seen)
+
+    with ptsave.installed(fsync=True, verify=False):
+        assert calls() == [(True, True), (False, True), False]
+        with ptsave.installed(atomic=False, fsync=False):
+            assert calls() == [(False, False), (False, False), False]
+            with ptsave.installed():
+                assert calls() == [(False, False), (False, False), False]
+        assert calls() == [(True, True), (False, True), False]
+        with ptsave.installed(verify=True, fsync=False):
+            assert calls() == [(False, True), (False, True), True]
+            assert functions() != OURS
+    assert functions() == STOCK
+
+
+def test_signatures_with_defaults() -> None:
+    import inspect
+
+    with ptsave.installed(fsync=True, verify=True):
+        assert inspect.signature(torch.save) == inspect.signature(ptsave.save)
+        assert torch.load.__doc__ == ptsave.load.__doc__
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_scripts_with_defaults() -> None:
+    stock = [outcome(code) for code in SCRIPTED]
+    with ptsave.installed(fsync=True, verify=False), ptsave.installed(verify=True):
+        assert [outcome(code) for code in SCRIPTED] == stock
+    assert [outcome(code) for code in SCRIPTED] == stock
+
+
+def test_a_patch_over_options_is_kept() -> None:
+    def other(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    ptsave.install(fsync=True)
+    torch.save = other
+    try:
+        with ptsave.installed(fsync=False):
+            assert torch.save is other
+        ptsave.uninstall()
+        assert torch.save is other
+        assert functions()[1:] == STOCK[1:]
+    finally:
+        torch.save = stock_save

@@ -1,0 +1,75 @@
+"""``ptsave run``: runs a program with ptsave behind its torch.save and torch.load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+import ptsave.startup
+from ptsave.cli.command import Command
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+ptsave run train.py --epochs 3
+ptsave run --fsync --safetensors train.py
+ptsave run -m torch.distributed.run --nproc-per-node 2 train.py
+"""
+_TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command(
+    "run",
+    cls=Command,
+    examples=_EXAMPLES,
+    short_help="A program under ptsave.",
+    context_settings=_TO_THE_PROGRAM,
+)
+@click.option("--safetensors", is_flag=True, help="safetensors.torch's functions, too.")
+@click.option("--fsync", is_flag=True, help="Files survive power loss once they are saved.")
+@click.option("--no-atomic", is_flag=True, help="Overwrite files in place.")
+@click.option("--no-verify", is_flag=True, help="Do not compare checksums.")
+@click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
+def command(
+    *,
+    safetensors: bool,
+    fsync: bool,
+    no_atomic: bool,
+    no_verify: bool,
+    module: str | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT with ptsave.install() in it and in every Python that it starts.
+
+    So workers of launchers, multiprocessing and data loaders have it, too. It happens when torch is
+    imported, before any module can bind torch's functions to names of its own. The variable
+    PTSAVE_INSTALL tells the child processes, and PYTHONPATH brings them to it: a program that
+    clears these, or python -E, -I and -S, runs without.
+    """
+    if module is None and not arguments:
+        raise click.UsageError("Name a script, or -m MODULE.")
+    words = {
+        "safetensors": safetensors,
+        "fsync": fsync,
+        "no-atomic": no_atomic,
+        "no-verify": no_verify,
+    }
+    asked = [word for word, is_asked in words.items() if is_asked]
+    if safetensors:
+        from ptsave.integrations.safetensors_functions import require_library
+
+        require_library()
+    environment = dict(os.environ)
+    environment["PTSAVE_INSTALL"] = ",".join(asked) or "1"
+    folder = str(Path(ptsave.startup.__file__).parent)
+    others = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{others}" if others else folder
+    program = ["-m", module, *arguments] if module else [*arguments]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *flags, *program], environment)

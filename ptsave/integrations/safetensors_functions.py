@@ -1,0 +1,208 @@
+"""``save_file`` and ``load_file`` of ``safetensors.torch``, by the engine.
+
+The engine takes the ordinary case.  Anything else, every error included, is the library's own
+function's, which gets the call whole and before anything has been written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptsave.archive.loading import LoadOptions
+from ptsave.contents.safetensors_header import safetensors_dtypes
+from ptsave.contents.safetensors_loading import load_safetensors
+from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.opening import open_source
+from ptsave.streaming.streamed_files import write_safetensors
+
+__all__ = ["exchange", "load_file", "originals", "require_library", "save_file"]
+
+_BACKENDS = ("mmap", "pread")  # of the library, which reads by either
+
+
+@functools.cache
+def originals() -> dict[str, Callable[..., Any]]:
+    """Return the library's own functions, which are ptsave's after `exchange`."""
+    module = require_library()
+    return {"load_file": module.load_file, "save_file": module.save_file}
+
+
+@functools.cache
+def require_library() -> Any:
+    """Return ``safetensors.torch``.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed, or too old to be asked for its checks.
+    """
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError(
+            "install(safetensors=True) needs the library: pip install safetensors"
+        ) from None
+    if not hasattr(safetensors.torch, _CHECK):
+        raise ImportError(
+            f"safetensors has no {_CHECK}, which is asked for its checks: pip install -U it"
+        )
+    return safetensors.torch
+
+
+# Refuses what the format, or the library, does not hold: tensors that share memory, for example.
+_CHECK = "_evaluate_tensors_for_save"
+
+
+def save_file(
+    tensors: dict[str, Tensor],
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    *,
+    fsync: bool = False,
+) -> None:
+    """Save tensors as ``safetensors.torch.save_file`` does: the same bytes, faster.
+
+    Parameters
+    ----------
+    tensors, filename, metadata
+        As for ``safetensors.torch.save_file``.
+    fsync : bool, default False
+        Whether the file is on the disk, past all caches, when the call returns.
+
+    Raises
+    ------
+    Exception
+        What ``safetensors.torch.save_file`` raises for these arguments.
+    safetensors.SafetensorError
+        If the file cannot be written; the one that was there is unchanged.
+
+    Notes
+    -----
+    The file gets the mode of the one it replaces, or 0666 less the umask, and a symbolic link is
+    followed; the library gives it 0600 and replaces the link.
+    """
+    if not _engine_can_save(tensors, filename, metadata):
+        originals()["save_file"](tensors, filename, metadata)
+        return
+    getattr(require_library(), _CHECK)(tensors)
+    from safetensors import SafetensorError
+
+    path = os.fspath(filename)
+    try:
+        write_safetensors(tensors, path, metadata or {}, fsync=fsync)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {reason} (os error {error.errno}) at path "
+            f'"{path}"'
+        ) from error
+
+
+def load_file(
+    filename: str | os.PathLike[str], device: str | int = "cpu", **options: Any
+) -> dict[str, Tensor]:
+    """Load a file as ``safetensors.torch.load_file`` does, into memory of its own.
+
+    The library's tensors are a mapping of the file, whose pages are read when they are touched.
+    These are read at once, by several threads, and do not change with the file.
+
+    Parameters
+    ----------
+    filename, device, **options
+        As for ``safetensors.torch.load_file``.
+
+    Raises
+    ------
+    Exception
+        What ``safetensors.torch.load_file`` raises for these arguments and this file.
+    """
+    tensors = None
+    if _engine_can_load(filename, device, options):
+        tensors = _loaded(os.fspath(filename), device)
+    if tensors is None:
+        loaded: dict[str, Tensor] = originals()["load_file"](filename, device, **options)
+        return loaded
+    return tensors
+
+
+def exchange(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put a function in the place of another in all modules that have that by name."""
+    for module, name in list(_holders(old)):
+        setattr(module, name, new)
+
+
+def _holders(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
+    modules: list[object] = list(sys.modules.values())  # which may hold anything
+    for module in modules:
+        if isinstance(module, ModuleType) and module.__name__ != __name__:
+            for name, value in list(vars(module).items()):
+                if value is function:
+                    yield module, name
+
+
+def _engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
+    """Whether nothing about these arguments is an error, or out of the ordinary."""
+    if not isinstance(tensors, dict) or not tensors or sys.byteorder != "little":
+        return False
+    if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
+        return False
+    return (metadata is None or _is_ordinary(metadata)) and all(
+        _is_name(name) and name != "__metadata__" and _is_plain(value)
+        for name, value in tensors.items()
+    )
+
+
+def _is_ordinary(metadata: Any) -> bool:
+    # The library writes those of an empty dict.
+    return (
+        isinstance(metadata, dict)
+        and len(metadata) > 0
+        and all(_is_name(each) for pair in metadata.items() for each in pair)
+    )
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and text.isprintable()
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+        return False
+    if value.is_meta or value.is_quantized or value.is_conj() or value.is_neg():
+        return False
+    dtypes = safetensors_dtypes()
+    return (
+        value.dtype in dtypes
+        and not (dtypes[value.dtype] == "F4" and value.dim() == 0)
+        and value.is_contiguous()
+        and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
+    )
+
+
+def _engine_can_load(filename: Any, device: Any, options: Mapping[str, Any]) -> bool:
+    if not isinstance(filename, (str, os.PathLike)) or sys.byteorder != "little":
+        return False
+    if not options.keys() <= {"backend"} or options.get("backend", "mmap") not in _BACKENDS:
+        return False
+    return device == "cpu" and isinstance(os.fspath(filename), str) and os.path.isfile(filename)
+
+
+def _loaded(path: str, device: Any) -> dict[str, Tensor] | None:
+    """Return the tensors of a local file; None if the library has to say what is wrong with it."""
+    try:
+        source = open_source(path)
+        with source.closed_on_error():
+            if source.kind == "safetensors":
+                return load_safetensors(source, LoadOptions(map_location=device, mmap=False))
+        source.close()
+    except (OSError, CorruptCheckpointError):
+        pass
+    return None

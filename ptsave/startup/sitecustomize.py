@@ -1,0 +1,86 @@
+"""Installs ptsave in a program, and in every process that it starts, once torch is imported.
+
+``ptsave run`` puts this folder in front of PYTHONPATH, and Python imports a module of this name
+when it starts.  Programs that never import torch pay nothing.  Whatever other `sitecustomize` there
+is gets its turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__: list[str] = []
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Finds torch as the others do, and installs ptsave when it has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            spec.loader = _InstallingLoader(spec.loader)
+        return spec
+
+
+class _InstallingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _install()
+
+
+def _install() -> None:
+    root = str(_FOLDER.parent.parent)
+    if importlib.util.find_spec("ptsave") is None and root not in sys.path:
+        sys.path.append(root)  # ptsave is not installed, but run from its directory
+    from ptsave.installation import install
+    from ptsave.support.config import install_options
+
+    install(**install_options())
+
+
+def _import_the_next_one() -> None:
+    """Import the `sitecustomize` that this one stands before."""
+    path = list(sys.path)
+    sys.path[:] = [each for each in path if not each or Path(each).resolve() != _FOLDER]
+    this = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if this is not None:
+            sys.modules["sitecustomize"] = this
+    finally:
+        sys.path[:] = path
+
+
+if __name__ == "sitecustomize":
+    if os.environ.get("PTSAVE_INSTALL"):
+        sys.meta_path.insert(0, _AfterTorch())
+    _import_the_next_one()

@@ -1,0 +1,84 @@
+"""ptsave run: a program, and every Python that it starts, with ptsave installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ptsave.cli.commands import commands
+
+_PROGRAM = """
+import multiprocessing, sys
+from torch import save  # bound before anybody could call install()
+
+def where(_=0):
+    import torch
+    return torch.save.__module__
+
+if __name__ == "__main__":
+    print(save.__module__, *sys.argv[1:])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(where, [0])[0])
+"""
+
+
+def run(*arguments: str | os.PathLike[str], **variables: str) -> str:
+    root = str(Path(__file__).parent.parent.parent)
+    path = f"{variables.pop('PYTHONPATH', '')}{os.pathsep}{root}".strip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-m", "ptsave", "run", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_reaches_spawned_workers(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    assert run(program, "--flag", "-m", "x").splitlines() == [
+        "ptsave.serialization --flag -m x",
+        "ptsave.serialization",
+    ]
+
+
+def test_modules_options_and_another_sitecustomize(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.was_here = True\n")
+    (tmp_path / "program.py").write_text(
+        "import os, sys\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch, safetensors.torch, ptsave\n"
+        "from ptsave import installation\n"
+        "print(was_here, sys.argv[1:], safetensors.torch.save_file.__module__)\n"
+        "print(os.environ['PTSAVE_INSTALL'], torch.save is ptsave.save)\n"
+        "print(installation._merged())\n"
+    )
+    options = ("--safetensors", "--fsync", "--no-verify", "-m", "program", "3")
+    assert run(*options, PYTHONPATH=str(tmp_path)).splitlines() == [
+        "True ['3'] ptsave.integrations.safetensors_functions",
+        "safetensors,fsync,no-verify False",
+        "_Options(safetensors=True, fsync=True, atomic=None, verify=False)",
+    ]
+
+
+def test_nothing_to_run() -> None:
+    result = CliRunner().invoke(commands, ["run"])
+    assert result.exit_code == 2
+    assert "Name a script" in result.output
+
+
+@pytest.mark.parametrize("text", ["2", "fsync,", "no-", "true"])
+def test_bad_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ptsave.support import config
+
+    monkeypatch.setenv("PTSAVE_INSTALL", text)
+    with pytest.raises(ValueError, match="PTSAVE_INSTALL must be 1, or some of safetensors"):
+        config.install_options()
