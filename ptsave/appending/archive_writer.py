@@ -27,6 +27,7 @@ from ptsave.background import saves
 from ptsave.background.staging_budget import Reservation
 from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
 from ptsave.support import config
+from ptsave.support.sizes import parse_size
 from ptsave.support.torch_serialization import storage_alignment
 from ptsave.writing.targets import (
     name_of,
@@ -68,9 +69,9 @@ class ArchiveWriter:
         The file, which is replaced as a whole by :meth:`close`.
     fsync : bool, default False
         Whether :meth:`flush` and :meth:`close` wait until everything would survive a loss of power.
-    max_memory_bytes : int, optional
-        Bytes of values that may wait to be written, those of unfinished saves in the background
-        included.  The default is that of :func:`ptsave.async_save`.
+    max_memory_bytes : int or str, optional
+        Bytes, ``"8GB"`` for example, of values that may wait to be written, those of unfinished
+        saves in the background included.  The default is that of :func:`ptsave.async_save`.
     when_full : {"wait", "drop", "raise"}
         For entries that find no room: wait for others to be written, leave them out, or raise.
 
@@ -113,7 +114,7 @@ class ArchiveWriter:
         path: str | os.PathLike[str],
         *,
         fsync: bool = False,
-        max_memory_bytes: int | None = None,
+        max_memory_bytes: int | str | None = None,
         when_full: WhenFull = "wait",
     ) -> None:
         _check_when_full(when_full)
@@ -412,6 +413,12 @@ class ArchiveWriter:
         return self._archive.nbytes + self._queue.waiting_nbytes
 
     @property
+    def temporary_path(self) -> str:
+        """The file that has the entries until :meth:`close`; "" once there is none."""
+        name = os.fsdecode(self._archive.temporary_name)
+        return os.path.join(os.path.dirname(self._target), name) if name else ""
+
+    @property
     def n_entries(self) -> int:
         """Number of entries added so far."""
         return len(self._names)
@@ -455,9 +462,8 @@ class ArchiveWriter:
         """Return the error to raise, which says where the entries are that are written."""
         if isinstance(error, OSError):
             failure = SaveError.from_os_error(error, self._path)
-            leftover = os.fsdecode(self._archive.temporary_name)
+            leftover = self.temporary_path
             if self._journals and leftover:
-                leftover = os.path.join(os.path.dirname(self._target), leftover)
                 failure = SaveError(
                     failure.errno or 0,
                     f"{failure.strerror}; the entries written before are in {leftover}, for "
@@ -493,9 +499,11 @@ def _check_when_full(when_full: str) -> None:
         raise ValueError(f"when_full must be 'wait', 'drop' or 'raise', not {when_full!r}")
 
 
-def _memory_limit(max_memory_bytes: int | None, limits: config.Config) -> int | None:
+def _memory_limit(max_memory_bytes: int | str | None, limits: config.Config) -> int | None:
     if max_memory_bytes is None:
         return limits.max_staged_nbytes
+    if isinstance(max_memory_bytes, str):
+        return parse_size(max_memory_bytes, "max_memory_bytes")
     limit = operator.index(max_memory_bytes)
     if limit < 0:
         raise ValueError(f"max_memory_bytes must not be negative: {limit}")

@@ -9,12 +9,14 @@ from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ptsave.appending.archive_writer import ArchiveWriter
+from ptsave.appending.rivals import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.blocks import Blocks
 from ptsave.capturing.hooks import Hooks
@@ -25,11 +27,13 @@ from ptsave.capturing.selection import (
     modules_by_path,
     selected,
 )
+from ptsave.capturing.steps import OptimizerSteps
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
 from ptsave.support.ranks import check_rank_of_file
 from ptsave.support.sizes import parse_size
 from ptsave.support.text import count_text
+from ptsave.support.user_warnings import warn_user
 from ptsave.tree.capture_schema import FORMAT, HEADER, SUMMARY
 from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
 
@@ -38,6 +42,7 @@ __all__ = ["Capture", "capture"]
 WHAT = ("inputs", "outputs", "grads", "params")
 # Copies of tensors on accelerators, which are page-locked, unless max_memory_bytes is given.
 _MAX_STAGED_NBYTES = 1 << 30
+_running: WeakSet[Capture] = WeakSet()
 
 
 class Capture:
@@ -90,13 +95,12 @@ class Capture:
         self._model = model
         self._path = path
         self._what = _checked_what(what)
-        self._include = _patterns(include)
-        self._exclude = _patterns(exclude)
-        self._steps = steps
+        self._include = _texts(include, "include")
+        self._exclude = _texts(exclude, "exclude")
+        self._steps = _checked_steps(steps)
         self._statistics = statistics
         self._tensors = tensors
         self._stacks = call_stacks
-        self._optimizer = optimizer
         self._max_bytes = None if max_bytes is None else parse_size(max_bytes, "max_bytes")
         self._max_memory = (
             None if max_memory_bytes is None else parse_size(max_memory_bytes, "max_memory_bytes")
@@ -104,7 +108,7 @@ class Capture:
         self._when_full = when_full
         self._fsync = fsync
         self._rank = rank
-        self._handle: Any = None
+        self._marks = OptimizerSteps(model, optimizer, self.step)
         self._running = False
         self._done = False
         self._n_sites = 0
@@ -113,11 +117,11 @@ class Capture:
 
     @property
     def stored_nbytes(self) -> int:
-        return self._blocks.stored_nbytes
+        return self._blocks.stored_nbytes if self._running or self._done else 0
 
     @property
     def dropped(self) -> int:
-        return self._blocks.n_dropped
+        return self._blocks.n_dropped if self._running or self._done else 0
 
     def start(self) -> Capture:
         """Install the hooks and begin the file.
@@ -125,10 +129,11 @@ class Capture:
         Raises
         ------
         RuntimeError
-            If the capture was started before; or if the job has several ranks, by torch.distributed
+            If the capture was started before; if another capture, or another process, is writing
+            the file; or if the job has several ranks, by torch.distributed
             or by ``WORLD_SIZE`` in the environment, and `rank` is not this one.
         ValueError
-            If no module is selected.
+            If no module is selected, or the optimizer has none of the model's parameters.
         SaveError
             If the file cannot be written.
         """
@@ -136,6 +141,7 @@ class Capture:
             raise RuntimeError("a capture is started once: make another one, with another path")
         if isinstance(self._path, (str, os.PathLike)):
             check_rank_of_file(os.fsdecode(self._path), self._rank, "capture(model, ")
+        self._marks.check()
         sites, skipped = self._sites()
         self._writer = ArchiveWriter(
             self._path,
@@ -144,11 +150,23 @@ class Capture:
             when_full=self._when_full,
         )
         try:
+            self._refuse_rivals()
             self._begin(sites, skipped)
         except BaseException:
             self._writer.abort()
             raise
         return self
+
+    def _refuse_rivals(self) -> None:
+        if rivals := rivals_of(os.path.realpath(self._writer.temporary_path)):
+            files = {os.path.realpath(each._writer.temporary_path): each for each in _running}
+            first = next((files[rival] for rival in rivals if rival in files), None)
+            who = "another process, or a save of this one," if first is None else repr(first)
+            raise RuntimeError(
+                f"{os.fspath(self._path)}: {who} is writing this file, as {rivals[0]}, and each "
+                "would replace that of the other: give this capture another path, or stop the "
+                "other one first"
+            )
 
     def _begin(self, sites: list[Site], skipped: dict[str, str]) -> None:
         n_threads = min(config.current().n_threads, torch.get_num_threads())
@@ -172,18 +190,19 @@ class Capture:
         self._begin_step()
         self._hooks.install()
         try:
-            if self._optimizer is not None:
-                self._handle = self._optimizer.register_step_post_hook(lambda *_: self.step())
+            self._marks.install()
         except BaseException:
             self._hooks.remove()
             raise
         self._running = True
+        _running.add(self)
 
     def step(self) -> None:
         """End a step: the calls of now on are those of the next one.
 
         With an `optimizer`, its step does this.  A gradient that comes later still belongs to the
         call whose value it is the gradient of; that of a parameter to the step in which it comes.
+        A leaf is followed until it has a gradient, or is a value of a call again.
         """
         if not self._running:
             raise RuntimeError("the capture is not running: start() it, or use it in a with block")
@@ -207,12 +226,21 @@ class Capture:
         if not self._running:
             return
         self._complete()
-        if self._recorder.n_calls == 0:
-            warnings.warn(
-                f"{os.fspath(self._path)}: no call was captured: {self._why_nothing()}",
-                CheckpointWarning,
-                stacklevel=2,
+        self._warn()
+
+    def _warn(self) -> None:
+        n_unmarked = self._marks.n_unmarked
+        if self.step_number == 0 and n_unmarked > 1:
+            reason = (
+                f"an optimizer of the model took {n_unmarked} steps, and all of them are step 0 of "
+                "the capture: call capture.step() at the end of each, or give capture() the "
+                "optimizer"
             )
+        elif self._recorder.n_calls == 0:
+            reason = f"no call was captured: {self._why_nothing()}"
+        else:
+            return
+        warn_user(f"{os.fspath(self._path)}: {reason}", CheckpointWarning)
 
     def _complete(self) -> None:
         self._remove_hooks()
@@ -248,6 +276,13 @@ class Capture:
                     f"the capture could not be completed: {second}", CheckpointWarning, stacklevel=2
                 )
 
+    def __repr__(self) -> str:
+        state = "ended" if self._done else "not started"
+        if self._running:
+            state = f"in step {self.step_number}"
+        model = type(self._model).__name__
+        return f"<ptsave.Capture of {model} to {str(self._path)!r}, {state}>"
+
     # --------------------------------------------------------------------------------- parts
 
     def _remove_hooks(self) -> None:
@@ -255,8 +290,8 @@ class Capture:
         self._done = True
         self._recorder.recording = False
         self._hooks.remove()
-        if self._handle is not None:
-            self._handle.remove()
+        self._marks.remove()
+        _running.discard(self)
 
     def _why_nothing(self) -> str:
         if not self._n_sites:
@@ -365,7 +400,8 @@ def capture(
     call_stacks : bool
         Whether to note where each call was made.
     optimizer : torch.optim.Optimizer or None
-        Its steps are those of the capture; without one, :meth:`Capture.step` marks them.
+        Its steps are those of the capture; without one, :meth:`Capture.step` marks them.  If nobody
+        does, `stop` warns when an optimizer of the model has taken more than one step.
     max_bytes : int, str or None
         Bytes of tensors in the file, ``"8GB"`` for example; later ones are left out, with a note.
     max_memory_bytes : int, str or None
@@ -438,13 +474,28 @@ def _default_staged_nbytes() -> int:
     return min(_MAX_STAGED_NBYTES, limit)
 
 
-def _patterns(patterns: str | Iterable[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+def _texts(texts: Any, option: str) -> list[str]:
+    if isinstance(texts, str):
+        return [texts]
+    found = list(texts) if isinstance(texts, Iterable) else [texts]
+    if not all(isinstance(text, str) for text in found):
+        raise TypeError(f"{option} must be a text or several, not {texts!r}")
+    return found
 
 
-def _checked_what(what: Iterable[str]) -> list[str]:
-    wanted = [what] if isinstance(what, str) else list(what)
+def _checked_what(what: str | Iterable[str]) -> list[str]:
+    wanted = _texts(what, "what")
     unknown = set(wanted) - set(WHAT)
     if unknown or not wanted:
         raise ValueError(f"what holds some of {', '.join(WHAT)}, not {wanted!r}")
     return wanted
+
+
+def _checked_steps(steps: Any) -> Any:
+    is_container = isinstance(steps, Container) and not isinstance(steps, (str, bytes))
+    if steps is not None and not is_container and not callable(steps):
+        raise TypeError(
+            "steps must be a container of numbers, such as range(100, 103), or a function of a "
+            f"number, not {steps!r}"
+        )
+    return steps

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from contextlib import suppress
 
 __all__ = ["parse_size"]
 
@@ -44,6 +46,9 @@ def parse_size(size: int | str, name: str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", size)
         if match is not None and match[2].upper() in _UNITS:
             size = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif not isinstance(size, bool):
+        with suppress(TypeError):
+            size = operator.index(size)  # NumPy's integers, too
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
             f"{name} must be a number of bytes, such as 5_000_000_000, '5GB' or '500MiB', "

@@ -138,6 +138,8 @@ class CapturedCall:
         with the containers that they are in.  Only calls that were read have them.
     grads : mapping of str to CapturedValue
         Gradients with respect to `values`, by the same paths.
+    inputs, outputs : list of CapturedValue
+        The tensors in `values`.
     """
 
     id: int
@@ -154,6 +156,23 @@ class CapturedCall:
     stack: tuple[str, ...] = ()
     values: Mapping[str, CapturedValue] = field(default_factory=dict, repr=False, compare=False)
     grads: Mapping[str, CapturedValue] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def inputs(self) -> list[CapturedValue]:
+        """The tensors among its arguments, also of nested ones, in their order."""
+        return self._tensors("inputs")
+
+    @property
+    def outputs(self) -> list[CapturedValue]:
+        """The tensors in its result: one, several of a tuple, none if it raised."""
+        return self._tensors("outputs")
+
+    def _tensors(self, root: str) -> list[CapturedValue]:
+        return [
+            value
+            for path, value in self.values.items()
+            if value.kind == "tensor" and path.partition("/")[0] == root
+        ]
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,47 @@ def test_nested_values(path: Path) -> None:
     assert values["outputs/past/1/a%2Fb/0"].stored == "0/forward/#0/inputs/0"
 
 
+def test_inputs_and_outputs_of_calls(path: Path) -> None:
+    """The tensors alone, whatever they are nested in, as the README's loop wants them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Identity()
+
+        def forward(self, x: Tensor, scale: float) -> Any:
+            return self.part(x) * scale, {"more": [x, None]}, "text"
+
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    model = nn.ModuleList([Model(), Broken()])
+
+    def run() -> None:
+        model[0](torch.tensor([1.0]), math.nan)
+        with suppress(ValueError):
+            model[1](torch.tensor([1.0]))
+
+    captured(model, run, path)
+    found = []
+    with ptsave.open(path) as archive:
+        for call in archive.calls():
+            for output in call.outputs:
+                if output.statistics and output.statistics.n_nan:
+                    found.append((call.module, output.name, archive.tensor(output.name)))
+        first, _, last = archive.calls()
+    ((module, name, tensor),) = found
+    assert (module, name) == ("0", "0/forward/0#0/outputs/0")
+    assert tensor.isnan()
+    assert [value.name.rpartition("#0/")[2] for value in first.outputs] == [
+        "outputs/0",
+        "outputs/1/more/0",
+    ]
+    assert [value.name.rpartition("#0/")[2] for value in first.inputs] == ["inputs/0"]
+    assert (last.outputs, len(last.inputs)) == ([], 1)
+
+
 class Named:
     """A key whose text is that of another."""
 

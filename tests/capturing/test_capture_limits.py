@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from _system import Child, mounted
@@ -21,6 +23,7 @@ from captured_runs import Run, captured
 from torch import nn
 
 import ptsave
+from ptsave.appending.rivals import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.capture import Capture, _default_staged_nbytes
 from ptsave.support import memory_limits
@@ -56,6 +59,16 @@ def test_the_default_of_memory_on_its_way_from_accelerators(
     assert _default_staged_nbytes() == 512 * MIB
     monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", f"{7 * MIB}")
     assert _default_staged_nbytes() == 7 * MIB
+
+
+def test_sizes_are_texts_or_numbers(path: Path) -> None:
+    with ptsave.ArchiveWriter(path, max_memory_bytes="1.5KB") as writer:
+        assert writer._max_nbytes == 1500
+    for size in ("1 parsec", 1.5):
+        with pytest.raises((ValueError, TypeError)):
+            ptsave.ArchiveWriter(path, max_memory_bytes=size)  # type: ignore[arg-type]
+    capture = ptsave.capture(nn.Identity(), path, max_bytes=np.int64(5), max_memory_bytes="2MB")  # type: ignore[arg-type]
+    assert (capture._max_bytes, capture._max_memory) == (5, 2_000_000)
 
 
 def test_errors_name_the_option_of_an_archive(path: Path) -> None:
@@ -240,6 +253,59 @@ def test_targets(path: Path) -> None:
     assert os.listdir(path.parent) == ["run.pt"]
 
 
+def test_two_captures_of_one_path(path: Path) -> None:
+    """The second is refused, and says what the first one is; after its end the path is free."""
+    model, other = nn.Linear(2, 2), nn.Identity()
+    with ptsave.capture(model, path) as capture:
+        model(torch.ones(1, 2))
+        for again in (path, os.path.relpath(path), path.parent / "." / path.name):
+            with pytest.raises(RuntimeError, match=r"Capture of Linear to .*in step 0> is writing"):
+                ptsave.capture(other, again).start()
+        assert not other._forward_hooks
+        capture.step()
+        captured(other, lambda: other(torch.ones(3)), path.with_name("other.pt"))
+    assert Run(path).tensor("0/forward/#0/inputs/0").shape == (1, 2)
+    captured(other, lambda: other(torch.ones(3)), path)
+    assert sorted(os.listdir(path.parent)) == ["other.pt", "run.pt"]
+
+
+def test_a_capture_beside_another_process(path: Path) -> None:
+    model = nn.Identity()
+    child = Child(functools.partial(train_for_ever, path, 0))
+    while not list(path.parent.iterdir()):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    with pytest.raises(
+        RuntimeError, match=r"another process.* is writing this file, as .*\.ptsave"
+    ):
+        ptsave.capture(model, path).start()
+    child.kill()
+    captured(model, lambda: model(torch.ones(2)), path)  # what it has left is no writer
+    assert os.listdir(path.parent) == ["run.pt"]
+
+
+@pytest.mark.parametrize("n", [3, 230])
+def test_rivals(tmp_path: Path, n: int) -> None:
+    path = tmp_path / ("r" * n)
+    with ptsave.ArchiveWriter(path) as one, ptsave.ArchiveWriter(path) as other:
+        assert rivals_of(one.temporary_path) == [other.temporary_path]
+        assert rivals_of(other.temporary_path) == [one.temporary_path]
+        with ptsave.ArchiveWriter(tmp_path / "else") as third:
+            assert rivals_of(third.temporary_path) == []
+    assert one.temporary_path == ""
+
+
+def test_what_a_capture_says_of_itself(path: Path) -> None:
+    capture = ptsave.capture(nn.Identity(), path)
+    assert repr(capture) == f"<ptsave.Capture of Identity to {str(path)!r}, not started>"
+    assert (capture.stored_nbytes, capture.dropped) == (0, 0)
+    with capture:
+        capture._model(torch.ones(2))
+        capture.step()
+        assert "in step 1" in repr(capture)
+    assert "ended" in repr(capture)
+
+
 # -------------------------------------------------------------------------------------------- ranks
 
 RANK_OF_TWO = """
@@ -317,6 +383,14 @@ def test_ranks_of_a_launcher(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         {"statistics": "no"},
         {"tensors": None},
         {"call_stacks": 1},
+        {"what": 5},
+        {"what": [b"inputs"]},
+        {"include": 5},
+        {"include": [re.compile("x")]},
+        {"exclude": None},
+        {"steps": 5},
+        {"steps": "100"},
+        {"steps": iter([1])},
     ],
     ids=lambda options: next(iter(options)),
 )

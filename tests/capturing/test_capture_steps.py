@@ -9,6 +9,7 @@ import pytest
 import torch
 from captured_runs import Run, captured
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
 
 import ptsave
 
@@ -89,6 +90,59 @@ def test_hooks_of_leaves_go_with_the_capture(path: Path) -> None:
             model(leaf)
             capture.step()
     assert not any(leaf._backward_hooks for leaf in leaves)
+
+
+# --------------------------------------------------------------------------------------- optimizers
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, n: int = 3) -> None:
+    for _ in range(n):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_of_another_model_is_refused(path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"optimizer, of SGD, has none of the model's parameters"):
+        ptsave.capture(model, path, optimizer=other).start()
+    assert not list(path.parent.iterdir())
+    assert not model[0]._forward_hooks
+    frozen = nn.Linear(2, 2).requires_grad_(False)  # a part that is not trained has its steps
+    captured(frozen, lambda: frozen(torch.ones(1, 2)), path, optimizer=other)
+    one = torch.optim.SGD(list(model.parameters())[1:], 0.1)
+    run = captured(model, lambda: train(model, one), path, optimizer=one, include="1")
+    assert steps_of(run) == 3
+
+
+def test_steps_that_nobody_marks(path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(ptsave.CheckpointWarning, match=r"took 3 steps.*capture\.step\(\)") as found:
+        captured(model, lambda: train(model, optimizer), path)
+    assert found[0].filename.endswith("captured_runs.py")
+    assert not optimizer_module._global_optimizer_post_hooks
+
+
+def test_one_step_is_no_cause_for_a_warning(path: Path) -> None:
+    """Two optimizers, accumulated gradients, an optimizer of another model, marked steps."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    halves = [torch.optim.SGD([each], 0.1) for each in model.parameters()]
+    others = torch.optim.SGD(other.parameters(), 0.1)
+
+    def run() -> None:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+        for half in halves:
+            half.step()
+        train(other, others)
+
+    captured(model, run, path)
+    with ptsave.capture(model, path) as capture:
+        for _ in range(3):
+            train(model, halves[0], 2)
+            capture.step()
 
 
 # --------------------------------------------------------------------------------------- torch.func
