@@ -34,9 +34,11 @@ py::dict to_python(const Difference& found, bool is_integer) {
   result["n_inf_mismatch"] = found.n_inf_mismatch;
   result["max_abs"] = max_abs_of(found, is_integer);
   result["max_rel"] = found.max_rel;
-  result["product"] = found.product;
-  result["squares_a"] = found.squares_a;
-  result["squares_b"] = found.squares_b;
+  result["product"] = found.products.product;
+  result["squares_a"] = found.products.squares_a;
+  result["squares_b"] = found.products.squares_b;
+  result["scale_a"] = found.products.scale_a;
+  result["scale_b"] = found.products.scale_b;
   py::tuple ulps(found.ulps.size());
   for (std::size_t i = 0; i < found.ulps.size(); ++i) ulps[i] = found.ulps[i];
   result["ulps"] = std::move(ulps);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -38,7 +39,9 @@ class TensorDifference:
     max_rel : float
         The largest distance divided by the absolute value in b; inf where that is 0.
     product, squares_a, squares_b : float
-        Sums of a * b, a * a and b * b, where both are finite.
+        Sums of a * b, a * a and b * b, where both are finite, of a / 2**scale_a and b / 2**scale_b.
+    scale_a, scale_b : int
+        0, unless squares of float64 would be infinite or 0.
     ulps : tuple of int
         Counts of numbers that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
         apart, in the coarser dtype; the 66th of them is of two signs, and of NaN and infinities
@@ -62,6 +65,8 @@ class TensorDifference:
     product: float = 0.0
     squares_a: float = 0.0
     squares_b: float = 0.0
+    scale_a: int = 0
+    scale_b: int = 0
     ulps: tuple[int, ...] = ()
     first: tuple[int, ...] | None = None
 
@@ -69,9 +74,8 @@ class TensorDifference:
     def cosine(self) -> float:
         """The cosine of the angle between both, as vectors of the numbers that are finite in both.
 
-        1.0 if both are 0 everywhere.  NaN where there is no angle: one of them alone is 0, beside
-        zeros there are only numbers that are NaN or infinite on one side, or a float64 is so large
-        or small that its square is none.
+        1.0 if both are 0 everywhere.  NaN where there is no angle: one of them alone is 0, or there
+        are only zeros and numbers that are NaN or infinite on one side.
         """
         if not self.n_different:
             return 1.0
@@ -89,24 +93,44 @@ class TensorDifference:
         """
         if not self.max_abs:
             return 0.0
-        rms = math.sqrt(self.squares_b / max(1, self.numel))
+        rms = math.ldexp(math.sqrt(self.squares_b / max(1, self.numel)), self.scale_b)
         return self.max_abs / rms if rms else math.inf
 
     def __add__(self, other: TensorDifference) -> TensorDifference:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        scale_a = _common_scale(self.squares_a, self.scale_a, other.squares_a, other.scale_a)
+        scale_b = _common_scale(self.squares_b, self.scale_b, other.squares_b, other.scale_b)
+        products = map(
+            operator.add, self._products(scale_a, scale_b), other._products(scale_a, scale_b)
+        )
+        product, squares_a, squares_b = products
         longer, shorter = sorted((self.ulps, other.ulps), key=len, reverse=True)
         rest = (*shorter, *[0] * (len(longer) - len(shorter)))
         return TensorDifference(
             **sums,
+            product=product,
+            squares_a=squares_a,
+            squares_b=squares_b,
+            scale_a=scale_a,
+            scale_b=scale_b,
             max_abs=max(self.max_abs, other.max_abs),
             max_rel=max(self.max_rel, other.max_rel),
             ulps=tuple(map(sum, zip(longer, rest, strict=True))),
             first=self.first if self.first is not None else other.first,
         )
 
+    def _products(self, scale_a: int, scale_b: int) -> tuple[float, float, float]:
+        """Return the sums of products in the units of other scales."""
+        down_a, down_b = self.scale_a - scale_a, self.scale_b - scale_b
+        return (
+            math.ldexp(self.product, down_a + down_b),
+            math.ldexp(self.squares_a, 2 * down_a),
+            math.ldexp(self.squares_b, 2 * down_b),
+        )
+
     def times(self, n: int) -> TensorDifference:
         """Return the difference of n such parts."""
-        sums = {name: getattr(self, name) * n for name in _SUMS}
+        sums = {name: getattr(self, name) * n for name in (*_SUMS, *_PRODUCTS)}
         return replace(self, **sums, ulps=tuple(n * count for count in self.ulps))
 
     def moved(self, begin: Sequence[int]) -> TensorDifference:
@@ -117,8 +141,16 @@ class TensorDifference:
         return replace(self, first=first)
 
 
-_OTHERS = {"max_abs", "max_rel", "ulps", "first"}
+_PRODUCTS = ("product", "squares_a", "squares_b")
+_OTHERS = {*_PRODUCTS, "scale_a", "scale_b", "max_abs", "max_rel", "ulps", "first"}
 _SUMS = [field.name for field in fields(TensorDifference) if field.name not in _OTHERS]
+
+
+def _common_scale(squares: float, scale: int, other_squares: float, other_scale: int) -> int:
+    """Return the scale of two sums of squares together; zero fits to any."""
+    if squares == 0:
+        return other_scale
+    return max(scale, other_scale) if other_squares else scale
 
 
 def row_and_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[int]]:

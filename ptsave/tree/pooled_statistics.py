@@ -44,12 +44,13 @@ class PooledStatistics:
         self.max: float = math.nan
         self.norm = 0.0
         self._n_finite = 0
-        self._squares = 0.0  # of the distances to the mean
+        self._deviation = 0.0  # the root of the mean square of the distances to the mean
 
     @property
     def std(self) -> float:
         """The square root of the unbiased variance; NaN of fewer than two finite elements."""
-        return math.sqrt(self._squares / (self._n_finite - 1)) if self._n_finite > 1 else math.nan
+        n = self._n_finite
+        return self._deviation * math.sqrt(n / (n - 1)) if n > 1 else math.nan
 
     def add(self, statistics: Sequence[Any]) -> None:
         """Add the fields of the `Statistics` of a tensor."""
@@ -67,13 +68,17 @@ class PooledStatistics:
         self._add_moments(n_finite, found.mean, found.std)
 
     def _add_moments(self, n: int, mean: complex, std: float) -> None:
-        squares = std * std * (n - 1) if n > 1 else 0.0
+        # No sum of squares: that of doubles would be infinite or zero where its root is neither.
+        deviation = std * math.sqrt((n - 1) / n) if n > 1 else 0.0
         if self._n_finite == 0:
-            self._n_finite, self.mean, self._squares = n, mean, squares
+            self._n_finite, self.mean, self._deviation = n, mean, deviation
             return
-        total = self._n_finite + n
-        apart = mean - self.mean
-        distance = math.hypot(apart.real, apart.imag)
-        self._squares += squares + distance * distance * (self._n_finite / total) * n
-        self.mean += apart * (n / total)
+        before, total = self._n_finite, self._n_finite + n
+        half = mean / 2 - self.mean / 2  # the whole distance may be larger than any float
+        spread = math.hypot(half.real, half.imag) * (2 * math.sqrt(before) * math.sqrt(n) / total)
+        self._deviation = math.hypot(
+            self._deviation * math.sqrt(before / total), deviation * math.sqrt(n / total), spread
+        )
+        step = half * (n / total)
+        self.mean = self.mean + step + step
         self._n_finite = total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -77,15 +78,16 @@ def assert_like_torch(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0
         assert float(found.max_abs) == pytest.approx(distance.max().item(), rel=1e-14)
         ratio = torch.where(distance > 0, distance / y[finite].abs(), 0.0).max().item()
         assert found.max_rel == pytest.approx(ratio, rel=1e-14)
-    for sum_found, left, right in (
-        (found.product, x, y),
-        (found.squares_a, x, x),
-        (found.squares_b, y, y),
+    for sum_found, scale, left, right in (
+        (found.product, found.scale_a + found.scale_b, x, y),
+        (found.squares_a, 2 * found.scale_a, x, x),
+        (found.squares_b, 2 * found.scale_b, y, y),
     ):
         expected = (left[finite].conj() * right[finite]).real
         size = expected.abs().sum().item()
         if math.isfinite(size):
-            assert sum_found == pytest.approx(expected.sum().item(), abs=1e-11 * size)
+            plain = math.ldexp(sum_found, scale)
+            assert plain == pytest.approx(expected.sum().item(), abs=1e-11 * size)
     assert sum(found.ulps) == found.numel
 
 
@@ -253,7 +255,58 @@ def test_cosine_where_there_is_no_angle() -> None:
         assert math.isnan(difference(a, b).cosine)
     for size in (1e-200, 1e200):  # whose squares float64 does not have
         a = torch.tensor([size], dtype=torch.float64)
-        assert math.isnan(difference(a, -a).cosine)
+        assert difference(a, -a).cosine == -1
+
+
+def exact_norm(numbers: list[Fraction]) -> float:
+    """Return the root of the sum of squares, which no float may hold."""
+    squares = sum((x * x for x in numbers), Fraction(0))
+    digits = 10**40
+    return float(Fraction(math.isqrt(int(squares * digits**2 * 10**700)), digits * 10**350))
+
+
+any_size = st.floats(-1e300, 1e300) | st.sampled_from([0.0, 1e-200, -3e-170, 5e-310, 2e250, 1e154])
+
+
+@given(st.lists(st.tuples(any_size, any_size), min_size=1, max_size=6), st.booleans())
+def test_sizes_of_float64(pairs: list[tuple[float, float]], is_complex: bool) -> None:
+    """Also where squares of the numbers are infinite or zero."""
+    a, b = (torch.tensor(side, dtype=torch.float64) for side in zip(*pairs, strict=True))
+    if is_complex:
+        a, b = torch.complex(a, -a), torch.complex(b, -b)
+    found = difference(a, b)
+    x = [Fraction(x) for pair in pairs for x in (pair[0], 0)]
+    y = [Fraction(y) for pair in pairs for y in (pair[1], 0)]
+    n_parts = 2 if is_complex else 1
+    norms = exact_norm(x), exact_norm(y)
+    for norm, squares, scale in (
+        (norms[0], found.squares_a, found.scale_a),
+        (norms[1], found.squares_b, found.scale_b),
+    ):
+        assert math.ldexp(math.sqrt(squares), scale) == pytest.approx(
+            norm * math.sqrt(n_parts), rel=1e-12, abs=1e-320
+        )
+    if min(norms) > 1e-290 and found.n_different:
+        dot = sum((u * v for u, v in zip(x, y, strict=True)), Fraction(0))
+        expected = float(dot / (Fraction(norms[0]) * Fraction(norms[1])))
+        assert found.cosine == pytest.approx(expected, abs=1e-12)
+    if norms[1] > 1e-290 and math.isfinite(found.max_abs):
+        rms = norms[1] * math.sqrt(n_parts) / math.sqrt(len(pairs))
+        assert found.relative_error == pytest.approx(found.max_abs / rms, rel=1e-12)
+
+
+def test_parts_of_several_sizes() -> None:
+    parts = [torch.full((n,), x, dtype=torch.float64) for n, x in ((3, 0.0), (4, 1e-200), (5, 1.0))]
+    found = sum((difference(part, 2 * part) for part in parts), TensorDifference())
+    assert (found.squares_a, found.squares_b, found.scale_b) == (5, 20, 0)
+    assert found.cosine == pytest.approx(1)
+    tiny = difference(parts[1], 2 * parts[1])
+    assert tiny.cosine == pytest.approx(1)
+    assert tiny.relative_error == pytest.approx(0.5)
+    huge = tiny + difference(parts[2] * 1e300, parts[2] * -1e300)
+    assert huge.cosine == pytest.approx(-1)
+    assert huge.times(2).cosine == pytest.approx(-1)
+    assert huge.relative_error == pytest.approx(2e300 / (1e300 * math.sqrt(5 / 9)))
 
 
 @pytest.mark.parametrize(

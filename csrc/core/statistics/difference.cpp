@@ -125,79 +125,6 @@ struct Rows {
   }
 };
 
-template <typename To>
-void read_table(Element element, const std::byte* data, std::size_t n, To* result) {
-  const ByteValues& values = values_of(element);
-  for (std::size_t i = 0; i < n; ++i) {
-    result[i] = static_cast<To>(values[std::to_integer<std::size_t>(data[i])]);
-  }
-}
-
-void read_pairs_of_nibbles(const std::byte* data, std::size_t n, float* result) {
-  for (std::size_t i = 0; i < n; ++i) {
-    const auto byte = std::to_integer<unsigned>(data[i / 2]);
-    result[i] = static_cast<float>(kFloat4E2M1(i % 2 == 0 ? byte & 0xF : byte >> 4));
-  }
-}
-
-void read(Element element, const std::byte* data, std::size_t n, float* result) {
-  switch (element) {
-    case Element::kFloat32:
-      return convert<float>(data, n, result);
-    case Element::kFloat16:
-      return convert<Half>(data, n, result);
-    case Element::kBFloat16:
-      return convert<BFloat16>(data, n, result);
-    case Element::kInt16:
-      return convert<std::int16_t>(data, n, result);
-    case Element::kUInt16:
-      return convert<std::uint16_t>(data, n, result);
-    case Element::kFloat4E2M1Pair:
-      return read_pairs_of_nibbles(data, n, result);
-    default:
-      return read_table(element, data, n, result);
-  }
-}
-
-void read(Element element, const std::byte* data, std::size_t n, double* result) {
-  switch (element) {
-    case Element::kFloat64:
-      return convert<double>(data, n, result);
-    case Element::kInt64:
-      return convert<std::int64_t>(data, n, result);
-    case Element::kUInt64:
-      return convert<std::uint64_t>(data, n, result);
-    case Element::kInt32:
-      return convert<std::int32_t>(data, n, result);
-    case Element::kUInt32:
-      return convert<std::uint32_t>(data, n, result);
-    default: {
-      std::array<float, kPairsLength> floats;
-      read(element, data, n, floats.data());
-      std::copy_n(floats.begin(), n, result);
-    }
-  }
-}
-
-// The bits of unsigned 64-bit integers, and the values of all others.
-void read(Element element, const std::byte* data, std::size_t n, std::int64_t* result) {
-  switch (element) {
-    case Element::kInt64:
-    case Element::kUInt64:
-      return convert<std::int64_t>(data, n, result);
-    case Element::kInt32:
-      return convert<std::int32_t>(data, n, result);
-    case Element::kUInt32:
-      return convert<std::uint32_t>(data, n, result);
-    case Element::kInt16:
-      return convert<std::int16_t>(data, n, result);
-    case Element::kUInt16:
-      return convert<std::uint16_t>(data, n, result);
-    default:
-      return read_table(element, data, n, result);
-  }
-}
-
 // Numbers of a block: where they are, if that is possible, or else converted.
 template <typename Number>
 class Block {
@@ -286,16 +213,22 @@ void add_different(Difference& to, std::size_t count, const First& first) {
   to.n_different += count;
 }
 
-// Adds a block of two formats, in which numbers differ that have other values.
+// The same of a block that begins at an index, and in which it is known which numbers differ.
 template <typename Differs>
-void add_values(Difference& to, std::size_t begin, std::size_t n, const Differs& differs) {
-  std::size_t count = 0;
-  for (std::size_t i = 0; i < n; ++i) count += differs(i) ? 1U : 0U;
+void add_different(Difference& to, std::size_t count, std::size_t begin, const Differs& differs) {
   add_different(to, count, [&] {
     std::size_t i = 0;
     while (!differs(i)) ++i;
     return begin + i;
   });
+}
+
+// Adds a block of two formats, in which numbers differ that have other values.
+template <typename Differs>
+void add_values(Difference& to, std::size_t begin, std::size_t n, const Differs& differs) {
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < n; ++i) count += differs(i) ? 1U : 0U;
+  add_different(to, count, begin, differs);
 }
 
 // ----------------------------------------------------------------------------------- real numbers
@@ -326,35 +259,138 @@ void ulps_of(const float* a, const float* b, std::size_t n, Grid grid, std::uint
 void ulps_of(const double* a, const double* b, std::size_t n, Grid grid, std::uint8_t* result) {
   distances_kernel().ulps_of_doubles(a, b, n, grid, result);
 }
-
-// Four tables, or equal numbers in a row would wait for each other.
+void ulps_of_integers(const float* a, const float* b, std::size_t n, std::uint8_t* result) {
+  distances_kernel().ulps_of_integers_in_floats(a, b, n, result);
+}
+void ulps_of_integers(const double* a, const double* b, std::size_t n, std::uint8_t* result) {
+  distances_kernel().ulps_of_integers_in_doubles(a, b, n, result);
+}
+PairKinds kinds_of(const float* a, const float* b, std::size_t n) {
+  return distances_kernel().kinds_of_floats(a, b, n);
+}
+PairKinds kinds_of(const double* a, const double* b, std::size_t n) {
+  return distances_kernel().kinds_of_doubles(a, b, n);
+}
 void count_ulps(Difference& to, const std::uint8_t* ulps, std::size_t n) {
-  std::array<std::array<std::uint32_t, kNUlpBuckets>, 4> counts{};
-  std::size_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    ++counts[0][ulps[i]];
-    ++counts[1][ulps[i + 1]];
-    ++counts[2][ulps[i + 2]];
-    ++counts[3][ulps[i + 3]];
+  distances_kernel().count_ulps(ulps, n, to.ulps.data());
+}
+
+// The scale of numbers whose plain sum of squares this is.  Numbers that matter beside the largest
+// one have squares that are neither infinite nor rounded to few digits, also those of many blocks.
+int scale_of(double squares) {
+  constexpr int kScale = 600;
+  if (!(squares <= 0x1p960)) return kScale;
+  return squares < 0x1p-800 ? -kScale : 0;
+}
+
+void copy_scaled(const double* data, std::size_t n, int scale, double* result) {
+  const double factor = std::ldexp(1, -scale);
+  for (std::size_t i = 0; i < n; ++i) result[i] = data[i] * factor;
+}
+
+double rescaled(double sum, int scale) { return scale == 0 ? sum : std::ldexp(sum, scale); }
+
+// The scale of two sums of squares together.  One that is zero fits to any.
+int common_scale(double squares, int scale, double more, int scale_of_more) {
+  if (squares == 0) return scale_of_more;
+  return more == 0 ? scale : std::max(scale, scale_of_more);
+}
+
+void add(Products& to, const Products& from) {
+  const int a = common_scale(to.squares_a, to.scale_a, from.squares_a, from.scale_a);
+  const int b = common_scale(to.squares_b, to.scale_b, from.squares_b, from.scale_b);
+  to.product = rescaled(to.product, to.scale_a - a + to.scale_b - b) +
+               rescaled(from.product, from.scale_a - a + from.scale_b - b);
+  to.squares_a = rescaled(to.squares_a, 2 * (to.scale_a - a)) +
+                 rescaled(from.squares_a, 2 * (from.scale_a - a));
+  to.squares_b = rescaled(to.squares_b, 2 * (to.scale_b - b)) +
+                 rescaled(from.squares_b, 2 * (from.scale_b - b));
+  to.scale_a = a;
+  to.scale_b = b;
+}
+
+Products scaled_products_of(const double* a, const double* b, std::size_t n, int scale_a,
+                            int scale_b) {
+  std::array<double, 2 * kPairsLength> x;
+  std::array<double, 2 * kPairsLength> y;
+  copy_scaled(a, n, scale_a, x.data());
+  copy_scaled(b, n, scale_b, y.data());
+  const Distances found = distances_of(x.data(), y.data(), n, {}, 0);
+  return {found.product, found.squares_a, found.squares_b, scale_a, scale_b};
+}
+
+// Of a block, or of both parts of complex numbers of one, of which plain sums are known.
+template <typename Number>
+Products products_of(const Distances& found, const Number* a, const Number* b, std::size_t n) {
+  if constexpr (std::is_same_v<Number, double>) {
+    const int scale_a = scale_of(found.squares_a);
+    const int scale_b = scale_of(found.squares_b);
+    if (scale_a != 0 || scale_b != 0) return scaled_products_of(a, b, n, scale_a, scale_b);
   }
-  for (; i < n; ++i) ++counts[0][ulps[i]];
-  for (std::size_t bucket = 0; bucket < kNUlpBuckets; ++bucket) {
-    for (const auto& table : counts) to.ulps[bucket] += table[bucket];
+  return {found.product, found.squares_a, found.squares_b};
+}
+
+Products products_of(const double* a, const double* b, std::size_t n) {
+  return products_of(distances_of(a, b, n, {}, 0), a, b, n);
+}
+
+// Of the same numbers on both sides.
+template <typename Number>
+Products squares_of_same(const Number* data, std::size_t n) {
+  const double squares = squares_of(data, n);
+  if constexpr (std::is_same_v<Number, double>) {
+    if (scale_of(squares) != 0) return products_of(data, data, n);
+  }
+  return {squares, squares, squares};
+}
+
+// A quarter of the distance of two numbers, which may be larger than any double.
+double quarter_distance(double x, double y) { return std::abs(x / 4 - y / 4); }
+
+// Adds what of the pairs of a block is wrong where distances are larger than any double.
+void add_far(Difference& to, const Tolerance& tolerance, const double* a, const double* b,
+             std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const double distance = std::abs(a[i] - b[i]);
+    const double size = std::abs(b[i]);
+    if (std::isfinite(distance)) {
+      to.n_outside += tolerance.allows(distance, size) ? 0U : 1U;
+      to.max_rel = std::max(to.max_rel, distance > 0 ? distance / size : 0);
+      continue;
+    }
+    const double quarter = quarter_distance(a[i], b[i]);
+    const Tolerance quartered{tolerance.relative, tolerance.absolute / 4};
+    to.n_outside += quartered.allows(quarter, size / 4) ? 0U : 1U;
+    to.max_rel = std::max(to.max_rel, quarter / (size / 4));
+  }
+}
+
+// Adds pairs, but for their ULPs.
+template <typename Number>
+void add_distances(Difference& to, const Tolerance& tolerance, const Number* a, const Number* b,
+                   std::size_t n) {
+  const Distances found = distances_of(a, b, n, tolerance, to.max_rel);
+  const Products products = products_of(found, a, b, n);
+  add(to.products, products);
+  to.max_abs = std::max(to.max_abs, found.max_abs);
+  if constexpr (std::is_same_v<Number, double>) {
+    if (found.max_abs > std::numeric_limits<double>::max()) {
+      add_far(to, tolerance, a, b, n);
+      return;
+    }
+  }
+  to.n_outside += found.n_outside;
+  // The product of a ratio and a tiny number is rounded to few digits.
+  const bool may_be_larger = found.has_larger_ratio || products.scale_b < 0;
+  if (may_be_larger && to.max_rel < kInfinity) {
+    to.max_rel = std::max(to.max_rel, largest_ratio(a, b, n));
   }
 }
 
 template <typename Number>
 void add_finite(Difference& to, const Rows& rows, const Number* a, const Number* b, std::size_t n) {
   if (n == 0) return;
-  const Distances found = distances_of(a, b, n, rows.tolerance, to.max_rel);
-  to.n_outside += found.n_outside;
-  to.max_abs = std::max(to.max_abs, found.max_abs);
-  to.product += found.product;
-  to.squares_a += found.squares_a;
-  to.squares_b += found.squares_b;
-  if (found.has_larger_ratio && to.max_rel < kInfinity) {
-    to.max_rel = std::max(to.max_rel, largest_ratio(a, b, n));
-  }
+  add_distances(to, rows.tolerance, a, b, n);
   std::array<std::uint8_t, kPairsLength> ulps;
   ulps_of(a, b, n, rows.grid, ulps.data());
   count_ulps(to, ulps.data(), n);
@@ -398,10 +434,24 @@ Special special(Number x) {
 }
 
 template <typename Number>
-void add_reals(Difference& to, const Rows& rows, const Number* a, const Number* b, std::size_t n) {
-  const NonFinite of_a = non_finite_in(a, n);
-  const NonFinite of_b = non_finite_in(b, n);
-  if (of_a.n_nan + of_a.n_inf + of_b.n_nan + of_b.n_inf == 0) {
+bool values_differ(Number a, Number b) {
+  return !(a == b) && !(std::isnan(a) && std::isnan(b));
+}
+
+template <typename Number>
+void add_reals(Difference& to, const Rows& rows, std::size_t begin, const Number* a,
+               const Number* b, std::size_t n) {
+  const PairKinds kinds = kinds_of(a, b, n);
+  const bool are_finite = kinds.n_not_finite == 0;
+  if (rows.element_a != rows.element_b && (kinds.n_different != 0 || !are_finite)) {
+    const auto differs = [&](std::size_t i) { return values_differ(a[i], b[i]); };
+    if (are_finite) {
+      add_different(to, kinds.n_different, begin, differs);
+    } else {
+      add_values(to, begin, n, differs);
+    }
+  }
+  if (are_finite) {
     add_finite(to, rows, a, b, n);
     return;
   }
@@ -420,14 +470,8 @@ void add_reals(Difference& to, const Rows& rows, const Number* a, const Number* 
 }
 
 template <typename Number>
-bool values_differ(Number a, Number b) {
-  return !(a == b) && !(std::isnan(a) && std::isnan(b));
-}
-
-void add_squares(Difference& to, double squares) {
-  to.product += squares;
-  to.squares_a += squares;
-  to.squares_b += squares;
+void add_squares(Difference& to, const Number* data, std::size_t n) {
+  add(to.products, squares_of_same(data, n));
 }
 
 // Adds a block that has the same bytes on both sides.
@@ -436,7 +480,7 @@ void add_same(Difference& to, const Number* data, std::size_t n) {
   to.ulps[0] += n;
   const NonFinite others = non_finite_in(data, n);
   if (others.n_nan + others.n_inf == 0) {
-    add_squares(to, squares_of(data, n));
+    add_squares(to, data, n);
     return;
   }
   to.n_nan_a += others.n_nan;
@@ -446,7 +490,7 @@ void add_same(Difference& to, const Number* data, std::size_t n) {
   std::array<Number, kPairsLength> finite;
   const auto end =
       std::copy_if(data, data + n, finite.begin(), [](Number x) { return std::isfinite(x); });
-  add_squares(to, squares_of(finite.data(), static_cast<std::size_t>(end - finite.begin())));
+  add_squares(to, finite.data(), static_cast<std::size_t>(end - finite.begin()));
 }
 
 template <typename Number>
@@ -459,10 +503,7 @@ void add_real_block(Difference& to, const Rows& rows, const Span& span, bool sam
   }
   const Block<Number> block_b(rows.element_b, span.b, span.n);
   const Number* const b = block_b.numbers();
-  if (rows.element_a != rows.element_b) {
-    add_values(to, span.begin, span.n, [&](std::size_t i) { return values_differ(a[i], b[i]); });
-  }
-  add_reals(to, rows, a, b, span.n);
+  add_reals(to, rows, span.begin, a, b, span.n);
 }
 
 // --------------------------------------------------------------------------------- whole numbers
@@ -504,9 +545,7 @@ std::size_t bucket_of(const IntegerDistance& distance) {
 void add_integers(Difference& to, const Rows& rows, Integer a, Integer b) {
   const double x = a.value();
   const double y = b.value();
-  to.product += x * y;
-  to.squares_a += x * x;
-  to.squares_b += y * y;
+  add(to.products, {x * y, x * x, y * y});
   const IntegerDistance distance(a, b);
   ++to.ulps[bucket_of(distance)];
   if (distance.low == 0 && !distance.overflows) return;
@@ -519,19 +558,72 @@ void add_integers(Difference& to, const Rows& rows, Integer a, Integer b) {
                distance.overflows ? std::numeric_limits<std::uint64_t>::max() : distance.low);
 }
 
-void add_integer_block(Difference& to, const Rows& rows, const Span& span, bool same) {
-  const Block<std::int64_t> block_a(rows.element_a, span.a, span.n);
-  const bool a_is_unsigned = rows.element_a == Element::kUInt64;
-  const auto a = [&](std::size_t i) { return Integer(block_a.numbers()[i], a_is_unsigned); };
+// Adds whole numbers whose distances a Number holds, exactly.
+template <typename Number>
+void add_whole(Difference& to, const Rows& rows, std::size_t begin, const Number* a,
+               const Number* b, std::size_t n, bool same) {
   if (same) {
-    double squares = 0;
-    for (std::size_t i = 0; i < span.n; ++i) squares += a(i).value() * a(i).value();
-    to.ulps[0] += span.n;
-    add_squares(to, squares);
+    to.ulps[0] += n;
+    add_squares(to, a, n);
     return;
   }
-  const Block<std::int64_t> block_b(rows.element_b, span.b, span.n);
+  Difference found;
+  found.max_rel = to.max_rel;
+  add_distances(found, rows.tolerance, a, b, n);
+  add(to.products, found.products);
+  to.n_outside += found.n_outside;
+  to.max_rel = found.max_rel;
+  to.max_abs = std::max(to.max_abs, found.max_abs);
+  to.max_abs_integer = std::max(to.max_abs_integer, static_cast<std::uint64_t>(found.max_abs));
+  std::array<std::uint8_t, kPairsLength> ulps;
+  ulps_of_integers(a, b, n, ulps.data());
+  count_ulps(to, ulps.data(), n);
+  if (rows.element_a == rows.element_b) return;
+  add_values(to, begin, n, [&](std::size_t i) { return ulps[i] != 0; });
+}
+
+template <typename Number>
+void add_whole_block(Difference& to, const Rows& rows, const Span& span, bool same) {
+  const Block<Number> a(rows.element_a, span.a, span.n);
+  if (same) {
+    add_whole(to, rows, span.begin, a.numbers(), a.numbers(), span.n, true);
+    return;
+  }
+  const Block<Number> b(rows.element_b, span.b, span.n);
+  add_whole(to, rows, span.begin, a.numbers(), b.numbers(), span.n, false);
+}
+
+// 64-bit integers as doubles, if all of them are small enough to be exact, and so their distances.
+class SmallIntegers {
+ public:
+  SmallIntegers(const std::int64_t* data, std::size_t n, bool is_unsigned) {
+    constexpr std::uint64_t kLimit = std::uint64_t{1} << 52;
+    const std::uint64_t offset = is_unsigned ? 0 : kLimit;
+    std::uint64_t bits = 0;
+    for (std::size_t i = 0; i < n; ++i) bits |= static_cast<std::uint64_t>(data[i]) + offset;
+    are_small_ = bits < kLimit + offset;
+    if (are_small_) std::copy_n(data, n, numbers_.begin());
+  }
+  bool are_small() const { return are_small_; }
+  const double* numbers() const { return numbers_.data(); }
+
+ private:
+  std::array<double, kPairsLength> numbers_;
+  bool are_small_;
+};
+
+void add_wide_integer_block(Difference& to, const Rows& rows, const Span& span, bool same) {
+  const bool a_is_unsigned = rows.element_a == Element::kUInt64;
   const bool b_is_unsigned = rows.element_b == Element::kUInt64;
+  const Block<std::int64_t> block_a(rows.element_a, span.a, span.n);
+  const Block<std::int64_t> block_b(rows.element_b, span.b, span.n);
+  const SmallIntegers small_a(block_a.numbers(), span.n, a_is_unsigned);
+  const SmallIntegers small_b(block_b.numbers(), span.n, b_is_unsigned);
+  if (small_a.are_small() && small_b.are_small()) {
+    add_whole(to, rows, span.begin, small_a.numbers(), small_b.numbers(), span.n, same);
+    return;
+  }
+  const auto a = [&](std::size_t i) { return Integer(block_a.numbers()[i], a_is_unsigned); };
   const auto b = [&](std::size_t i) { return Integer(block_b.numbers()[i], b_is_unsigned); };
   for (std::size_t i = 0; i < span.n; ++i) add_integers(to, rows, a(i), b(i));
   if (rows.element_a == rows.element_b) return;
@@ -539,6 +631,18 @@ void add_integer_block(Difference& to, const Rows& rows, const Span& span, bool 
     const IntegerDistance distance(a(i), b(i));
     return distance.low != 0 || distance.overflows;
   });
+}
+
+void add_integer_block(Difference& to, const Rows& rows, const Span& span, bool same) {
+  switch (std::max(nbytes_of(rows.element_a), nbytes_of(rows.element_b))) {
+    case 1:
+    case 2:
+      return add_whole_block<float>(to, rows, span, same);
+    case 4:
+      return add_whole_block<double>(to, rows, span, same);
+    default:
+      return add_wide_integer_block(to, rows, span, same);
+  }
 }
 
 // ------------------------------------------------------------------------------- complex numbers
@@ -556,6 +660,21 @@ Special special(Complex x) {
 }
 
 bool are_same(Complex a, Complex b) { return a.real == b.real && a.imaginary == b.imaginary; }
+
+// Of a block, those that are left of it.
+class ComplexRow {
+ public:
+  void push(Complex x) {
+    numbers_[size_++] = x.real;
+    numbers_[size_++] = x.imaginary;
+  }
+  const double* numbers() const { return numbers_.data(); }
+  std::size_t size() const { return size_; }  // of both parts
+
+ private:
+  std::array<double, 2 * kPairsLength> numbers_;
+  std::size_t size_ = 0;
+};
 
 // Complex numbers of a block; real ones have no imaginary part.
 class ComplexBlock {
@@ -591,16 +710,22 @@ class ComplexBlock {
   std::array<double, 2 * kPairsLength> numbers_;
 };
 
-void add_finite(Difference& to, const Rows& rows, Complex a, Complex b) {
-  to.product += a.real * b.real + a.imaginary * b.imaginary;
-  to.squares_a += a.real * a.real + a.imaginary * a.imaginary;
-  to.squares_b += b.real * b.real + b.imaginary * b.imaginary;
+void add_distance(Difference& to, const Rows& rows, Complex a, Complex b) {
   const double distance = std::hypot(a.real - b.real, a.imaginary - b.imaginary);
   if (distance == 0) return;
   const double size = std::hypot(b.real, b.imaginary);
-  if (!rows.tolerance.allows(distance, size)) ++to.n_outside;
   to.max_abs = std::max(to.max_abs, distance);
-  to.max_rel = std::max(to.max_rel, distance / size);
+  if (std::isfinite(distance) && std::isfinite(size)) {
+    to.n_outside += rows.tolerance.allows(distance, size) ? 0U : 1U;
+    to.max_rel = std::max(to.max_rel, distance / size);
+    return;
+  }
+  const double quarter =
+      std::hypot(quarter_distance(a.real, b.real), quarter_distance(a.imaginary, b.imaginary));
+  const double quarter_size = std::hypot(b.real / 4, b.imaginary / 4);
+  const Tolerance quartered{rows.tolerance.relative, rows.tolerance.absolute / 4};
+  to.n_outside += quartered.allows(quarter, quarter_size) ? 0U : 1U;
+  to.max_rel = std::max(to.max_rel, quarter / quarter_size);
 }
 
 void add_complex_block(Difference& to, const Rows& rows, const Span& span, bool same) {
@@ -608,14 +733,19 @@ void add_complex_block(Difference& to, const Rows& rows, const Span& span, bool 
   const ComplexBlock b(same ? rows.element_a : rows.element_b, same ? span.a : span.b, span.n);
   std::array<std::uint8_t, 2 * kPairsLength> ulps;
   ulps_of(a.numbers(), b.numbers(), 2 * span.n, rows.grid, ulps.data());
+  ComplexRow x;
+  ComplexRow y;
   for (std::size_t i = 0; i < span.n; ++i) {
     if (is_finite(a[i]) && is_finite(b[i])) {
-      add_finite(to, rows, a[i], b[i]);
+      add_distance(to, rows, a[i], b[i]);
       ++to.ulps[std::max(ulps[2 * i], ulps[2 * i + 1])];
+      x.push(a[i]);
+      y.push(b[i]);
     } else {
       add_special(to, special(a[i]), special(b[i]), are_same(a[i], b[i]));
     }
   }
+  add(to.products, products_of(x.numbers(), y.numbers(), x.size()));
   if (rows.element_a == rows.element_b) return;
   add_values(to, span.begin, span.n, [&](std::size_t i) {
     return !are_same(a[i], b[i]) && !(special(a[i]).is_nan && special(b[i]).is_nan);
@@ -666,9 +796,7 @@ void merge(Difference& to, const Difference& from) {
   to.max_abs = std::max(to.max_abs, from.max_abs);
   to.max_rel = std::max(to.max_rel, from.max_rel);
   to.max_abs_integer = std::max(to.max_abs_integer, from.max_abs_integer);
-  to.product += from.product;
-  to.squares_a += from.squares_a;
-  to.squares_b += from.squares_b;
+  add(to.products, from.products);
   for (std::size_t i = 0; i < kNUlpBuckets; ++i) to.ulps[i] += from.ulps[i];
 }
 

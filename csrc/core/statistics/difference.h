@@ -29,6 +29,16 @@ struct Tolerance {
 inline constexpr std::size_t kNUlpBuckets = 66;
 inline constexpr std::size_t kNoUlps = kNUlpBuckets - 1;
 
+// Sums over the pairs whose numbers both are finite.  Those of a are divided by 2^scale_a before,
+// those of b by 2^scale_b, or squares of doubles would be infinite or zero.
+struct Products {
+  double product = 0;
+  double squares_a = 0;
+  double squares_b = 0;
+  int scale_a = 0;
+  int scale_b = 0;
+};
+
 struct Difference {
   std::uint64_t n = 0;  // of elements of each side
   // With other bits; of two formats, with another value.
@@ -51,10 +61,7 @@ struct Difference {
   double max_rel = 0;
   // The largest distance of whole numbers, exactly; the largest of these if it needs more bits.
   std::uint64_t max_abs_integer = 0;
-  // Sums over the pairs whose numbers both are finite.
-  double product = 0;
-  double squares_a = 0;
-  double squares_b = 0;
+  Products products;
   // Counts of pairs, by their distance in the coarser of the two formats, to which both are
   // rounded; of whole numbers it is the distance, of complex ones the larger of both parts.
   std::array<std::uint64_t, kNUlpBuckets> ulps{};

@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <type_traits>
 
 #include "core/statistics/cpu_kinds.h"
@@ -146,34 +147,140 @@ PTSAVE_INLINE void ulps_of(const Number* a, const Number* b, std::size_t n, Grid
   }
 }
 
-#define PTSAVE_KERNEL(NAME, TARGET)                                                              \
-  TARGET Distances of_floats_##NAME(const float* a, const float* b, std::size_t n,               \
-                                    const Tolerance& tolerance, double ratio) {                  \
-    return distances_of(a, b, n, tolerance, ratio);                                              \
-  }                                                                                              \
-  TARGET Distances of_doubles_##NAME(const double* a, const double* b, std::size_t n,            \
-                                     const Tolerance& tolerance, double ratio) {                 \
-    return distances_of(a, b, n, tolerance, ratio);                                              \
-  }                                                                                              \
-  double TARGET ratio_of_floats_##NAME(const float* a, const float* b, std::size_t n) {          \
-    return largest_ratio(a, b, n);                                                               \
-  }                                                                                              \
-  double TARGET ratio_of_doubles_##NAME(const double* a, const double* b, std::size_t n) {       \
-    return largest_ratio(a, b, n);                                                               \
-  }                                                                                              \
-  double TARGET squares_of_floats_##NAME(const float* data, std::size_t n) {                     \
-    return squares_of(data, n);                                                                  \
-  }                                                                                              \
-  double TARGET squares_of_doubles_##NAME(const double* data, std::size_t n) {                   \
-    return squares_of(data, n);                                                                  \
-  }                                                                                              \
-  void TARGET ulps_of_floats_##NAME(const float* a, const float* b, std::size_t n, Grid grid,    \
-                                    std::uint8_t* result) {                                      \
-    ulps_of(a, b, n, grid, result);                                                              \
-  }                                                                                              \
-  void TARGET ulps_of_doubles_##NAME(const double* a, const double* b, std::size_t n, Grid grid, \
-                                     std::uint8_t* result) {                                     \
-    ulps_of(a, b, n, grid, result);                                                              \
+// The exponent of a distance less one is its number of bits, less one.
+template <typename Number>
+PTSAVE_INLINE void ulps_of_integers(const Number* a, const Number* b, std::size_t n,
+                                    std::uint8_t* result) {
+  using Bits = BitsOf<Number>;
+  constexpr int kMantissaNbits = sizeof(Number) == 4 ? 23 : 52;
+  constexpr Bits kBias = sizeof(Number) == 4 ? 127 : 1023;
+  for (std::size_t i = 0; i < n; ++i) {
+    const Number difference = a[i] - b[i];
+    const Number distance = difference < 0 ? -difference : difference;
+    const Bits bucket = (std::bit_cast<Bits>(distance - 1) >> kMantissaNbits) - kBias + 2;
+    const Bits few = distance != 0 ? 1 : 0;
+    result[i] = static_cast<std::uint8_t>(distance < 2 ? few : bucket);
+  }
+}
+
+PTSAVE_INLINE std::uint32_t count_equal(const std::uint8_t* data, std::size_t n,
+                                        std::uint8_t value) {
+  static_assert(kPairsLength <= std::numeric_limits<std::uint16_t>::max());
+  std::uint16_t count = 0;  // narrow, for as many as possible in a register
+  for (std::size_t i = 0; i < n; ++i)
+    count = static_cast<std::uint16_t>(count + (data[i] == value ? 1 : 0));
+  return count;
+}
+
+// Four tables, or equal numbers in a row would wait for each other.
+PTSAVE_INLINE void count_each(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) {
+  std::uint32_t tables[4][kNUlpBuckets] = {};
+  std::size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    std::uint64_t word = 0;
+    __builtin_memcpy(&word, ulps + i, sizeof word);
+    ++tables[0][word & 0xFF];
+    ++tables[1][(word >> 8) & 0xFF];
+    ++tables[2][(word >> 16) & 0xFF];
+    ++tables[3][(word >> 24) & 0xFF];
+    ++tables[0][(word >> 32) & 0xFF];
+    ++tables[1][(word >> 40) & 0xFF];
+    ++tables[2][(word >> 48) & 0xFF];
+    ++tables[3][word >> 56];
+  }
+  for (; i < n; ++i) ++tables[0][ulps[i]];
+  for (std::size_t bucket = 0; bucket < kNUlpBuckets; ++bucket) {
+    for (const auto& table : tables) counts[bucket] += table[bucket];
+  }
+}
+
+// Numbers near each other are in the first few buckets, which take less time one by one.
+PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) {
+  constexpr std::uint8_t kNTries = 16;
+  constexpr std::uint8_t kNFirst = 4;  // have most of them, or others have too many
+  std::size_t n_left = n;
+  std::uint32_t found[kNUlpBuckets] = {};
+  for (std::uint8_t bucket = 0; bucket < kNTries && n_left > 0; ++bucket) {
+    if (bucket == kNFirst) {
+      if (n_left > n / 2) break;
+      found[kNoUlps] = count_equal(ulps, n, kNoUlps);
+      n_left -= found[kNoUlps];
+    }
+    found[bucket] = count_equal(ulps, n, bucket);
+    n_left -= found[bucket];
+  }
+  if (n_left > 0) {
+    count_each(ulps, n, counts);
+    return;
+  }
+  for (std::size_t bucket = 0; bucket < kNUlpBuckets; ++bucket) counts[bucket] += found[bucket];
+}
+
+// Infinity: the bits of infinity.
+template <typename Number, BitsOf<Number> Infinity>
+PTSAVE_INLINE PairKinds kinds_of(const Number* a, const Number* b, std::size_t n) {
+  using Bits = BitsOf<Number>;
+  constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
+  Bits n_different = 0;
+  Bits n_not_finite = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto x = std::bit_cast<Bits>(a[i]);
+    const auto y = std::bit_cast<Bits>(b[i]);
+    const Bits size_x = x & kWithoutSign;
+    const Bits size_y = y & kWithoutSign;
+    const Bits other_bits = x != y ? 1U : 0U;
+    n_different += (size_x | size_y) != 0 ? other_bits : 0U;
+    const Bits other_x = size_x >= Infinity ? 1U : 0U;
+    n_not_finite += size_y >= Infinity ? 1U : other_x;
+  }
+  return {n_different, n_not_finite};
+}
+
+#define PTSAVE_KERNEL(NAME, TARGET)                                                               \
+  TARGET Distances of_floats_##NAME(const float* a, const float* b, std::size_t n,                \
+                                    const Tolerance& tolerance, double ratio) {                   \
+    return distances_of(a, b, n, tolerance, ratio);                                               \
+  }                                                                                               \
+  TARGET Distances of_doubles_##NAME(const double* a, const double* b, std::size_t n,             \
+                                     const Tolerance& tolerance, double ratio) {                  \
+    return distances_of(a, b, n, tolerance, ratio);                                               \
+  }                                                                                               \
+  double TARGET ratio_of_floats_##NAME(const float* a, const float* b, std::size_t n) {           \
+    return largest_ratio(a, b, n);                                                                \
+  }                                                                                               \
+  double TARGET ratio_of_doubles_##NAME(const double* a, const double* b, std::size_t n) {        \
+    return largest_ratio(a, b, n);                                                                \
+  }                                                                                               \
+  double TARGET squares_of_floats_##NAME(const float* data, std::size_t n) {                      \
+    return squares_of(data, n);                                                                   \
+  }                                                                                               \
+  double TARGET squares_of_doubles_##NAME(const double* data, std::size_t n) {                    \
+    return squares_of(data, n);                                                                   \
+  }                                                                                               \
+  void TARGET ulps_of_floats_##NAME(const float* a, const float* b, std::size_t n, Grid grid,     \
+                                    std::uint8_t* result) {                                       \
+    ulps_of(a, b, n, grid, result);                                                               \
+  }                                                                                               \
+  void TARGET ulps_of_doubles_##NAME(const double* a, const double* b, std::size_t n, Grid grid,  \
+                                     std::uint8_t* result) {                                      \
+    ulps_of(a, b, n, grid, result);                                                               \
+  }                                                                                               \
+  void TARGET integers_in_floats_##NAME(const float* a, const float* b, std::size_t n,            \
+                                        std::uint8_t* result) {                                   \
+    ulps_of_integers(a, b, n, result);                                                            \
+  }                                                                                               \
+  void TARGET integers_in_doubles_##NAME(const double* a, const double* b, std::size_t n,         \
+                                         std::uint8_t* result) {                                  \
+    ulps_of_integers(a, b, n, result);                                                            \
+  }                                                                                               \
+  void TARGET count_ulps_##NAME(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) { \
+    count_ulps(ulps, n, counts);                                                                  \
+  }                                                                                               \
+  TARGET PairKinds kinds_of_floats_##NAME(const float* a, const float* b, std::size_t n) {        \
+    return kinds_of<float, 0x7F80'0000>(a, b, n);                                                 \
+  }                                                                                               \
+  TARGET PairKinds kinds_of_doubles_##NAME(const double* a, const double* b, std::size_t n) {     \
+    return kinds_of<double, 0x7FF0'0000'0000'0000>(a, b, n);                                      \
   }
 
 #define PTSAVE_KERNEL_ENTRY(NAME, SUPPORTED) \
@@ -186,7 +293,12 @@ PTSAVE_INLINE void ulps_of(const Number* a, const Number* b, std::size_t n, Grid
    squares_of_floats_##NAME,                 \
    squares_of_doubles_##NAME,                \
    ulps_of_floats_##NAME,                    \
-   ulps_of_doubles_##NAME}
+   ulps_of_doubles_##NAME,                   \
+   integers_in_floats_##NAME,                \
+   integers_in_doubles_##NAME,               \
+   count_ulps_##NAME,                        \
+   kinds_of_floats_##NAME,                   \
+   kinds_of_doubles_##NAME}
 
 PTSAVE_KERNEL(portable, )
 #if defined(__x86_64__)

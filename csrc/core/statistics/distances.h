@@ -30,6 +30,12 @@ struct Distances {
   bool has_larger_ratio = false;
 };
 
+// What pairs are like, by their bits.
+struct PairKinds {
+  std::size_t n_different = 0;   // with other values, if all are finite
+  std::size_t n_not_finite = 0;  // on one side or both
+};
+
 // The loops over a block.  All of them are compiled once for each kind of CPU.
 struct DistancesKernel {
   const char* name;
@@ -49,6 +55,15 @@ struct DistancesKernel {
                          std::uint8_t* result);
   void (*ulps_of_doubles)(const double* a, const double* b, std::size_t n, Grid grid,
                           std::uint8_t* result);
+  // The same of whole numbers.
+  void (*ulps_of_integers_in_floats)(const float* a, const float* b, std::size_t n,
+                                     std::uint8_t* result);
+  void (*ulps_of_integers_in_doubles)(const double* a, const double* b, std::size_t n,
+                                      std::uint8_t* result);
+  // Adds how many there are of each.
+  void (*count_ulps)(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts);
+  PairKinds (*kinds_of_floats)(const float* a, const float* b, std::size_t n);
+  PairKinds (*kinds_of_doubles)(const double* a, const double* b, std::size_t n);
 };
 
 extern const DistancesKernel kDistancesKernels[];

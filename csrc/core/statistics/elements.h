@@ -48,6 +48,12 @@ inline void convert<BFloat16, float>(const std::byte* data, std::size_t n, float
   }
 }
 
+// Of at most kBlockLength numbers, of which a pair of float4 is two; `result` can hold them all.
+void read(Element element, const std::byte* data, std::size_t n, float* result);
+void read(Element element, const std::byte* data, std::size_t n, double* result);
+// The bits of unsigned 64-bit integers, and the values of all others.
+void read(Element element, const std::byte* data, std::size_t n, std::int64_t* result);
+
 inline NonFinite non_finite_in(const float* data, std::size_t n) {
   return moments_kernel().non_finite_floats(data, n);
 }

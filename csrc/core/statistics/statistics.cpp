@@ -34,22 +34,63 @@ Statistics nothing() {
   return result;
 }
 
-// Takes up numbers of which nothing else is known than their moments.
-void add_moments(Statistics& to, std::uint64_t n, double mean, double imaginary_mean,
-                 double squares) {
+// Of numbers of which nothing else is known.
+struct Center {
+  double mean = 0;
+  double imaginary_mean = 0;
+  double squares = 0;  // as in Statistics
+  int scale = 0;
+};
+
+// The scale of numbers of which this is the largest absolute value: one that keeps their squares
+// away from infinity, and those that matter from zero.  The squares of zeros fit to any.
+int scale_of(double largest) {
+  constexpr int kScale = 600;
+  if (largest > 0x1p480) return kScale;
+  return largest < 0x1p-400 ? -kScale : 0;
+}
+
+// A mean of two, of which rounding cannot make something outside of them.
+double between(double a, double b, double mean) {
+  return std::clamp(mean, std::min(a, b), std::max(a, b));
+}
+
+void add_scaled(Statistics& to, std::uint64_t n, const Center& more) {
+  const int scale = to.n_finite() == 0 ? more.scale : std::max(to.scale, more.scale);
+  const auto n_before = static_cast<double>(to.n_finite());
+  const double weight = static_cast<double>(n) / (n_before + static_cast<double>(n));
+  const double factor = std::ldexp(1, -scale);
+  const double distance = more.mean * factor - to.mean * factor;
+  const double imaginary = more.imaginary_mean * factor - to.imaginary_mean * factor;
+  const double squares = std::ldexp(to.squares, 2 * (to.scale - scale)) +
+                         std::ldexp(more.squares, 2 * (more.scale - scale));
+  const auto merged = [&](double mean, double other, double apart) {
+    return between(mean, other, std::ldexp(mean * factor + apart * weight, scale));
+  };
+  to.mean = merged(to.mean, more.mean, distance);
+  to.imaginary_mean = merged(to.imaginary_mean, more.imaginary_mean, imaginary);
+  to.squares = squares + (distance * distance + imaginary * imaginary) * (n_before * weight);
+  to.scale = scale;
+}
+
+void add_center(Statistics& to, std::uint64_t n, const Center& more) {
   if (n == 0) return;
+  if (to.scale != 0 || more.scale != 0) {
+    add_scaled(to, n, more);
+    return;
+  }
   const auto n_before = static_cast<double>(to.n_finite());
   const auto n_more = static_cast<double>(n);
   const double weight = n_more / (n_before + n_more);
-  const double distance = mean - to.mean;
-  const double imaginary = imaginary_mean - to.imaginary_mean;
+  const double distance = more.mean - to.mean;
+  const double imaginary = more.imaginary_mean - to.imaginary_mean;
   to.mean += distance * weight;
   to.imaginary_mean += imaginary * weight;
-  to.squares += squares + (distance * distance + imaginary * imaginary) * (n_before * weight);
+  to.squares += more.squares + (distance * distance + imaginary * imaginary) * (n_before * weight);
 }
 
 void merge(Statistics& to, const Statistics& from, std::uint64_t from_nbytes) {
-  add_moments(to, from.n_finite(), from.mean, from.imaginary_mean, from.squares);
+  add_center(to, from.n_finite(), {from.mean, from.imaginary_mean, from.squares, from.scale});
   to.n += from.n;
   to.n_nan += from.n_nan;
   to.n_inf += from.n_inf;
@@ -68,11 +109,35 @@ Moments moments_of(const double* data, std::size_t n) {
   return moments_kernel().of_doubles(data, n);
 }
 
+double largest_of(const Moments& moments) {
+  return std::max(std::abs(moments.min), std::abs(moments.max));
+}
+
+// Takes moments in units of a power of two.
+Center scaled_center_of(const Moments& moments, const double* data, std::size_t n, int scale) {
+  if (largest_of(moments) == 0) return {0, 0, 0, scale};
+  const double factor = std::ldexp(1, -scale);
+  std::array<double, kBlockLength> numbers;
+  for (std::size_t i = 0; i < n; ++i) numbers[i] = data[i] * factor;
+  const Moments found = moments_of(numbers.data(), n);
+  const double mean = std::ldexp(between(found.min, found.max, found.mean), scale);
+  return {between(moments.min, moments.max, mean), 0, found.squares, scale};
+}
+
+template <typename Number>
+Center center_of(const Moments& moments, const Number* data, std::size_t n) {
+  if constexpr (std::is_same_v<Number, double>) {
+    const int scale = scale_of(largest_of(moments));
+    if (scale != 0) return scaled_center_of(moments, data, n, scale);
+  }
+  return {moments.mean, 0, moments.squares, 0};
+}
+
 template <typename Number>
 void add_finite(Statistics& to, const Number* data, std::size_t n) {
   if (n == 0) return;
   const Moments moments = moments_of(data, n);
-  add_moments(to, n, moments.mean, 0, moments.squares);
+  add_center(to, n, center_of(moments, data, n));
   to.n += n;
   to.n_zero += moments.n_zero;
   to.min = std::min(to.min, moments.min);
@@ -178,7 +243,14 @@ void add_complex_block(Statistics& to, const Number* data, std::size_t n) {
   }
   const Moments x = moments_of(real.data(), n_finite);
   const Moments y = moments_of(imaginary.data(), n_finite);
-  add_moments(to, n_finite, x.mean, y.mean, x.squares + y.squares);
+  const int scale = scale_of(std::max(largest_of(x), largest_of(y)));
+  if (scale == 0) {
+    add_center(to, n_finite, {x.mean, y.mean, x.squares + y.squares, 0});
+  } else {
+    const Center a = scaled_center_of(x, real.data(), n_finite, scale);
+    const Center b = scaled_center_of(y, imaginary.data(), n_finite, scale);
+    add_center(to, n_finite, {a.mean, b.mean, a.squares + b.squares, scale});
+  }
   to.n += n_finite;
 }
 
@@ -215,7 +287,7 @@ std::array<std::uint64_t, 256> count_bytes(const std::byte* data, std::size_t nb
 void add_repeated(Statistics& to, double value, std::uint64_t n) {
   if (n == 0) return;
   if (std::isfinite(value)) {
-    add_moments(to, n, value, 0, 0);
+    add_center(to, n, {value, 0, 0, 0});
     to.n_zero += value == 0 ? n : 0;
     to.min = std::min(to.min, value);
     to.max = std::max(to.max, value);
@@ -322,13 +394,17 @@ std::size_t nbytes_of(Element element) {
 }
 
 double Statistics::standard_deviation() const {
-  return n_finite() < 2 ? kNan : std::sqrt(squares / static_cast<double>(n_finite() - 1));
+  if (n_finite() < 2) return kNan;
+  return std::ldexp(std::sqrt(squares / static_cast<double>(n_finite() - 1)), scale);
 }
 
 // A sum of squares is that of the distances from the mean, and the mean's: no digits are lost.
 double Statistics::norm() const {
-  return std::sqrt(squares + static_cast<double>(n_finite()) *
-                                 (mean * mean + imaginary_mean * imaginary_mean));
+  const double factor = std::ldexp(1, -scale);
+  const double real = mean * factor;
+  const double imaginary = imaginary_mean * factor;
+  const double mean_squares = real * real + imaginary * imaginary;
+  return std::ldexp(std::sqrt(squares + static_cast<double>(n_finite()) * mean_squares), scale);
 }
 
 Statistics statistics_of(Element element, const void* data, std::size_t nbytes) {

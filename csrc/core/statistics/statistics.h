@@ -50,7 +50,8 @@ struct Statistics {
   std::uint64_t n_zero = 0;
   double mean = 0;
   double imaginary_mean = 0;  // of complex elements
-  double squares = 0;         // the sum of squared distances from the mean
+  double squares = 0;         // the sum of squared distances from the mean, divided by 4^scale,
+  int scale = 0;              // which is 0 unless squares of doubles would be infinite or zero
   // Without finite elements: infinity, and its negative.  Of complex elements: absolute values.
   double min = 0;
   double max = 0;

@@ -105,9 +105,9 @@ Difference expected_of(const std::vector<double>& a, const std::vector<double>& 
       continue;
     }
     if (std::isfinite(x) && std::isfinite(y)) {
-      result.product += x * y;
-      result.squares_a += x * x;
-      result.squares_b += y * y;
+      result.products.product += x * y;
+      result.products.squares_a += x * x;
+      result.products.squares_b += y * y;
     }
     if (x == y) continue;
     const bool infinite = std::isinf(x) || std::isinf(y);
@@ -197,9 +197,9 @@ TEST(Difference, OfManySizes) {
     const std::vector<double> y(b.begin(), b.end());
     const Difference expected = expected_of(x, y, kFloat32, tolerance);
     expect_same(found, expected);
-    expect_near(found.product, expected.product);
-    expect_near(found.squares_a, expected.squares_a);
-    expect_near(found.squares_b, expected.squares_b);
+    expect_near(found.products.product, expected.products.product);
+    expect_near(found.products.squares_a, expected.products.squares_a);
+    expect_near(found.products.squares_b, expected.products.squares_b);
     std::size_t first = 0;
     while (first < n && a[first] == b[first]) ++first;
     EXPECT_EQ(found.first_different, first);
@@ -225,7 +225,7 @@ TEST(Difference, OfTheSameBytes) {
   EXPECT_EQ(found.ulps[0], a.size());
   EXPECT_EQ(found.n_nan_a + found.n_nan_b, 2U);
   EXPECT_EQ(found.n_inf_a + found.n_inf_b, 2U);
-  EXPECT_EQ(found.squares_b, 4.0 * 9'998);
+  EXPECT_EQ(found.products.squares_b, 4.0 * 9'998);
 }
 
 // Zeros of two signs differ by their bits, and by nothing else; so do NaNs.
@@ -273,7 +273,7 @@ TEST(Difference, OfComplexNumbers) {
   EXPECT_EQ(found.first_different, 1U);
   EXPECT_EQ(found.max_abs, 5);
   EXPECT_EQ(found.max_rel, 5.0 / 8);
-  EXPECT_EQ(found.product, 5 + 32);
+  EXPECT_EQ(found.products.product, 5 + 32);
 }
 
 TEST(Difference, OfPairsOfNibbles) {
@@ -308,7 +308,7 @@ TEST(Difference, DoesNotDependOnThreads) {
   const Difference alone = difference(kBFloat16, a, kBFloat16, b, {}, 1);
   const Difference together = difference(kBFloat16, a, kBFloat16, b, {}, 3);
   expect_same(together, alone);
-  EXPECT_EQ(together.product, alone.product);
+  EXPECT_EQ(together.products.product, alone.products.product);
   EXPECT_EQ(together.first_different, alone.first_different);
 }
 
@@ -353,6 +353,166 @@ TEST(Difference, KernelsAgree) {
       EXPECT_EQ(others, ulps);
     }
   }
+}
+
+// Of 0, 1, 2, ... up to numbers that a float just holds exactly, and of both signs.
+TEST(Difference, KernelsAgreeOnWholeNumbers) {
+  using namespace statistics_internal;
+  std::vector<float> a(kPairsLength);
+  std::vector<float> b(kPairsLength);
+  std::vector<std::uint8_t> expected(kPairsLength);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const int distance = i < 1024 ? static_cast<int>(i) : (1 << (i % 24)) + static_cast<int>(i % 3);
+    a[i] = i % 2 == 0 ? -3.0F : 3.0F;
+    b[i] = a[i] + static_cast<float>(i % 2 == 0 ? distance : -distance);
+    expected[i] = static_cast<std::uint8_t>(bucket_of(distance));
+  }
+  const std::vector<double> x(a.begin(), a.end());
+  const std::vector<double> y(b.begin(), b.end());
+  for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
+    const DistancesKernel& kernel = kDistancesKernels[i];
+    if (!kernel.supported()) continue;
+    SCOPED_TRACE(kernel.name);
+    std::vector<std::uint8_t> ulps(a.size());
+    kernel.ulps_of_integers_in_floats(a.data(), b.data(), a.size(), ulps.data());
+    EXPECT_EQ(ulps, expected);
+    kernel.ulps_of_integers_in_doubles(y.data(), x.data(), x.size(), ulps.data());
+    EXPECT_EQ(ulps, expected);
+  }
+}
+
+// In all, in few, in many and in the last ones of the buckets.
+TEST(Difference, KernelsCountUlps) {
+  using namespace statistics_internal;
+  std::mt19937 generator(9);
+  for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{77}, kPairsLength}) {
+    for (const std::size_t n_buckets : {1U, 3U, 10U, 30U, 66U}) {
+      std::vector<std::uint8_t> ulps(n);
+      std::vector<std::uint64_t> expected(kNUlpBuckets, 5);
+      for (std::uint8_t& each : ulps) {
+        each = static_cast<std::uint8_t>(generator() % n_buckets);
+        if (generator() % 20 == 0) each = kNoUlps;
+        ++expected[each];
+      }
+      for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
+        if (!kDistancesKernels[i].supported()) continue;
+        std::vector<std::uint64_t> counts(kNUlpBuckets, 5);
+        kDistancesKernels[i].count_ulps(ulps.data(), n, counts.data());
+        EXPECT_EQ(counts, expected) << kDistancesKernels[i].name << " " << n << " " << n_buckets;
+      }
+    }
+  }
+}
+
+TEST(Difference, KernelsAgreeOnKinds) {
+  using namespace statistics_internal;
+  const std::vector<float> a = {0, -0.0F, 1, 1e-45F, 0, -1, 5, 5};
+  const std::vector<float> b = {-0.0F, 0, 1, 0, -1e-45F, 1, 5, 6};
+  for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
+    const DistancesKernel& kernel = kDistancesKernels[i];
+    if (!kernel.supported()) continue;
+    SCOPED_TRACE(kernel.name);
+    for (std::size_t n = 0; n <= 40; ++n) {
+      std::vector<float> x(n, 3);
+      std::vector<float> y(n, 3);
+      std::copy_n(a.begin(), std::min(n, a.size()), x.begin());
+      std::copy_n(b.begin(), std::min(n, b.size()), y.begin());
+      std::size_t n_different = 0;
+      for (std::size_t k = 0; k < n; ++k) n_different += x[k] != y[k] ? 1U : 0U;
+      const std::vector<double> wide_x(x.begin(), x.end());
+      const std::vector<double> wide_y(y.begin(), y.end());
+      EXPECT_EQ(kernel.kinds_of_floats(x.data(), y.data(), n).n_different, n_different);
+      EXPECT_EQ(kernel.kinds_of_doubles(wide_x.data(), wide_y.data(), n).n_different, n_different);
+      EXPECT_EQ(kernel.kinds_of_floats(x.data(), y.data(), n).n_not_finite, 0U);
+      if (n == 0) continue;
+      x[n - 1] = std::numeric_limits<float>::quiet_NaN();
+      y[n / 2] = -std::numeric_limits<float>::infinity();
+      const std::size_t n_not_finite = n - 1 == n / 2 ? 1 : 2;
+      EXPECT_EQ(kernel.kinds_of_floats(x.data(), y.data(), n).n_not_finite, n_not_finite);
+    }
+  }
+}
+
+// Squares of these numbers are infinite or zero.
+TEST(Difference, OfTheWholeRangeOfDoubles) {
+  const auto expect_like_ones = [](double scale_a, double scale_b) {
+    const std::vector<double> ones = {1, -2, 3, 0, 0.5};
+    const std::vector<double> others = {1.5, -2, 2, 1, 0};
+    std::vector<double> a;
+    std::vector<double> b;
+    for (const double each : ones) a.push_back(each * scale_a);
+    for (const double each : others) b.push_back(each * scale_b);
+    const Products plain =
+        difference_of(Element::kFloat64, ones.data(), Element::kFloat64, others.data(), ones.size())
+            .products;
+    const Products found =
+        difference_of(Element::kFloat64, a.data(), Element::kFloat64, b.data(), a.size()).products;
+    const double norms = std::sqrt(found.squares_a) * std::sqrt(found.squares_b);
+    const double plain_norms = std::sqrt(plain.squares_a) * std::sqrt(plain.squares_b);
+    EXPECT_NEAR(found.product / norms, plain.product / plain_norms, 1e-15);
+    EXPECT_NEAR(std::ldexp(std::sqrt(found.squares_a), found.scale_a) / scale_a,
+                std::sqrt(plain.squares_a), 1e-15);
+    EXPECT_NEAR(std::ldexp(std::sqrt(found.squares_b), found.scale_b) / scale_b,
+                std::sqrt(plain.squares_b), 1e-15);
+  };
+  for (const double scale_a : {0x1p1021, 0x1p500, 0x1p400, 1.0, 0x1p-500, 0x1p-1000}) {
+    for (const double scale_b : {0x1p1021, 0x1p500, 0x1p400, 1.0, 0x1p-500, 0x1p-1000}) {
+      SCOPED_TRACE(testing::Message() << scale_a << " " << scale_b);
+      expect_like_ones(scale_a, scale_b);
+    }
+  }
+}
+
+// Blocks of all sizes, merged: the largest decide, and zeros nothing.
+TEST(Difference, OfBlocksOfSeveralSizes) {
+  const std::vector<double> sizes = {0, 1e-200, 0, 1, 1e300, 1e-200, 0};
+  for (std::size_t n = 1; n <= sizes.size(); ++n) {
+    std::vector<double> data;
+    for (std::size_t i = 0; i < n; ++i) data.insert(data.end(), 2048, sizes[i]);
+    const double largest = *std::max_element(data.begin(), data.end());
+    const std::vector<double> other(data.size(), 1);
+    const Products found =
+        difference_of(Element::kFloat64, data.data(), Element::kFloat64, other.data(), data.size())
+            .products;
+    const Products same =
+        difference_of(Element::kFloat64, data.data(), Element::kFloat64, data.data(), data.size())
+            .products;
+    const auto of_largest = static_cast<double>(std::ranges::count(data, largest));
+    const double norm = largest * std::sqrt(largest == 0 ? 0 : of_largest);
+    EXPECT_NEAR(std::ldexp(std::sqrt(found.squares_a), found.scale_a), norm, 1e-12 * norm);
+    EXPECT_NEAR(std::ldexp(std::sqrt(same.squares_b), same.scale_b), norm, 1e-12 * norm);
+    EXPECT_EQ(found.squares_b, static_cast<double>(data.size()));
+  }
+}
+
+TEST(Difference, OfDistancesThatNoDoubleHolds) {
+  const std::vector<double> a = {-1.5e308, 1, 2};
+  const std::vector<double> b = {1.5e308, 1, 2.5};
+  const Tolerance tolerance{1.5, 0};
+  const Difference found =
+      difference_of(Element::kFloat64, a.data(), Element::kFloat64, b.data(), 3, tolerance);
+  EXPECT_EQ(found.max_abs, kInfinity);
+  EXPECT_EQ(found.max_rel, 2);
+  EXPECT_EQ(found.n_outside, 1U);
+}
+
+TEST(Difference, OfSubnormalNumbers) {
+  constexpr double kTiny = std::numeric_limits<double>::denorm_min();
+  const std::vector<double> a = {7 * kTiny, 3 * kTiny};
+  const std::vector<double> b = {5 * kTiny, 2 * kTiny};
+  const Difference found =
+      difference_of(Element::kFloat64, a.data(), Element::kFloat64, b.data(), 2);
+  EXPECT_EQ(found.max_rel, 0.5);
+  EXPECT_EQ(found.max_abs, 2 * kTiny);
+}
+
+TEST(Difference, OfComplexNumbersOfAnySize) {
+  const std::vector<double> a = {1e300, -1e300, 3e300, 0};
+  const std::vector<double> b = {1e-300, -1e-300, 3e-300, 1e-300};
+  const Products found =
+      difference_of(Element::kComplex128, a.data(), Element::kComplex128, b.data(), 2).products;
+  const double norms = std::sqrt(found.squares_a) * std::sqrt(found.squares_b);
+  EXPECT_NEAR(found.product / norms, 11 / std::sqrt(11.0 * 12.0), 1e-15);
 }
 
 }  // namespace

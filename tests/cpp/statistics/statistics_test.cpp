@@ -64,6 +64,67 @@ TEST(Statistics, OfADeviationThatIsSmallBesideTheMean) {
   expect_same(data, statistics_of(Element::kFloat64, data.data(), 8 * data.size()));
 }
 
+// Numbers whose squares, or sums, are infinite or zero, beside those times a power of two.
+TEST(Statistics, OfTheWholeRangeOfDoubles) {
+  auto plain = numbers<double>(10'000, 1, 3);
+  for (double& each : plain) each = std::clamp(each, -7.9, 7.9);
+  for (const double unit : {0x1p1020, 0x1p600, 0x1p478, 1.0, 0x1p-401, 0x1p-600, 0x1p-900}) {
+    SCOPED_TRACE(unit);
+    std::vector<double> data(plain);
+    for (double& each : data) each *= unit;
+    const std::size_t nbytes = 8 * data.size();
+    const auto expect_near = [&](double found, double expected) {
+      EXPECT_NEAR(found / unit, expected, 1e-12 * expected);
+    };
+    for (const Element element : {Element::kFloat64, Element::kComplex128}) {
+      const Statistics expected = statistics_of(element, plain.data(), nbytes);
+      const Statistics found = statistics_of(element, data.data(), nbytes);
+      EXPECT_EQ(found.n_nan + found.n_inf, 0U);
+      expect_near(found.mean, expected.mean);
+      expect_near(found.imaginary_mean, expected.imaginary_mean);
+      expect_near(found.standard_deviation(), expected.standard_deviation());
+      // At the upper end it is more than a double holds.
+      if (unit < 0x1p1000) expect_near(found.norm(), expected.norm());
+    }
+  }
+}
+
+TEST(Statistics, OfBlocksOfSeveralSizes) {
+  const std::vector<double> sizes = {0, 1e-200, 0, 1, 1e300, 1e-200, 0};
+  for (std::size_t n = 1; n <= sizes.size(); ++n) {
+    std::vector<double> data;
+    for (std::size_t i = 0; i < n; ++i) data.insert(data.end(), 4096, sizes[i]);
+    const double largest = *std::max_element(data.begin(), data.end());
+    const auto share = static_cast<double>(std::count(data.begin(), data.end(), largest)) /
+                       static_cast<double>(data.size());
+    const Statistics found = statistics_of(Element::kFloat64, data.data(), 8 * data.size());
+    const double deviation = largest * std::sqrt(share * (1 - share));
+    const double size = static_cast<double>(data.size());
+    EXPECT_NEAR(found.mean, largest * share, 1e-12 * largest);
+    EXPECT_NEAR(found.standard_deviation(), deviation * std::sqrt(size / (size - 1)),
+                1e-12 * largest);
+    EXPECT_NEAR(found.norm(), largest * std::sqrt(share * size), 1e-10 * largest);
+  }
+}
+
+TEST(Statistics, OfTheLargestDoubles) {
+  constexpr double kLargest = std::numeric_limits<double>::max();
+  const std::vector<double> same(10'001, kLargest);
+  const Statistics found = statistics_of(Element::kFloat64, same.data(), 8 * same.size());
+  EXPECT_EQ(found.mean, kLargest);
+  EXPECT_EQ(found.standard_deviation(), 0);
+  const std::vector<double> apart = {kLargest, -kLargest, 0, 0, 0, 0, 0, 0, 0};
+  const Statistics other = statistics_of(Element::kFloat64, apart.data(), 8 * apart.size());
+  EXPECT_EQ(other.mean, 0);
+  EXPECT_NEAR(other.standard_deviation() / kLargest, 0.5, 1e-15);
+  constexpr double kTiny = std::numeric_limits<double>::denorm_min();
+  const std::vector<double> tiny = {4 * kTiny, 0};
+  const Statistics smallest = statistics_of(Element::kFloat64, tiny.data(), 16);
+  EXPECT_EQ(smallest.mean, 2 * kTiny);
+  EXPECT_EQ(smallest.standard_deviation(), 3 * kTiny);  // 2 * sqrt(2)
+  EXPECT_EQ(smallest.norm(), 4 * kTiny);
+}
+
 void expect_identical(const Statistics& a, const Statistics& b) {
   const auto bits = [](double x) { return std::bit_cast<std::uint64_t>(x); };
   EXPECT_EQ(a.n, b.n);
@@ -73,6 +134,7 @@ void expect_identical(const Statistics& a, const Statistics& b) {
   EXPECT_EQ(bits(a.mean), bits(b.mean));
   EXPECT_EQ(bits(a.imaginary_mean), bits(b.imaginary_mean));
   EXPECT_EQ(bits(a.squares), bits(b.squares));
+  EXPECT_EQ(a.scale, b.scale);
   EXPECT_EQ(bits(a.min), bits(b.min));
   EXPECT_EQ(bits(a.max), bits(b.max));
   EXPECT_EQ(a.min_integer, b.min_integer);
