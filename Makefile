@@ -75,6 +75,9 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.async_save
 	$(RUN) -m benchmarks.convert
 	$(RUN) -m benchmarks.ranks
+	$(RUN) -m benchmarks.appending
+	$(RUN) -m benchmarks.capture
+	$(RUN) -m benchmarks.capture_diff
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
