@@ -1,27 +1,35 @@
-"""Recovers the records in front of the cut from an archive whose end is missing.
+"""Finds the records of an archive whose directory is missing: it was cut, damaged, never finished.
 
 The directory comes last, and sizes are only there and in the descriptors behind the payloads.  So
-records are found by walking: a payload ends where there is a descriptor with exactly its size.
+the file is read once for all signatures: a payload ends where there is a descriptor with exactly
+its size.  Then the records are followed from the beginning, and where damage breaks the chain, from
+the next local header on.  The file is read in pieces, never mapped: it may become shorter.
 """
 
 from __future__ import annotations
 
-import mmap
+import re
 import struct
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ptsave import _C
 from ptsave.archive.damage import entries_using
-from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.sources.ranges import RangeSource
 
 __all__ = ["CutArchive", "CutRecord"]
 
-_LOCAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x07\x08"
+_SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
+_LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_ZIP64_ID = 1
+_MAX_HEADER_NBYTES = _LOCAL_HEADER.size + 2 * 0xFFFF
+_DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
+_ZIP64_ID = b"\1\0"
 _HAS_DESCRIPTOR = 8  # a flag: sizes and checksum come behind the payload
-_PIECE_NBYTES = 64 << 20
+_KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # and: the name is UTF-8
+_PIECE_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -35,121 +43,255 @@ class CutRecord:
     is_whole: bool  # it has its end, and its checksum is right
     crc: int  # as its end has it
     end: int  # where the next record begins
+    follows: bool  # it begins where the one before ends, or the file
+
+
+class _Header(NamedTuple):
+    """A local header, or bytes that look like one."""
+
+    full_name: str
+    payload_offset: int
+    is_plain: bool  # of a record as torch writes it: neither compressed nor encrypted
+    descriptor: struct.Struct | None  # None: size and checksum are in the header
+    nbytes: int
+    crc: int
+
+
+class _End(NamedTuple):
+    """Where a payload ends, its checksum, and where the next record begins."""
+
+    end: int
+    crc: int
+    next_offset: int
 
 
 class CutArchive:
-    """A file that begins as torch's archives do; a context manager.
+    """A file that begins as torch's archives do.
 
     Parameters
     ----------
     source : RangeSource
-        The file, not empty.  All of it is read, if it is no local one.
+        The file, not empty, which is read twice.
 
     Attributes
     ----------
     records : list of CutRecord
-        Up to the first whose end cannot be found.
+        In the order of the file, also those that are not whole.
     nbytes : int
         The size of the file.
     root : str
-        The folder of the first record.
+        Their folder.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or has become shorter.
     """
 
     def __init__(self, source: RangeSource) -> None:
-        self._map = _mapped(source)
-        self.nbytes = len(self._map)
-        self.root = ""
-        self.records: list[CutRecord] = []
-        offset: int | None = 0
-        while offset is not None:
-            offset = self._take_record(offset)
+        self._source = _Window(source)
+        self.nbytes = source.nbytes
+        self._headers: dict[int, _Header] = {}  # by their offsets, in order
+        # By the offsets of payloads: the form of the descriptor to look for, and what was found.
+        self._awaited: dict[int, struct.Struct | None] = {}
+        self._ends: dict[int, _End] = {}
+        for begin in range(0, self.nbytes, _PIECE_NBYTES):
+            self._find_signatures(begin, min(begin + _PIECE_NBYTES, self.nbytes))
+        self._offsets = list(self._headers)
+        self.root, self.records = _of_one_folder(self._followed())
 
-    def __enter__(self) -> CutArchive:
-        return self
+    # ---------------------------------------------------------------------------- signatures
 
-    def __exit__(self, *exception: object) -> None:
-        self._map.close()
+    def _find_signatures(self, begin: int, end: int) -> None:
+        """Note the local headers in a part of the file, and descriptors that fit one of them."""
+        piece = self._source.read(begin, end + _MAX_HEADER_NBYTES)
+        for found in _SIGNATURES.finditer(piece):
+            at = found.start()
+            if at >= end - begin:
+                return
+            if found[0] == _LOCAL:
+                header = _parsed(piece, at, begin + at)
+                if header is not None and header.payload_offset <= self.nbytes:
+                    self._headers[begin + at] = header
+                    self._awaited[header.payload_offset] = header.descriptor
+            else:
+                self._take_descriptor(piece, at, begin + at)
 
-    def _take_record(self, offset: int) -> int | None:
-        """Add the record at an offset; return where the next one begins."""
-        header = self._map[offset : offset + _LOCAL_HEADER.size]
-        if len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL:
+    def _take_descriptor(self, piece: bytes, at: int, offset: int) -> None:
+        for layout in (_DESCRIPTOR, _ZIP64_DESCRIPTOR):
+            if at + layout.size <= len(piece):
+                _, crc, nbytes, _ = layout.unpack_from(piece, at)
+                if self._awaited.get(offset - nbytes) is layout:
+                    del self._awaited[offset - nbytes]
+                    self._ends[offset - nbytes] = _End(offset, crc, offset + layout.size)
+
+    # ------------------------------------------------------------------------------- records
+
+    def _followed(self) -> list[tuple[str, CutRecord]]:
+        """Return the records with their folders: one behind the other, and those behind damage."""
+        found: list[tuple[str, CutRecord]] = []
+        offset, follows = 0, True
+        chain = 0  # how many records there are in front of the last damage
+        while True:
+            header = self._headers.get(offset)
+            if header is not None:
+                end = self._end_of(offset, header)
+                found.append(self._record(offset, header, end, follows))
+                offset, follows = found[-1][1].end, end is not None
+                chain = chain if follows else len(found)
+                continue
+            following = self._next_header(offset)
+            if following is None:
+                break
+            if self._source.read(offset, offset + 4) == _CENTRAL:
+                # An archive in a payload has come to its end; or this one has, and others follow.
+                if not chain:
+                    break
+                del found[chain:]
+            offset, follows, chain = following, False, len(found)
+        return found
+
+    def _next_header(self, offset: int) -> int | None:
+        i = bisect_left(self._offsets, offset)
+        return self._offsets[i] if i < len(self._offsets) else None
+
+    def _record(
+        self, offset: int, header: _Header, end: _End | None, follows: bool
+    ) -> tuple[str, CutRecord]:
+        root, _, name = header.full_name.partition("/")
+        begin = header.payload_offset
+        if end is None:  # what the header says may be wrong, too: the next one counts
+            limit = self._limit(offset + 1)
+            nbytes = max(limit - begin, 0)
+            return root, CutRecord(name, offset, begin, nbytes, False, 0, limit, follows)
+        is_whole = header.is_plain and self.crc(begin, end.end) == end.crc
+        nbytes = end.end - begin
+        return root, CutRecord(
+            name, offset, begin, nbytes, is_whole, end.crc, end.next_offset, follows
+        )
+
+    def _end_of(self, offset: int, header: _Header) -> _End | None:
+        begin = header.payload_offset
+        if self._limit(offset + 1) < begin:  # a header in a header: this one is damaged
             return None
-        _, _, flags, _, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
-        name_end = offset + _LOCAL_HEADER.size + name_nbytes
-        begin: int = name_end + extra_nbytes
-        if begin > self.nbytes:
-            return None
-        full_name = self._map[name_end - name_nbytes : name_end].decode("utf-8", "replace")
-        root, _, name = full_name.partition("/")
-        self.root = self.root or root
-        extra = self._map[name_end : name_end + 2]
-        is_zip64 = len(extra) == 2 and int.from_bytes(extra, "little") == _ZIP64_ID
-        if not flags & _HAS_DESCRIPTOR:  # torch writes none behind an empty record
-            self.records.append(CutRecord(name, offset, begin, 0, True, 0, begin))
-            return begin
-        found = self._find_end(begin, "<4sIQQ" if is_zip64 else "<4sIII")
-        if found is None:
-            rest = self.nbytes - begin
-            self.records.append(CutRecord(name, offset, begin, rest, False, 0, self.nbytes))
-            return None
-        end, crc, next_offset = found
-        is_whole = self._crc(begin, end) == crc
-        found_record = CutRecord(name, offset, begin, end - begin, is_whole, crc, next_offset)
-        self.records.append(found_record)
-        return next_offset
+        if header.descriptor is None:
+            return self._stored_end(header)
+        return self._ends.get(begin) or self._implied_end(begin, header.descriptor)
 
-    def _find_end(self, begin: int, layout: str) -> tuple[int, int, int] | None:
-        """Return where a payload ends, its CRC-32, and where the next record begins."""
-        descriptor = struct.Struct(layout)
-        end = self._map.find(_DESCRIPTOR, begin)
-        while end >= 0 and end + descriptor.size <= self.nbytes:
-            _, crc, nbytes, _ = descriptor.unpack_from(self._map, end)
-            if nbytes == end - begin:
-                return end, int(crc), end + descriptor.size
-            end = self._map.find(_DESCRIPTOR, end + 1)
-        return None
+    def _stored_end(self, header: _Header) -> _End | None:
+        """Return the end that the header has: of empty records, or by other programs."""
+        end = header.payload_offset + header.nbytes
+        # A header in which a bit has changed may say that, too; then no record follows.
+        if end > self.nbytes or self._source.read(end, end + 2) not in (b"", b"PK"):
+            return None
+        return _End(end, header.crc, end)
 
-    def _crc(self, begin: int, end: int) -> int:
+    def _implied_end(self, begin: int, descriptor: struct.Struct) -> _End | None:
+        """Return the end in front of the next header, if the checksum there is right.
+
+        It is the size in the descriptor that is damaged then.
+        """
+        limit = self._limit(begin)
+        end = limit - descriptor.size
+        if end < begin:
+            return None
+        crc = int.from_bytes(self._source.read(end + 4, end + 8), "little")
+        return _End(end, crc, limit) if self.crc(begin, end) == crc else None
+
+    def _limit(self, offset: int) -> int:
+        """Return where the next header is from an offset on, or the file ends."""
+        following = self._next_header(offset)
+        return self.nbytes if following is None else following
+
+    def crc(self, begin: int, end: int) -> int:
+        """Return the checksum of a part of the file."""
         crc = 0
         for offset in range(begin, end, _PIECE_NBYTES):
-            crc = _C.crc32(self._map[offset : min(offset + _PIECE_NBYTES, end)], crc)
+            crc = _C.crc32(self._source.read(offset, min(offset + _PIECE_NBYTES, end)), crc)
         return crc
+
+    # ------------------------------------------------------------------------------ contents
 
     def payload(self, record: CutRecord) -> bytes:
         """Return the bytes of a record, as far as they are there."""
-        return self._map[record.payload_offset : record.payload_offset + record.nbytes]
+        return self._source.read(record.payload_offset, record.payload_offset + record.nbytes)
 
     def entries(self) -> tuple[list[str], list[str]]:
         """Return the names of all tensors, and of those whose records are whole.
 
         Both are empty if the pickle is not there, or needs more than ``weights_only=True``.
         """
-        whole = {record.name: record for record in self.records if record.is_whole}
+        found: dict[str, CutRecord] = {}
+        for record in self.records:
+            found.setdefault(record.name, record)
+        whole = {name: record for name, record in found.items() if record.is_whole}
         if "data.pkl" not in whole:
             return [], []
-        reader: Any = _WholeRecords(self._map, whole)
+        reader: Any = _WholeRecords(self, whole)
         entries_using(reader, set())  # which asks for all that there should be
         lost = set(entries_using(reader, reader.asked_for.keys() - whole.keys()))
         tensors = entries_using(reader, set(reader.asked_for))
         return tensors, [name for name in tensors if name not in lost]
 
 
-def _mapped(source: RangeSource) -> mmap.mmap:
-    if isinstance(source, LocalFile) and source.begin == 0:
-        return mmap.mmap(source.descriptor, 0, access=mmap.ACCESS_READ)
-    copy = mmap.mmap(-1, source.nbytes)
-    for begin in range(0, source.nbytes, _PIECE_NBYTES):
-        (piece,) = source.read([(begin, min(begin + _PIECE_NBYTES, source.nbytes))])
-        copy.write(piece)
-    return copy
+def _parsed(piece: bytes, at: int, offset: int) -> _Header | None:
+    """Return the local header at a place; None if it is cut off."""
+    name_begin = at + _LOCAL_HEADER.size
+    if name_begin > len(piece):
+        return None
+    fields = _LOCAL_HEADER.unpack_from(piece, at)
+    _, _, flags, method, _, _, crc, nbytes, _, name_nbytes, extra_nbytes = fields
+    name_end = name_begin + name_nbytes
+    is_zip64 = extra_nbytes >= 2 and piece[name_end : name_end + 2] == _ZIP64_ID
+    descriptor = None
+    if flags & _HAS_DESCRIPTOR:
+        descriptor = _ZIP64_DESCRIPTOR if is_zip64 else _DESCRIPTOR
+    return _Header(
+        piece[name_begin:name_end].decode("utf-8", "replace"),
+        offset + (name_end - at) + extra_nbytes,
+        method == 0 and not flags & ~_KNOWN_FLAGS,
+        descriptor,
+        nbytes,
+        crc,
+    )
+
+
+def _of_one_folder(found: list[tuple[str, CutRecord]]) -> tuple[str, list[CutRecord]]:
+    """Return the folder of an archive, and its records; one in another folder is not whole."""
+    roots = Counter(root for root, record in found if record.is_whole)
+    root = found[0][0] if found else ""
+    if roots:  # any of which may be damaged
+        root = roots.most_common(1)[0][0]
+    return root, [
+        record if each == root else replace(record, name=f"{each}/{record.name}", is_whole=False)
+        for each, record in found
+    ]
+
+
+class _Window:
+    """A source of which a piece is kept, for reads that go forward."""
+
+    def __init__(self, source: RangeSource) -> None:
+        self._source = source
+        self._begin = 0
+        self._piece = b""
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes of a range, as far as they are there."""
+        nbytes = self._source.nbytes
+        begin, end = min(begin, nbytes), min(end, nbytes)
+        if begin < self._begin or end > self._begin + len(self._piece):
+            wanted = min(max(end, begin + _PIECE_NBYTES), nbytes)
+            (self._piece,) = self._source.read([(begin, wanted)])
+            self._begin = begin
+        return self._piece[begin - self._begin : end - self._begin]
 
 
 class _WholeRecords:
     """Stands in for a `RecordReader` in `entries_using`; each record has a place of its own."""
 
-    def __init__(self, archive: mmap.mmap, whole: dict[str, CutRecord]) -> None:
-        self._map = archive
+    def __init__(self, archive: CutArchive, whole: dict[str, CutRecord]) -> None:
+        self._archive = archive
         self._whole = whole
         self.asked_for: dict[str, int] = {}
 
@@ -157,8 +299,7 @@ class _WholeRecords:
         return name in self._whole
 
     def get_record(self, name: str) -> bytes:
-        record = self._whole[name]
-        return self._map[record.payload_offset : record.payload_offset + record.nbytes]
+        return self._archive.payload(self._whole[name])
 
     def serialization_id(self) -> str:
         return ""

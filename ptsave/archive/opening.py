@@ -7,14 +7,16 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from ptsave import _C
-from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.format_errors import corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
 from ptsave.archive.stream_reader import open_stream
+from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import (
+    HEAD_NBYTES,
     ZIP_MAGIC,
     refuse_special_file,
     refuse_special_stream,
@@ -25,7 +27,14 @@ from ptsave.sources.ranges import Buffer, LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file
 from ptsave.support import config
 
-__all__ = ["open_archive", "open_source_archive", "reader_for"]
+__all__ = ["RECOVERY_ADVICE", "open_archive", "open_source_archive", "reader_for"]
+
+RECOVERY_ADVICE = (
+    "it is what an ArchiveWriter or a capture left unfinished, or has lost its end: "
+    "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
+)
+_SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
+_FIRST_NAME_OFFSET = 30
 
 
 def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
@@ -96,7 +105,10 @@ def _open_stream(stream: Any, path: str, verify: bool) -> RecordReader | None:
         return None
     limits = config.current()
     name = os.fsencode(str(stream.name))
-    engine = _C.Reader.open_descriptor(fd, begin, name, direct=limits.direct_reads)
+    try:
+        engine = _C.Reader.open_descriptor(fd, begin, name, direct=limits.direct_reads)
+    except _C.FormatError as error:
+        _raise_corrupt(error, path, os.pread(fd, HEAD_NBYTES, begin))
     return RecordReader(engine, path, limits, verify=verify)
 
 
@@ -142,8 +154,31 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
         name_file(error, source.name)
         raise
     except _C.FormatError as error:
-        raise_corrupt(error, source.name)
+        _raise_corrupt(error, source.name, source.head)
+    except CorruptCheckpointError as error:
+        _advise(error, source.head)
+        raise
     return RecordReader(engine, source.name, limits, verify=verify)
+
+
+def _raise_corrupt(error: _C.FormatError, path: str, head: bytes) -> NoReturn:
+    found = corrupt(error, path)
+    _advise(found, head)
+    raise found from None
+
+
+def _advise(error: CorruptCheckpointError, head: bytes) -> None:
+    """Add to an error about a missing end how to read the file, if it is one that grew."""
+    is_cut = any(sign in str(error) for sign in _SIGNS_OF_A_CUT)
+    if is_cut and _begins_as_one_that_grows(head):
+        error.args = (f"{error}: {RECOVERY_ADVICE}",)
+
+
+def _begins_as_one_that_grows(head: bytes) -> bool:
+    """Whether storages or a journal come first; torch's archives begin with data.pkl."""
+    name_nbytes = int.from_bytes(head[26:28], "little")
+    name = head[_FIRST_NAME_OFFSET : _FIRST_NAME_OFFSET + name_nbytes].partition(b"/")[2]
+    return name.startswith((b"data/", b".journal/"))
 
 
 def _open_local_file(file: LocalFile, *, direct: bool) -> _C.Reader:

@@ -221,7 +221,8 @@ with_recovery = click.option(
     "--recover",
     is_flag=True,
     help="Read what a killed process has left of a growing archive or a capture, "
-    ".NAME.<16 hex digits>.ptsave, up to its last whole batch.",
+    ".NAME.<16 hex digits>.ptsave, up to its last whole batch, or one without its end. Entries "
+    "that are damaged are named and left out.",
 )
 
 

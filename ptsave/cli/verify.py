@@ -16,6 +16,7 @@ from ptsave.cli.command import (
     note,
     report_error,
     shows_progress,
+    with_recovery,
 )
 from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
@@ -33,6 +34,7 @@ _EXAMPLES = """
 ptsave verify checkpoint.pt
 ptsave verify --list checkpoint.pt   # names every damaged tensor, and every one that is whole
 ptsave verify *.pt && rm -r backup
+ptsave verify .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
 ptsave verify path/to/checkpoint-500 # every checkpoint in a directory, shards with their index
 """
 _N_SHOWN = 5
@@ -41,12 +43,14 @@ _N_SHOWN = 5
 @click.command("verify", cls=Command, examples=_EXAMPLES, short_help="Whether files are whole.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
+@with_recovery
 @with_storage_options("a FILE")
 @click.pass_context
 def command(
     ctx: click.Context,
     files: tuple[str, ...],
     list_all: bool,
+    recover: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Check that files are whole: every checksum, every size, every place.
@@ -73,7 +77,8 @@ def command(
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
         for checkpoints, own in zip(found, sizes, strict=True):
-            codes.append(_verify_all(ctx, checkpoints, own, list_all, progress_from(bar, done)))
+            progress = progress_from(bar, done)
+            codes.append(_verify_all(ctx, checkpoints, own, list_all, recover, progress))
             done += sum(map(sum, own))
     ctx.exit(max(codes))
 
@@ -83,11 +88,12 @@ def _sizes_of(found: CheckpointFiles) -> list[list[int]]:
     return [[_file_nbytes(files, path) for path in files.paths] for files in found.sets]
 
 
-def _verify_all(
+def _verify_all(  # noqa: PLR0917
     ctx: click.Context,
     checkpoints: CheckpointFiles,
     sizes: list[list[int]],
     list_all: bool,
+    recover: bool,
     progress: ProgressCallback | None,
 ) -> int:
     """Print the findings about one argument; return the exit code."""
@@ -99,7 +105,10 @@ def _verify_all(
         for path, nbytes in zip(files.paths, file_sizes, strict=True):
             try:
                 found = verify_file(
-                    path, progress_from(progress, done), storage_options=files.storage_options
+                    path,
+                    progress_from(progress, done),
+                    recover=recover,
+                    storage_options=files.storage_options,
                 )
             except Exception as error:
                 codes.append(FAILED)
@@ -107,7 +116,7 @@ def _verify_all(
             else:
                 shards.append(found)
                 codes.append(NEGATIVE if found.problems else 0)
-                _print(ctx, found, list_all)
+                _print(ctx, found, list_all, recover)
             done += nbytes
         problems += compare_with_index(files, shards)
     for problem in problems:
@@ -139,7 +148,7 @@ def _file_nbytes(files: ShardFiles, path: str) -> int:
         return 0  # which is said when it is read
 
 
-def _print(ctx: click.Context, found: Verification, list_all: bool) -> None:
+def _print(ctx: click.Context, found: Verification, list_all: bool, recover: bool) -> None:
     path = printable(found.path)
     for remark in found.remarks:
         note(ctx, f"{path}: {printable(remark)}")
@@ -150,10 +159,10 @@ def _print(ctx: click.Context, found: Verification, list_all: bool) -> None:
         click.echo(f"{path}: {'whole' if found.has_checksums else 'no checksums'} ({facts})")
         return
     click.echo(f"{path}: DAMAGED ({facts})")
-    click.echo("\n".join(_lines(found, list_all)))
+    click.echo("\n".join(_lines(found, list_all, recover)))
 
 
-def _lines(found: Verification, list_all: bool) -> Iterator[str]:
+def _lines(found: Verification, list_all: bool, recover: bool) -> Iterator[str]:
     for problem in found.problems:
         where = "" if problem.record is None else f"record {problem.record}: "
         at = "" if problem.offset is None else f" (at offset {problem.offset})"
@@ -165,7 +174,9 @@ def _lines(found: Verification, list_all: bool) -> Iterator[str]:
     if list_all:
         yield from _names("whole:", found.whole, list_all)
     if found.whole and found.n_records and found.problems[0].record is not None:
-        yield f"  read them with: ptsave extract {shlex.quote(printable(found.path))} NAME..."
+        option = "--recover " if recover else ""
+        path = shlex.quote(printable(found.path))
+        yield f"  read them with: ptsave extract {option}{path} NAME..."
 
 
 def _names(label: str, names: list[str], list_all: bool) -> Iterator[str]:

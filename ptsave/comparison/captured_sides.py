@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,11 +32,13 @@ class CapturedSide:
         None of a checkpoint.
     """
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, *, is_recovered: bool = False) -> None:
         self.source = ComparedCheckpoint(contents)
         self.path = contents.path
         is_run = is_capture(contents.obj)
         self.run = CapturedRun(contents.obj, contents.path) if is_run else None
+        # A recovered run may lack tensors that its records have.
+        self._stored = contents.obj.keys() if is_run and is_recovered else None
 
     @property
     def selection(self) -> Any:
@@ -52,7 +54,14 @@ class CapturedSide:
     @cached_property
     def values(self) -> dict[str, CapturedValue]:
         """All values by their names, in the order of execution."""
-        return {} if self.run is None else {value.name: value for value in self.run.values()}
+        if self.run is None:
+            return {}
+        return {value.name: self._as_stored(value) for value in self.run.values()}
+
+    def _as_stored(self, value: CapturedValue) -> CapturedValue:
+        if self._stored is None or not value.stored or value.stored in self._stored:
+            return value
+        return replace(value, stored="", note="damaged")
 
     @cached_property
     def steps(self) -> set[int]:

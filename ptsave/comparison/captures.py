@@ -192,7 +192,10 @@ def compare_captures(
         if b is not a or b_storage_options != a_storage_options:
             second = open_contents(b, b_storage_options, localize=localize)
         with pausing_garbage_collection():
-            sides = CapturedSide(first), CapturedSide(second)
+            sides = (
+                CapturedSide(first, is_recovered=recover),
+                CapturedSide(second, is_recovered=recover),
+            )
             result = CaptureComparison()
             pairs = _aligned(*sides, step, result)
             _compare(*sides, pairs, tolerances, result, progress)

@@ -434,8 +434,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     recover : bool, default False
-        Whether to open a file that a :class:`ptsave.ArchiveWriter` has left unfinished: with the
-        entries that were written.  All of it is read and compared with its checksums first.
+        Whether to open a file that a :class:`ptsave.ArchiveWriter` has left unfinished, or that has
+        lost its end: with the entries that were written.  All of it is read and compared with its
+        checksums first; a warning names damaged records, and the entries left out for them.
 
     Returns
     -------

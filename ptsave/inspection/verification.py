@@ -12,8 +12,10 @@ from ptsave.archive.checks import find_damage
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
 from ptsave.archive.format_errors import bare_message
-from ptsave.archive.opening import open_source_archive
+from ptsave.archive.opening import RECOVERY_ADVICE, open_source_archive
 from ptsave.archive.reader import RecordReader
+from ptsave.archive.recovery import Recovery
+from ptsave.archive.recovery import recover as recovery_of
 from ptsave.archive.spans import spans_of
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
@@ -182,6 +184,7 @@ def verify_file(
     f: Any,
     progress: ProgressCallback | None = None,
     *,
+    recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Check a file: every checksum, and that every record and tensor lies where it can.
@@ -193,6 +196,9 @@ def verify_file(
         `verify_directory`.
     progress : callable, optional
         Gets the number of bytes that have been looked at.
+    recover : bool, default False
+        Whether a file that has lost its end, or was never finished, is checked as far as
+        :func:`ptsave.open` recovers it.  It is whole if nothing that was finished is lost.
     storage_options : mapping, optional
         For the file system of a URL.
 
@@ -219,7 +225,7 @@ def verify_file(
     with position_kept(f):
         contents = checkpoint_files(f, storage_options)
         if len(contents.sets) == 1 and contents.sets[0].source is not None:
-            return _verify_source(contents.sets[0].source, progress)
+            return _verify_source(contents.sets[0].source, progress, recover=recover)
         return _as_one(_verify_all(contents, progress))
 
 
@@ -240,7 +246,12 @@ def _as_one(found: DirectoryVerification) -> Verification:
     )
 
 
-def _verify_source(source: RangeSource, progress: ProgressCallback | None) -> Verification:
+def _verify_source(
+    source: RangeSource, progress: ProgressCallback | None, *, recover: bool = False
+) -> Verification:
+    recovery = recovery_of(source) if recover else None
+    if recovery is not None:
+        return _verify_recovery(recovery, progress)
     if source.kind != "zip":
         return _verify_other(source)
     try:
@@ -250,6 +261,21 @@ def _verify_source(source: RangeSource, progress: ProgressCallback | None) -> Ve
             return Verification(source.name, [_problem_of(error)], nbytes=source.nbytes)
         return _verify_without_directory(source, error)
     return _verify_archive(source, reader, progress)
+
+
+def _verify_recovery(recovery: Recovery, progress: ProgressCallback | None) -> Verification:
+    source = recovery.source
+    found = _verify_archive(source, open_source_archive(source, verify=True), progress)
+    damage = [Problem("it is damaged", name) for name in (*recovery.storages, *recovery.journals)]
+    if damage:
+        damage[0] = replace(damage[0], reason=recovery.damage(), entries=[*recovery.entries])
+    remark = "it has no end: what was finished is checked"
+    return replace(
+        found,
+        problems=[*damage, *found.problems],
+        remarks=[*found.remarks, remark],
+        tensors=None if found.tensors is None else [*found.tensors, *recovery.entries],
+    )
 
 
 def _verify_other(source: RangeSource) -> Verification:
@@ -391,10 +417,10 @@ def _names_in(tree: EntryTree) -> list[str]:
 def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError) -> Verification:
     """Verify an archive whose directory is missing or damaged, by the records that are left."""
     path = source.name
-    with CutArchive(source) as archive:
-        whole = {record.name for record in archive.records if record.is_whole}
-        tensors, kept = archive.entries()
-        n_records, nbytes = len(archive.records), archive.nbytes
+    archive = CutArchive(source)
+    whole = {record.name for record in archive.records if record.is_whole}
+    tensors, kept = archive.entries()
+    n_records, nbytes = len(archive.records), archive.nbytes
     lost = [name for name in tensors if name not in set(kept)]
     reason = f"its directory is damaged: {bare_message(error, path)}"
     if any(sign in str(error) for sign in _SIGNS_OF_A_CUT):
@@ -403,6 +429,8 @@ def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError
         )
     found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
     reason += f"; {found} still be found whole"
+    if RECOVERY_ADVICE in str(error):
+        reason += " (--recover reads them)"
     problem = Problem(reason, None, nbytes, lost)
     return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
 

@@ -25,7 +25,10 @@ from stock_comparison import assert_same_object
 
 import ptsave
 from ptsave import _C
+from ptsave.archive.cut import CutArchive, CutRecord
+from ptsave.archive.surviving import without_entries
 from ptsave.background import saves as background
+from ptsave.sources.ranges import Buffer, LocalFile
 
 MIB = 1 << 20
 
@@ -124,21 +127,125 @@ def test_every_cut(path: Path) -> None:
     assert n_seen == len(names)
 
 
-def test_damage_ends_what_is_recovered(path: Path) -> None:
-    """A byte that changes takes its entry along, and those behind; nothing wrong is read."""
+def records_of(content: bytes) -> list[CutRecord]:
+    return CutArchive(Buffer(io.BytesIO(content), "whole")).records
+
+
+def needed_by(pickle: bytes) -> set[str]:
+    """Return the names of the records that a pickle needs."""
+    numbers: set[str] = set()
+    without_entries(pickle, lambda number: not numbers.add(number))  # type: ignore[func-returns-value]
+    return {f"data/{number}" for number in numbers}
+
+
+@pytest.mark.filterwarnings("ignore::ptsave.errors.CheckpointWarning")
+@pytest.mark.parametrize("flip", [0x55, 0x02, 0xFF])
+def test_a_changed_byte_takes_one_record_along(path: Path, flip: int) -> None:
+    """Whatever byte it is, all entries that do not need the record are there, and right."""
     whole = unfinished(path, ENTRIES).read_bytes()
-    names = list(ENTRIES)
-    for offset in range(0, len(whole), 61):
-        damaged = bytearray(whole)
-        damaged[offset] ^= 0x55
-        try:
+    names = dict(zip((f".journal/{i}" for i in range(len(ENTRIES))), ENTRIES, strict=True))
+    needs: dict[str, str] = {}
+    for record in records_of(whole):
+        payload = whole[record.payload_offset : record.payload_offset + record.nbytes]
+        if record.name in names:
+            needs[record.name] = names[record.name]
+            needs |= dict.fromkeys(needed_by(payload), names[record.name])
+    for record in records_of(whole):
+        step = 1 if record.nbytes < 200 else 61
+        for offset in range(record.header_offset, record.end, step):
+            damaged = bytearray(whole)
+            damaged[offset] ^= flip
             with ptsave.open(io.BytesIO(damaged), recover=True) as archive:
                 obj: Any = archive._contents.obj
-                assert list(obj) == names[: len(obj)]
+                lost = ENTRIES.keys() - obj.keys()
+                assert lost <= {needs[record.name]}, (record, offset)
                 for name in obj:
                     assert_same_object(archive[name], ENTRIES[name])
-        except ptsave.CorruptCheckpointError:
-            pass
+                archive.verify()
+
+
+def damage(leftover: Path, record: str) -> None:
+    (found,) = (each for each in records_of(leftover.read_bytes()) if each.name == record)
+    with leftover.open("r+b") as file:
+        file.seek(found.payload_offset + found.nbytes // 2)
+        byte = file.read(1)
+        file.seek(-1, io.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_damaged_records_are_named(path: Path) -> None:
+    """Of one batch, all entries but those that need them are there."""
+    entries: dict[str, Any] = {f"{i}": [torch.full((9,), i), {"i": [i]}] for i in range(9)}
+    leftover = unfinished(path, {**entries, "late": 1}, flush_each=False)
+    damage(leftover, "data/0")
+    damage(leftover, "data/7")
+    with pytest.warns(ptsave.CheckpointWarning, match="data/0, data/7; without the entries 0, 7$"):
+        found = recovered(leftover)
+    del entries["0"], entries["7"]
+    assert_same_object(found, {**entries, "late": 1})
+
+
+def test_a_damaged_journal_is_named(path: Path) -> None:
+    leftover = unfinished(path, ENTRIES)
+    damage(leftover, ".journal/1")
+    with pytest.warns(ptsave.CheckpointWarning, match=r"added with \.journal/1 is not known"):
+        found = recovered(leftover)
+    del found  # of the others
+    damage(leftover, ".journal/4")  # the last one, which may as well have never been written
+    with pytest.warns(ptsave.CheckpointWarning):
+        assert list(recovered(leftover)) == ["a", "view", "empty"]
+
+
+def test_a_finished_file_without_its_end(path: Path) -> None:
+    """Its data.pkl has what a damaged journal had."""
+    with ptsave.ArchiveWriter(path) as writer:
+        for name, value in ENTRIES.items():
+            writer.add(name, value)
+            writer.flush()
+    path.write_bytes(path.read_bytes()[:-30])
+    assert_same_object(recovered(path), ENTRIES)
+    damage(path, ".journal/1")
+    assert_same_object(recovered(path), ENTRIES)
+    damage(path, "data.pkl")
+    with pytest.warns(ptsave.CheckpointWarning):
+        assert list(recovered(path)) == ["a", "view", "empty", "c"]
+
+
+def test_an_archive_in_a_damaged_record(path: Path) -> None:
+    """Its records are not taken for those of the file."""
+    stream = io.BytesIO()
+    torch.save({"inner": torch.zeros(100)}, stream)
+    with ptsave.ArchiveWriter(path) as inner:
+        inner.add("inner", torch.zeros(100))
+    values = [torch.frombuffer(stream.getbuffer(), dtype=torch.uint8), torch.ones(3)]
+    values.append(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
+    entries: dict[str, Any] = {"first": torch.ones(5), **dict(zip("abc", values, strict=True))}
+    leftover = unfinished(path, {**entries, "last": torch.ones(4)})
+    content = leftover.read_bytes()
+    for record in records_of(content):
+        if record.nbytes > 600:
+            damaged = bytearray(content)
+            damaged[record.header_offset + 30] ^= 1  # its name
+            damaged[record.payload_offset - 1] ^= 1
+            damaged[record.end - 5] ^= 1  # its size
+            with (
+                pytest.warns(ptsave.CheckpointWarning, match=record.name),
+                ptsave.open(io.BytesIO(damaged), recover=True) as archive,
+            ):
+                found = {name: archive[name] for name in archive}
+            assert "inner" not in found
+            assert len(found) == 4
+            assert_same_object(found["last"], torch.ones(4))
+
+
+def test_a_file_that_becomes_shorter(path: Path) -> None:
+    """It is an error, and no signal, as it would be if the file were mapped."""
+    leftover = unfinished(path, {"a": torch.ones(20 * MIB)})
+    with leftover.open("rb") as stream:
+        source = LocalFile(stream, "run.pt")
+        os.truncate(leftover, 4 * MIB)
+        with pytest.raises(OSError, match="the file has changed"):
+            CutArchive(source)
 
 
 def test_hostile_journals(path: Path) -> None:

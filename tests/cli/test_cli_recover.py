@@ -98,3 +98,42 @@ def test_a_capture(tmp_path: Path) -> None:
     shown = output_of("ls", leftover_of(path), "--recover", "--stats")
     assert "unfinished: the process was killed" in shown
     assert "1 step, 1 call" in shown
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "extract", "convert"])
+def test_the_option_is_named(leftover: str, tmp_path: Path, command: str) -> None:
+    rest = {"extract": ["a"], "convert": [str(tmp_path / "new.pt")]}.get(command, [])
+    result = CliRunner().invoke(commands, [command, leftover, *rest])
+    assert "--recover" in result.output
+    with pytest.raises(ptsave.CorruptCheckpointError, match="recover=True"):
+        ptsave.open(leftover)
+    with pytest.raises(ptsave.CorruptCheckpointError, match="recover=True"):
+        ptsave.load(leftover)
+    torch.save({"a": torch.ones(999)}, tmp_path / "torch.pt")
+    os.truncate(tmp_path / "torch.pt", 2000)
+    result = CliRunner().invoke(commands, [command, str(tmp_path / "torch.pt"), *rest])
+    assert result.exit_code != 0
+    assert "--recover" not in result.output
+
+
+def test_verify(leftover: str) -> None:
+    result = CliRunner().invoke(commands, ["verify", leftover, "--recover"])
+    assert (result.exit_code, result.stderr) == (0, f"ptsave: {leftover}: {NO_END}\n")
+    assert f"{leftover}: whole (" in result.stdout
+    content = bytearray(Path(leftover).read_bytes())
+    content[content.index(ENTRIES["b"].numpy().tobytes())] ^= 1
+    Path(leftover).write_bytes(content)
+    result = CliRunner().invoke(commands, ["verify", leftover, "--recover"])
+    assert result.exit_code == 1
+    assert "record data/1: damaged: data/1; without the entries b" in result.stdout
+    assert "1 of 2 tensors can be read" in result.stdout
+    assert f"ptsave extract --recover {leftover}" in result.stdout
+    listed = CliRunner().invoke(commands, ["ls", leftover, "--recover"])
+    assert "damaged: data/1; without the entries b" in listed.stderr
+    Path(leftover).write_bytes(content[:100])
+    result = CliRunner().invoke(commands, ["ls", leftover, "--recover"])
+    assert result.exit_code == 2
+    assert "nothing of it can be recovered" in result.stderr
+
+
+NO_END = "it has no end: what was finished is checked"

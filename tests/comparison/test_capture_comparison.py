@@ -227,6 +227,19 @@ def test_killed_runs(runs: Runs, tmp_path: Path) -> None:
     assert found.compared
 
 
+def test_a_damaged_run(runs: Runs, tmp_path: Path) -> None:
+    """A run without its end: of a damaged tensor there are the statistics."""
+    whole, other = runs()
+    content = bytearray(Path(other).read_bytes())
+    name = "0/forward/1.up#0/outputs"
+    content[content.index(torch.load(other)[name].detach().numpy().tobytes())] ^= 1
+    Path(other).write_bytes(content[:-100])
+    with pytest.warns(ptsave.CheckpointWarning, match=f"without the entries {name}"):
+        found = compare_captures(whole, other, recover=True)
+    assert found.equal
+    assert {each.name: each.kind for each in found.compared}[name] == "statistics"
+
+
 def test_a_checkpoint(tmp_path: Path) -> None:
     model = network()
     ptsave.save({f"module.{k}": v for k, v in model.state_dict().items()}, tmp_path / "model.pt")
