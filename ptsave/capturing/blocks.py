@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from pickle import PicklingError
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ptsave.appending.archive_writer import WhenFull
 from ptsave.capturing.tensors import is_compact, statistics_of
-from ptsave.errors import StagingFullError
+from ptsave.errors import SaveError, StagingFullError
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.tree.capture_schema import block_key, block_to_plain
 
@@ -31,6 +32,9 @@ _STORED, _NOTE, _STATISTICS = 11, 13, 14  # fields of the row of a value
 
 _NO_ROOM = "dropped: no room in memory"
 _NO_BYTES = "dropped: max_bytes"
+# Of pickling a tensor that torch cannot save.
+_UNSAVABLE = (NotImplementedError, RuntimeError, TypeError, AttributeError, PicklingError)
+_MAX_REASON = 200
 
 
 class Writer(Protocol):
@@ -103,7 +107,7 @@ class Blocks:
         self._lock = threading.Lock()
         self._pending: dict[str, Tensor] = {}
         self._pending_nbytes = 0
-        self._dropped: set[str] = set()
+        self._dropped: dict[str, str] = {}  # why, by name
         self._unwritten: list[tuple[str, dict[str, Any]]] = []
         self._lane = ThreadPool(1, "ptsave-capture")
         self._room = threading.Condition()
@@ -201,7 +205,19 @@ class Blocks:
             if whole
             else tensor.detach().clone(memory_format=torch.contiguous_format)
         )
-        return self._outcome(self._writer.add(name, value, copy=whole), nbytes)
+        try:
+            return self._outcome(self._writer.add(name, value, copy=whole), nbytes)
+        except _UNSAVABLE as error:
+            return self._unsavable(error)
+
+    def _unsavable(self, error: Exception) -> str:
+        """Count a tensor that cannot be saved, and return why; raises the errors of a writer."""
+        if isinstance(error, (SaveError, StagingFullError)):
+            raise error
+        self.n_dropped += 1
+        return f"cannot be saved: {(str(error).splitlines() or [type(error).__name__])[0]}"[
+            :_MAX_REASON
+        ]
 
     def _outcome(self, added: bool, nbytes: int) -> str:
         if not added:
@@ -212,9 +228,25 @@ class Blocks:
 
     def _add_pending(self) -> None:
         pending, self._pending, self._pending_nbytes = self._pending, {}, 0
-        if pending and not self._writer.add_group(pending, copy=False):
-            self._dropped.update(pending)
-            self.n_dropped += len(pending)
+        try:
+            if pending and not self._writer.add_group(pending, copy=False):
+                self._dropped.update(dict.fromkeys(pending, _NO_ROOM))
+                self.n_dropped += len(pending)
+        except _UNSAVABLE as error:
+            if isinstance(error, (SaveError, StagingFullError)):
+                raise
+            for name, tensor in pending.items():  # nothing of the group was added
+                if why_not := self._store_small(name, tensor):
+                    self._dropped[name] = why_not
+
+    def _store_small(self, name: str, tensor: Tensor) -> str:
+        try:
+            if self._writer.add(name, tensor, copy=False):
+                return ""
+        except _UNSAVABLE as error:
+            return self._unsavable(error)
+        self.n_dropped += 1
+        return _NO_ROOM
 
     # -------------------------------------------------------------------------------- blocks
 
@@ -228,9 +260,10 @@ class Blocks:
             self._write_blocks()
 
     def _without_dropped(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        if row[_STORED] not in self._dropped:
+        why_not = self._dropped.get(row[_STORED])
+        if why_not is None:
             return row
-        return (*row[:_STORED], "", row[_STORED + 1], _NO_ROOM, *row[_NOTE + 1 :])
+        return (*row[:_STORED], "", row[_STORED + 1], why_not, *row[_NOTE + 1 :])
 
     def _write_blocks(self) -> None:
         """Add the blocks, under the lock; those that found no room stay for the next time."""
@@ -279,7 +312,7 @@ class Blocks:
         if self._statistics:
             staged.found = statistics_of(host, 1)  # the training has the other cores
         if staged.name and not self._writer.add(staged.name, host, copy=False):
-            self._dropped.add(staged.name)
+            self._dropped[staged.name] = _NO_ROOM
             self.n_dropped += 1
 
     def _finish_staged(self, block: Block) -> None:

@@ -27,6 +27,7 @@ from ptsave.support.torch_capture import (
     StopRecomputationError,
     graph_task_id,
     is_transforming,
+    is_wrapped,
     never_compiled,
     outside_transforms,
     unwrapped,
@@ -329,7 +330,8 @@ class Recorder:
 
     def _describe(self, name: str, call: int | None, tensor: Tensor) -> tuple[Any, ...]:
         try:
-            keep = self._keep_transformed if is_transforming() else self._keep
+            is_transformed = is_transforming() or is_wrapped(tensor)
+            keep = self._keep_transformed if is_transformed else self._keep
             stored, note, found, staged = keep(name, tensor)
         except NotImplementedError as error:  # a wrapper
             stored, found, staged = "", None, None
@@ -374,7 +376,8 @@ class Recorder:
                 note = f"{tensor.dtype}: no statistics"
         if not self._tensors or note.endswith("no values"):
             return "", note, found, None
-        kept = values if values is not None and note.startswith("DTensor") else tensor
+        is_other = values is not None and note.startswith(("DTensor", "mkldnn"))
+        kept = values if values is not None and is_other else tensor
         why_not = self._blocks.store(name, kept, _nbytes(kept))
         return ("", why_not, found, None) if why_not else (name, note, found, None)
 

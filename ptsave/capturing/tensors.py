@@ -49,10 +49,10 @@ def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
         return tensor.detach().values(), "sparse: statistics of the stored values"
     if tensor.is_nested:
         return tensor.detach().values(), "nested: statistics of all its values"
-    if tensor.is_quantized:
-        return None, "quantized: no statistics"
-    if tensor.layout != torch.strided:
-        return None, f"{tensor.layout}: no statistics"
+    if tensor.is_mkldnn:
+        return tensor.detach().to_dense(), "mkldnn: as a dense tensor"
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        return None, f"{'quantized' if tensor.is_quantized else tensor.layout}: no statistics"
     return tensor, ""
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "StopRecomputationError",
     "graph_task_id",
     "is_transforming",
+    "is_wrapped",
     "never_compiled",
     "outside_transforms",
     "unwrapped",
@@ -35,7 +36,8 @@ graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
 StopRecomputationError: type[Exception] = private(checkpoint, "_StopRecomputationError")
 _functorch: Any = private(torch._C, "_functorch")
 _interpreter: Callable[[], object] = private(_functorch, "peek_interpreter_stack")
-_is_wrapped: Callable[[Tensor], bool] = private(_functorch, "is_functorch_wrapped_tensor")
+# Whether a tensor is one of a transform, which may have ended.
+is_wrapped: Callable[[Tensor], bool] = private(_functorch, "is_functorch_wrapped_tensor")
 _is_functional: Callable[[Tensor], bool] = private(_functorch, "is_functionaltensor")
 _unwrap: Callable[[Tensor], Tensor] = private(_functorch, "get_unwrapped")
 # A context manager in which operations are those of plain tensors.
@@ -73,7 +75,7 @@ def unwrapped(tensor: Tensor) -> Tensor | None:
 
     That of ``vmap`` has all samples, and so a dimension more.
     """
-    while _is_wrapped(tensor):
+    while is_wrapped(tensor):
         if _is_functional(tensor):
             return None
         tensor = _unwrap(tensor)

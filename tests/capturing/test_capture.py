@@ -492,6 +492,61 @@ def test_kinds_of_tensors(path: Path) -> None:
     assert torch.equal(run.tensor("0/forward/#0/inputs/sparse").to_dense(), torch.eye(3))
 
 
+class Unsavable(Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("no such thing\nas a pickle")
+
+
+@pytest.mark.parametrize("n", [10, 100_000])
+def test_a_tensor_that_cannot_be_saved(path: Path, n: int) -> None:
+    """Is left out with a note; all others are there, also those that are added with it."""
+    model = nn.Identity()
+    x = torch.ones(n)
+
+    def run() -> None:
+        for i in range(3):
+            model(x * i)
+            model((x * i).as_subclass(Unsavable))
+
+    found = captured(model, run, path, what=["inputs"])
+    for i in range(3):
+        assert torch.equal(found.tensor(f"0/forward/#{2 * i}/inputs/0"), x * i)
+        value = found.values[f"0/forward/#{2 * i + 1}/inputs/0"]
+        assert (value.type, value.stored) == ("Unsavable", "")
+        assert value.note == "cannot be saved: no such thing"
+    assert found.entries["capture/end"]["dropped"] == 3
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("n", [10, 100_000])
+def test_mkldnn_tensors(path: Path, n: int) -> None:
+    model = nn.Identity()
+    x = torch.arange(n, dtype=torch.float32)
+    run = captured(model, lambda: model(x.to_mkldnn()), path)
+    value = run.values["0/forward/#0/inputs/0"]
+    assert value.note == "mkldnn: as a dense tensor"
+    assert value.statistics == Statistics(*statistics_of(x, 1) or ())
+    assert torch.equal(run.tensor(value.name), x)
+
+
+def test_jagged_tensors(path: Path) -> None:
+    """Stock `torch.load` wants dynamo imported for them, and `ptsave.open` does not."""
+    model = nn.Linear(2, 3)
+    parts = [torch.ones(2, 2), torch.zeros(4, 2)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    with ptsave.capture(model, path):
+        model(x).values().sum().backward()
+    with ptsave.open(path) as archive:
+        (call,) = archive.calls()
+        (value,) = call.inputs
+        assert value.note == "nested: statistics of all its values"
+        assert value.statistics is not None
+        assert (value.statistics.numel, value.statistics.n_zero) == (12, 8)
+        found = archive.tensor(value.name)
+        assert all(map(torch.equal, found.unbind(), parts))
+        assert call.grads["inputs/0"].statistics is not None
+
+
 def test_inference_and_no_grad_and_autocast(path: Path) -> None:
     model = network()
 

@@ -204,3 +204,36 @@ def test_values_of_vmap_have_all_samples(path: Path) -> None:
     assert value.shape == (3,)
     assert value.note == "vmap: all samples, as (3, 5)"
     assert torch.equal(run.tensor(value.name), samples)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_wrappers_that_outlive_their_transform(path: Path, tensors: bool, statistics: bool) -> None:
+    model = nn.Identity()
+    leaked: list[Tensor] = []
+
+    def leak(x: Tensor) -> Tensor:
+        leaked.append(x)
+        return 2 * x
+
+    x = torch.arange(6.0).view(3, 2)
+    torch.vmap(leak)(x)
+    torch.func.grad(lambda x: leak(x).sum())(x)
+    torch.func.jvp(leak, (x,), (x,))
+    torch.func.functionalize(leak)(x)
+    run = captured(
+        model,
+        lambda: [model(each) for each in leaked],
+        path,
+        statistics=statistics,
+        tensors=tensors,
+    )
+    values = [run.values[f"0/forward/#{i}/inputs/0"] for i in range(4)]
+    assert [value.note for value in values] == [
+        "vmap: all samples, as (3, 2)",
+        "",
+        "",
+        "functionalized: no values",
+    ]
+    if tensors:
+        assert all(torch.equal(run.tensor(value.name), x) for value in values[:3])
