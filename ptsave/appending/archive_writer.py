@@ -40,6 +40,7 @@ from ptsave.writing.targets import (
 __all__ = ["ArchiveWriter", "WhenFull"]
 
 WhenFull: TypeAlias = Literal["wait", "drop", "raise"]
+_WHEN_FULL = get_args(WhenFull)
 
 _SLACK_NBYTES = 64 << 10  # of chunks that come from accelerators: see writing/targets.py
 # Reserved at once, if that is no more than a quarter of the budget: to look at the system's memory
@@ -495,7 +496,7 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
 
 
 def _check_when_full(when_full: str) -> None:
-    if when_full not in get_args(WhenFull):
+    if when_full not in _WHEN_FULL:
         raise ValueError(f"when_full must be 'wait', 'drop' or 'raise', not {when_full!r}")
 
 

@@ -16,8 +16,12 @@ inline Object interned(const char* text) {
   return Object::checked(PyUnicode_InternFromString(text));
 }
 
+inline Object attribute(PyObject* object, const Object& interned_name) {
+  return Object::checked(PyObject_GetAttr(object, interned_name.get()));
+}
+
 inline Object attribute(PyObject* object, const char* name) {
-  return Object::checked(PyObject_GetAttr(object, interned(name).get()));
+  return attribute(object, interned(name));
 }
 
 inline Object attribute(const Object& object, const char* name) {

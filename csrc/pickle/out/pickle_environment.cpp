@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "pickle/common/attribute.h"
 #include "pickle/out/pickle_stream.h"
@@ -29,9 +30,8 @@ bool is_defined(const Object& owner, const char* name, const Object& module, con
   return PyUnicode_CompareWithASCIIString(actual, qualname) == 0;
 }
 
-template <std::size_t N>
-bool are_built_in(PyTypeObject* type, const std::array<const char*, N>& names) {
-  return std::ranges::all_of(names, [&](const char* name) {
+bool are_built_in(PyTypeObject* type, const std::vector<Object>& names) {
+  return std::ranges::all_of(names, [&](const Object& name) {
     const Object member = attribute(reinterpret_cast<PyObject*>(type), name);
     return Py_IS_TYPE(member.get(), &PyMethodDescr_Type) ||
            Py_IS_TYPE(member.get(), &PyGetSetDescr_Type);
@@ -39,11 +39,17 @@ bool are_built_in(PyTypeObject* type, const std::array<const char*, N>& names) {
 }
 
 // Members of a tensor that torch.Tensor.__reduce_ex__ and torch.nn.Parameter.__reduce_ex__ use.
-constexpr std::array kTensorMembers = {"size",         "stride",          "storage_offset",
-                                       "device",       "dtype",           "layout",
-                                       "is_quantized", "is_sparse",       "is_nested",
-                                       "is_conj",      "untyped_storage", "requires_grad",
-                                       "data",         "_backward_hooks"};
+// Made once: to intern each of them takes longer than to look it up.
+std::vector<Object> tensor_members(bool has_getstate) {
+  std::vector<Object> names;
+  for (const char* const name : {"size", "stride", "storage_offset", "device", "dtype", "layout",
+                                 "is_quantized", "is_sparse", "is_nested", "is_conj",
+                                 "untyped_storage", "requires_grad", "data", "_backward_hooks"}) {
+    names.push_back(interned(name));
+  }
+  if (has_getstate) names.push_back(interned("__getstate__"));
+  return names;
+}
 
 }  // namespace
 
@@ -77,7 +83,8 @@ PickleEnvironment::PickleEnvironment()
       word_storage_(interned("storage")),
       word_latin1_(interned("latin1")),
       getstate_(
-          attribute_or_nothing(reinterpret_cast<PyObject*>(&PyBaseObject_Type), "__getstate__")) {}
+          attribute_or_nothing(reinterpret_cast<PyObject*>(&PyBaseObject_Type), "__getstate__")),
+      tensor_members_(tensor_members(static_cast<bool>(getstate_))) {}
 
 bool PickleEnvironment::is_default() const {
   return has_default_modes() && has_default_reducers() && has_default_methods();
@@ -133,11 +140,7 @@ bool PickleEnvironment::has_default_methods() const {
   auto* const parameter = reinterpret_cast<PyTypeObject*>(ParameterClass);
   const Object tensor_class = Object::borrow(THPVariableClass);
   const Object parameter_class = Object::borrow(ParameterClass);
-  if (getstate_) {
-    const std::array<const char*, 1> state = {"__getstate__"};
-    if (!are_built_in(tensor, state) || !are_built_in(parameter, state)) return false;
-  }
-  return are_built_in(tensor, kTensorMembers) && are_built_in(parameter, kTensorMembers) &&
+  return are_built_in(tensor, tensor_members_) && are_built_in(parameter, tensor_members_) &&
          is_defined(tensor_class, "__reduce_ex__", torch_tensor_, "Tensor.__reduce_ex__") &&
          is_defined(tensor_class, "_reduce_ex_internal", torch_tensor_,
                     "Tensor._reduce_ex_internal") &&

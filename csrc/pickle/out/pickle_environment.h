@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include <optional>
+#include <vector>
 
 #include "pickle/common/object.h"
 
@@ -82,6 +83,7 @@ class PickleEnvironment {
   Object word_storage_;
   Object word_latin1_;
   Object getstate_;  // nothing before Python 3.11
+  std::vector<Object> tensor_members_;
 };
 
 }  // namespace ptsave
