@@ -173,6 +173,7 @@ setup(
         # ptsave.integrations
         "lightning": ["lightning>=2.6"],
         "pytorch-lightning": ["pytorch-lightning>=2.6"],
+        "transformers": ["transformers>=5", "accelerate>=1.1", "safetensors>=0.4"],
     },
     ext_modules=[Extension("ptsave._C", sources=[])],
     cmdclass={

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptsave import serialization
-from ptsave.integrations import safetensors_functions
+from ptsave.streaming import safetensors_functions
 from ptsave.support import torch_serialization as stock
 
 __all__ = ["install", "installed", "uninstall"]

@@ -61,7 +61,7 @@ def command(
     }
     asked = [word for word, is_asked in words.items() if is_asked]
     if safetensors:
-        from ptsave.integrations.safetensors_functions import require_library
+        from ptsave.streaming.safetensors_functions import require_library
 
         require_library()
     environment = dict(os.environ)

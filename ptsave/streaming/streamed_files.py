@@ -101,6 +101,11 @@ class StreamedPlan:
             raise damage_of(contents.reader, records)
         raise_corrupt(error, "a source")
 
+    @property
+    def engine_plan(self) -> _C.WritePlan | _C.PackedPlan:
+        """The layout, and where its payloads are."""
+        return self._plan
+
 
 class PicklePlan(StreamedPlan):
     """A file as of :func:`torch.save`, of an object whose storages are elsewhere.

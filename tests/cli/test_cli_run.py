@@ -63,7 +63,7 @@ def test_modules_options_and_another_sitecustomize(tmp_path: Path) -> None:
     )
     options = ("--safetensors", "--fsync", "--no-verify", "-m", "program", "3")
     assert run(*options, PYTHONPATH=str(tmp_path)).splitlines() == [
-        "True ['3'] ptsave.integrations.safetensors_functions",
+        "True ['3'] ptsave.streaming.safetensors_functions",
         "safetensors,fsync,no-verify False",
         "_Options(safetensors=True, fsync=True, atomic=None, verify=False)",
     ]

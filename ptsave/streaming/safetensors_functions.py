@@ -23,7 +23,14 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.opening import open_source
 from ptsave.streaming.streamed_files import write_safetensors
 
-__all__ = ["exchange", "load_file", "originals", "require_library", "save_file"]
+__all__ = [
+    "engine_can_save",
+    "exchange",
+    "load_file",
+    "originals",
+    "require_library",
+    "save_file",
+]
 
 _BACKENDS = ("mmap", "pread")  # of the library, which reads by either
 
@@ -89,7 +96,7 @@ def save_file(
     The file gets the mode of the one it replaces, or 0666 less the umask, and a symbolic link is
     followed; the library gives it 0600 and replaces the link.
     """
-    if not _engine_can_save(tensors, filename, metadata):
+    if not engine_can_save(tensors, filename, metadata):
         originals()["save_file"](tensors, filename, metadata)
         return
     getattr(require_library(), _CHECK)(tensors)
@@ -148,7 +155,7 @@ def _holders(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
                     yield module, name
 
 
-def _engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
+def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
     """Whether nothing about these arguments is an error, or out of the ordinary."""
     if not isinstance(tensors, dict) or not tensors or sys.byteorder != "little":
         return False

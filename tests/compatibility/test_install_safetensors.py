@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ptsave
-from ptsave.integrations import safetensors_functions
+from ptsave.streaming import safetensors_functions
 
 st = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError

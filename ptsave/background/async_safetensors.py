@@ -1,0 +1,128 @@
+"""Saves a safetensors file in the background, as `async_save` does a torch archive."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.background import saves as background
+from ptsave.background.save_future import SaveFuture
+from ptsave.streaming.payload_sources import PayloadSources
+from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
+from ptsave.writing.pickling import pickle_object
+from ptsave.writing.targets import scratch_folder
+
+__all__ = ["async_save_safetensors", "covers_its_storage"]
+
+_abandoned: list[object] = []  # memory of a parent process, which a child must not free
+
+
+def async_save_safetensors(
+    tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str], *, fsync: bool = False
+) -> SaveFuture:
+    """Copy tensors now, and write them in the bytes of ``safetensors.torch.save_file`` later.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        Contiguous ones, of which each is all of its storage, and no two share one.
+    path : str
+        A local file.
+    metadata : mapping of str to str
+        The ``__metadata__``.
+    fsync : bool, default False
+        As for :func:`ptsave.async_save`.
+
+    Returns
+    -------
+    SaveFuture
+        As of :func:`ptsave.async_save`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If safetensors files cannot hold such a tensor.
+    SaveError
+        If the library refuses the header.
+    """
+    check_safetensors(tensors)
+    plain = {name: tensor.detach() for name, tensor in tensors.items()}
+    copies = {name: each.cpu() for name, each in plain.items() if each.device.type != "cpu"}
+    live = {name: each for name, each in plain.items() if name not in copies}
+    _, storages = pickle_object(list(live.values()), pickle, 2)
+    nbytes = sum(each.untyped_storage().nbytes() for each in live.values())
+    with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
+        reservation = background.reserve(nbytes, None, wait=True)
+        undo.callback(reservation.release)
+        snapshot = _C.Snapshot(storages)
+        undo.callback(snapshot.release)
+        memory = _C.untyped_storages(snapshot.storages)
+        for (name, each), storage in zip(live.items(), memory, strict=True):
+            copy = torch.empty(0, dtype=each.dtype)
+            copies[name] = copy.set_(storage, 0, each.shape, each.stride())
+        path = os.path.abspath(path)
+        in_order = {name: copies[name] for name in plain}
+        save = background.BackgroundSave(
+            cast("_C.WritePlan", _PlanOfCopies(in_order, path, metadata)),
+            snapshot,
+            reservation,
+            path,
+            show_progress=False,
+            compute_crcs=False,
+            fsync=fsync,
+            atomic=True,
+        )
+        undo.pop_all()  # `save` does it from here on
+    background.start(save, stage_in_background=False)
+    return save.future
+
+
+def covers_its_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor is all of its storage, so that a copy of that has nothing else."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+class _PlanOfCopies:
+    """A plan whose payloads are copies in host memory, which live as long as it is not released.
+
+    What `BackgroundSave` and `FileWriter` need of a ``_C.WritePlan``.
+    """
+
+    is_staged = False
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str]
+    ) -> None:
+        with ExitStack() as stack:  # of descriptors: payloads in memory have none
+            sources = PayloadSources(stack, scratch_folder(path))
+            plan = SafetensorsPlan(tensors, path, sources, metadata)
+        self._memory: object = tensors
+        self._plan: Any = plan.engine_plan
+        self.nbytes = plan.nbytes
+        self.has_holes = self._plan.has_holes
+        self.is_sequential = self._plan.is_sequential
+
+    def begin_staging(self, **_: object) -> None:
+        """Do nothing: what was on accelerators has been copied."""
+
+    def stage(self, **_: object) -> None:
+        """Do nothing: the snapshot copies."""
+
+    def write_file(self, *args: Any, **options: Any) -> None:
+        self._plan.write_file(*args, **options)
+
+    def write_in_place(self, *args: Any, **options: Any) -> None:
+        self._plan.write_in_place(*args, **options)
+
+    def release(self) -> None:
+        self._plan = self._memory = None
+
+    def abandon(self) -> None:
+        _abandoned.append((self._plan, self._memory))

@@ -1,0 +1,266 @@
+"""Checkpoints that are directories: complete under their name, or not there.
+
+The files are written into ``.<name>.ptsave/<name>`` beside it, which no library takes for a
+checkpoint.  When all of them are there it gets its place, by a rename; a directory of that name is
+exchanged for it, where the file system can do that in one step, and removed afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptsave.background.async_safetensors import async_save_safetensors, covers_its_storage
+from ptsave.background.async_save import async_save
+from ptsave.background.save_future import SaveFuture
+from ptsave.errors import add_note
+from ptsave.installation import installed
+from ptsave.streaming import safetensors_functions
+
+__all__ = ["FolderSaves", "StagedFolder", "writes_in_background"]
+
+_SUFFIX = ".ptsave"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class StagedFolder:
+    """A directory that is being written, and the name that it will have.
+
+    Parameters
+    ----------
+    final : str
+        Path of the directory.
+    fsync : bool
+        Whether its files and its name are on the disk when it has that name.
+
+    Attributes
+    ----------
+    root : str
+        A directory around it, which goes afterwards.
+    path : str
+        Where its files are written.  The same for all processes of a job.
+    """
+
+    def __init__(self, final: str, *, fsync: bool) -> None:
+        self.final = os.path.abspath(final)
+        self._fsync = fsync
+        parent, name = os.path.split(self.final)
+        self.root = os.path.join(parent, f".{name}{_SUFFIX}")
+        self.path = os.path.join(self.root, name)
+
+    def publish(self) -> None:
+        """Give it its name.
+
+        Raises
+        ------
+        OSError
+            If it cannot be renamed; what had the name before still has it.
+        """
+        if self._fsync:
+            _sync_tree(Path(self.path))
+        if not os.path.lexists(self.final):
+            os.rename(self.path, self.final)
+        elif not _exchange(self.path, self.final):
+            self._replace_in_two_steps()
+        if self._fsync:
+            _sync(Path(self.final).parent)
+        self.discard()  # with what had the name before
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _replace_in_two_steps(self) -> None:
+        old = os.path.join(self.root, "old")
+        os.rename(self.final, old)
+        try:
+            os.rename(self.path, self.final)
+        except BaseException:
+            os.rename(old, self.final)
+            raise
+
+
+def _exchange(path: str, other: str) -> bool:
+    """Exchange two names in one step; returns False where the system cannot."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    names = os.fsencode(path), os.fsencode(other)
+    if function(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), path, None, other)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FolderSaves:
+    """The directories of one writer of checkpoints that are still being written."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: dict[StagedFolder, int] = {}
+        self._failures: list[Exception] = []
+
+    def remove_leftovers(self, directory: str, prefix: str) -> None:
+        """Remove what killed processes have left in a directory of checkpoints."""
+        with self._changed:
+            own = {folder.root for folder in self._pending}
+        with suppress(FileNotFoundError), os.scandir(directory) as entries:
+            for entry in list(entries):
+                is_staged = entry.name.startswith(f".{prefix}") and entry.name.endswith(_SUFFIX)
+                if is_staged and os.path.abspath(entry.path) not in own:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    def commit(
+        self,
+        folder: StagedFolder,
+        futures: Sequence[SaveFuture],
+        afterwards: Callable[[], object],
+    ) -> None:
+        """Publish a folder when the saves into it have ended, and call a function after that.
+
+        If one of them has failed the folder is removed, and `check` and `wait` raise its error.
+        Without futures all of this happens now.
+        """
+        if not futures:
+            folder.publish()
+            afterwards()
+            return
+        with self._changed:
+            self._pending[folder] = len(futures)
+        errors: list[BaseException] = []
+        for future in futures:
+            finish = functools.partial(self._finish, folder, errors, afterwards)
+            future.add_done_callback(finish)
+
+    def check(self) -> None:
+        """Raise the error of a folder that has failed; each is raised once."""
+        with self._changed:
+            failures = list(self._failures)
+            self._failures.clear()
+        for other in failures[1:]:
+            add_note(failures[0], f"another checkpoint failed, too: {other}")
+        if failures:
+            raise failures[0]
+
+    def settle(self) -> None:
+        """Wait until nothing is pending; raises nothing."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+
+    def wait(self) -> None:
+        """Wait until nothing is pending; then `check`."""
+        self.settle()
+        self.check()
+
+    def _finish(
+        self,
+        folder: StagedFolder,
+        errors: list[BaseException],
+        afterwards: Callable[[], object],
+        future: Future[None],
+    ) -> None:
+        """Count a save that has ended; runs on the thread that wrote."""
+        error = future.exception() if not future.cancelled() else None
+        if error is not None:
+            errors.append(error)
+        with self._changed:
+            self._pending[folder] -= 1
+            if self._pending[folder]:
+                return
+        try:
+            if errors:
+                folder.discard()
+                raise errors[0]
+            folder.publish()
+            afterwards()
+        except Exception as failure:
+            with self._changed:
+                self._failures.append(failure)
+        finally:
+            with self._changed:
+                del self._pending[folder]
+                self._changed.notify_all()
+
+
+@contextmanager
+def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[SaveFuture]]:
+    """Let ``torch.save`` and ``save_file`` into a folder return when they have copied the tensors.
+
+    Files elsewhere, and tensors that the library has to look at, are written by the call.  Yields
+    the futures of the others.
+    """
+    futures: list[SaveFuture] = []
+    with installed(safetensors=True, fsync=fsync):
+        save, library = torch.save, safetensors_functions.require_library()
+        save_file = library.save_file
+
+        def save_later(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+            if _is_in(f, folder.path) and not args and not kwargs:
+                futures.append(async_save(obj, f, fsync=fsync))
+            else:
+                save(obj, f, *args, **kwargs)
+
+        def save_file_later(
+            tensors: Any, filename: Any, metadata: Mapping[str, str] | None = None
+        ) -> None:
+            if _is_in(filename, folder.path) and _can_wait(tensors, filename, metadata):
+                path = os.fspath(filename)
+                futures.append(async_save_safetensors(tensors, path, metadata or {}, fsync=fsync))
+            else:
+                save_file(tensors, filename, metadata)
+
+        with _exchanged(save, save_later), _exchanged(save_file, save_file_later):
+            yield futures
+
+
+@contextmanager
+def _exchanged(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    safetensors_functions.exchange(old, new)
+    try:
+        yield
+    finally:
+        safetensors_functions.exchange(new, old)
+
+
+def _is_in(path: Any, folder: str) -> bool:
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    return os.path.abspath(os.fsdecode(path)).startswith(folder + os.sep)
+
+
+def _can_wait(tensors: Any, filename: Any, metadata: Any) -> bool:
+    if not safetensors_functions.engine_can_save(tensors, filename, metadata):
+        return False
+    each = [tensor for tensor in tensors.values() if tensor.numel()]
+    places = {(tensor.device, tensor.data_ptr()) for tensor in each}
+    return len(places) == len(each) and all(map(covers_its_storage, each))

@@ -1,0 +1,254 @@
+"""transformers' Trainer with ptsave's checkpoints: resumed exactly, complete or not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _corruption import flip_middle
+
+import ptsave
+from ptsave.integrations import staged_folders
+from ptsave.integrations.staged_folders import FolderSaves, StagedFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+N_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip("transformers", reason="pip install transformers")
+        pytest.importorskip("accelerate", reason="pip install accelerate")
+        library.utils.logging.set_verbosity_error()
+        yield library
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let tiny steps not wait for threads that a busy machine does not run."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+def model(library: Any) -> Any:
+    torch.manual_seed(0)
+    config = library.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, resid_pdrop=0.2
+    )
+    return library.GPT2LMHeadModel(config)
+
+
+def trainer(library: Any, kind: str, folder: Path, **options: Any) -> Any:
+    from ptsave.integrations.transformers import Trainer
+
+    arguments = {
+        "output_dir": str(folder),
+        "max_steps": N_STEPS,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_total_limit": 2,
+        "logging_strategy": "no",
+        **options,
+    }
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 64, (24, 8), generator=generator)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    arguments = library.TrainingArguments(**arguments)
+    classes = {
+        "stock": library.Trainer,
+        "blocking": Trainer,
+        "background": lambda *a, **k: Trainer(*a, async_checkpoints=True, **k),
+    }
+    return classes[kind](model(library), arguments, train_dataset=data, eval_dataset=data[:4])
+
+
+def state_of(trained: Any) -> dict[str, Any]:
+    return {
+        "model": trained.model.state_dict(),
+        "optimizer": trained.optimizer.state_dict()["state"],
+        "scheduler": trained.lr_scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def assert_same_state(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_state(found[key], value)
+    else:
+        assert found == expected
+
+
+@pytest.fixture(scope="module")
+def stock(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("stock")
+    trained = trainer(transformers, "stock", folder)
+    trained.train()
+    return {"state": state_of(trained), "folder": folder}
+
+
+@pytest.mark.parametrize("kind", ["blocking", "background"])
+def test_resumes_exactly(kind: str, transformers: Any, stock: Any, tmp_path: Path) -> None:
+    trained = trainer(transformers, kind, tmp_path)
+    trained.train()
+    assert_same_state(state_of(trained), stock["state"])
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-6"]
+    _assert_same_files(tmp_path / "checkpoint-6", stock["folder"] / "checkpoint-6")
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = trainer(transformers, kind, tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_state(state_of(resumed), stock["state"])
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-6")
+    assert_same_state(read.state_dict(), stock["state"]["model"])
+
+
+def _assert_same_files(found: Path, expected: Path) -> None:
+    assert sorted(os.listdir(found)) == sorted(os.listdir(expected))
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        ours, stock = (torch.load if name.endswith("pt") else Path.read_bytes for _ in range(2))
+        assert_same_state(ours(found / name), stock(expected / name))
+
+
+def test_stock_trainer_resumes_from_it(transformers: Any, stock: Any, tmp_path: Path) -> None:
+    trainer(transformers, "background", tmp_path, max_steps=N_STEPS).train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = trainer(transformers, "stock", tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same_state(state_of(resumed), stock["state"])
+
+
+@pytest.mark.parametrize("kind", ["blocking", "background"])
+def test_best_model(kind: str, transformers: Any, tmp_path: Path) -> None:
+    options = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "save_total_limit": 1,
+    }
+    trained = trainer(transformers, kind, tmp_path, **options)
+    trained.train()
+    best = trained.state.best_model_checkpoint
+    assert os.path.dirname(best) == str(tmp_path)
+    assert os.listdir(tmp_path) == [os.path.basename(best)]
+    read = transformers.GPT2LMHeadModel.from_pretrained(best)
+    assert_same_state(read.state_dict(), trained.model.state_dict())
+    state = transformers.TrainerState.load_from_json(os.path.join(best, "trainer_state.json"))
+    assert state.best_model_checkpoint == best
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+def test_damaged_file(name: str, transformers: Any, tmp_path: Path) -> None:
+    trainer(transformers, "blocking", tmp_path, max_steps=2).train()
+    flip_middle(tmp_path / "checkpoint-2" / name, "data/0")
+    resumed = trainer(transformers, "blocking", tmp_path)
+    with pytest.raises(ptsave.CorruptCheckpointError, match=name.replace(".", r"\.")):
+        resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "background"])
+def test_failed_save(
+    kind: str, transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = trainer(transformers, kind, tmp_path)
+    publish = StagedFolder.publish
+
+    def fail(folder: StagedFolder) -> None:
+        if folder.final.endswith("-4"):
+            raise OSError(28, "No space left on device")
+        publish(folder)
+
+    monkeypatch.setattr(StagedFolder, "publish", fail)
+    with pytest.raises(OSError, match="No space left"):
+        trained.train()
+    assert "checkpoint-4" not in os.listdir(tmp_path)
+    assert "checkpoint-2" in os.listdir(tmp_path)
+    assert torch.save is not ptsave.save
+
+
+def test_all_bytes_go_through_the_engine(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = ptsave.writing.targets.FileWriter.write_path  # type: ignore[attr-defined]
+
+    def noting(writer: Any, path: str) -> None:
+        written.append(os.path.basename(path))
+        write(writer, path)
+
+    monkeypatch.setattr("ptsave.writing.targets.FileWriter.write_path", noting)
+    for kind in ("blocking", "background"):
+        written.clear()
+        trainer(transformers, kind, tmp_path, max_steps=2).train()
+        assert sorted(written) == [
+            "model.safetensors",
+            "optimizer.pt",
+            "rng_state.pth",
+            "scheduler.pt",
+            "training_args.bin",
+        ]
+
+
+# ------------------------------------------------------------------------------------- the folders
+
+
+def test_folder_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, exchanges in enumerate((True, False)):
+        if not exchanges:
+            monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
+        folder = StagedFolder(str(tmp_path / "c"), fsync=True)
+        os.makedirs(folder.path)
+        Path(folder.path, f"new-{number}").touch()
+        folder.publish()
+        assert os.listdir(tmp_path) == ["c"]
+        assert os.listdir(tmp_path / "c") == [f"new-{number}"]
+
+
+def test_leftovers_of_others_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint-3.ptsave" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / ".other").mkdir()
+    FolderSaves().remove_leftovers(str(tmp_path), "checkpoint-")
+    FolderSaves().remove_leftovers(str(tmp_path / "none"), "checkpoint-")
+    assert os.listdir(tmp_path) == [".other"]
+
+
+def test_killed_save(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, torch
+from ptsave.integrations.staged_folders import *
+folder = StagedFolder(sys.argv[1], fsync=False)
+saves = FolderSaves()
+for number in range(2):
+    os.makedirs(folder.path)
+    with writes_in_background(folder, fsync=False) as futures:
+        for name in "ab":
+            torch.save({"n": number, "w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
+    assert len(futures) == 2
+    if number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saves.commit(folder, futures, lambda: None)
+    saves.wait()
+"""
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "c")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert {ptsave.load(tmp_path / "c" / name)["n"] for name in "ab"} == {0}
