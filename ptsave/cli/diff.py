@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ptsave.bench.plot import require_matplotlib
-from ptsave.cli.command import NEGATIVE, Command, note, shows_progress
+from ptsave.cli.command import FAILED, NEGATIVE, Command, note, shows_progress
 from ptsave.cli.completing import FILE
 from ptsave.cli.diff_captures import capture_json, capture_lines, plot_errors
 from ptsave.cli.storage_options import with_storage_options
@@ -97,7 +97,8 @@ def command(
     coarser dtype, unless --rtol, --atol or --exact is given.  One of both may be a checkpoint: it
     is compared with the parameters of a step.
 
-    Exit code: 0 if they are equal, 1 if they differ, 2 if that could not be found out.
+    Exit code: 0 if they are equal, 1 if they differ, 2 if that could not be found out, also of one
+    value alone.
     """
     if capture:
         _refuse(ctx, names_only or shapes or ignore_dtype or bool(only), "--capture")
@@ -171,6 +172,8 @@ def _show_captures(  # noqa: PLR0917
             click.echo(click.style(line, fg=_COLORS.get(line[:1])))
     if not found.equal:
         ctx.exit(NEGATIVE)
+    if found.incomparable:
+        ctx.exit(FAILED)
 
 
 def _detail(names_only: bool, shapes: bool) -> Detail:

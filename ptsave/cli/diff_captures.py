@@ -36,6 +36,8 @@ def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> 
             yield cut(f"{sign} {printable(name)}  only in {path}", _WIDTH)
         if len(names) > _N_ALONE:
             yield cut(f"{sign} and {len(names) - _N_ALONE} more only in {path}", _WIDTH)
+    for problem in [*found.incomparable.values()][:_N_ALONE]:
+        yield cut(f"? {printable(problem)}", 2 * _WIDTH)
     if first is not None:
         yield from _module_lines(found, _N_MODULES if top is None else top)
     yield _summary(found)
@@ -171,8 +173,11 @@ def _module_line(module: str, differences: list[CapturedDifference]) -> str:
 
 def _summary(found: CaptureComparison) -> str:
     text = f"{count_text(len(found.compared), 'value')} compared ({size_text(found.nbytes)})"
+    if found.incomparable:
+        text += f", {len(found.incomparable)} of which cannot be compared"
     if found.equal:
-        return f"equal within the tolerance: {text}"
+        equal = "not known to differ" if found.incomparable else "equal within the tolerance"
+        return f"{equal}: {text}"
     parts = [
         f"{len(found.differences)} differ" if found.differences else "",
         f"{len(found.only_in_a)} only in A" if found.only_in_a else "",
@@ -195,6 +200,7 @@ def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
         "n_compared": len(found.compared),
         "nbytes": found.nbytes,
         "differences": [_entry(each) for each in found.differences],
+        "incomparable": found.incomparable,
         "only_in_a": found.only_in_a,
         "only_in_b": found.only_in_b,
         "remarks": found.remarks,

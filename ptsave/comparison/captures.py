@@ -28,7 +28,16 @@ from ptsave.tree.capture_schema import CapturedValue, Statistics
 
 __all__ = ["CaptureComparison", "CapturedDifference", "compare_captures"]
 
-Kind = Literal["numbers", "statistics", "shape", "layout", "type", "value", "not compared"]
+Kind = Literal[
+    "numbers",
+    "statistics",
+    "shape",
+    "layout",
+    "type",
+    "value",
+    "not compared",
+    "not comparable",
+]
 # Plain values of these types say where and in what form a run was made.
 _OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
 
@@ -44,7 +53,8 @@ class CapturedDifference:
     kind : str
         ``"numbers"`` if their elements were compared, ``"statistics"`` if one side has no more than
         those; ``"shape"``, ``"layout"``, ``"type"`` and ``"value"`` (of what is no tensor) if that
-        differs; ``"not compared"`` if one side has not even statistics.
+        differs; ``"not compared"`` if one side has not even statistics; ``"not comparable"`` if
+        torch does not know how to compare them.
     equal : bool
         Whether they are equal, within the tolerance.
     a, b : CapturedValue
@@ -93,6 +103,8 @@ class CaptureComparison:
         What was not compared, and differences that do not count.
     nbytes : int
         Bytes of the first run's tensors that were compared.
+    incomparable : dict of str to str
+        Names of values that cannot be compared, and why; they are in `compared`, as equal.
     """
 
     compared: list[CapturedDifference] = field(default_factory=list)
@@ -100,6 +112,7 @@ class CaptureComparison:
     only_in_b: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     nbytes: int = 0
+    incomparable: dict[str, str] = field(default_factory=dict)
 
     @property
     def differences(self) -> list[CapturedDifference]:
@@ -165,8 +178,6 @@ def compare_captures(
     ------
     ValueError
         If neither is a capture, they have no step in common, or a tolerance is negative.
-    TypeError
-        If the values of two tensors are of kinds that cannot be compared.
     OSError, CorruptCheckpointError, pickle.UnpicklingError
         As :func:`ptsave.open`.
 
@@ -292,9 +303,7 @@ def _compare(  # noqa: PLR0917
     for x, y in pairs:
         difference = compared.get(x.name)
         if difference is None:
-            numbers = found[x.stored, y.stored]
-            equal = not (numbers.n_different if tolerances.exact else numbers.n_outside)
-            difference = CapturedDifference(x.name, "numbers", equal, x, y, numbers)
+            difference = _of_numbers(x, y, found[x.stored, y.stored], tolerances, result)
         if a.run is None:
             difference = replace(difference, name=y.name)
         result.compared.append(difference)
@@ -304,6 +313,24 @@ def _compare(  # noqa: PLR0917
             f"not compared: {count_text(n_left, 'tensor')}, of which one side has neither values "
             "nor statistics"
         )
+
+
+def _of_numbers(
+    x: CapturedValue,
+    y: CapturedValue,
+    numbers: TensorDifference,
+    tolerances: Tolerances,
+    result: CaptureComparison,
+) -> CapturedDifference:
+    """Return the difference of two values that were read, or of their statistics."""
+    if not numbers.problem:
+        equal = not (numbers.n_different if tolerances.exact else numbers.n_outside)
+        return CapturedDifference(x.name, "numbers", equal, x, y, numbers)
+    kind, equal = _by_statistics(x, y, tolerances)
+    if kind == "not compared":
+        kind = "not comparable"
+        result.incomparable[x.name] = numbers.problem
+    return CapturedDifference(x.name, kind, equal, x, y)
 
 
 _Keys = tuple[str, str]
@@ -338,12 +365,19 @@ def _kind_by_records(x: CapturedValue, y: CapturedValue) -> tuple[Kind | None, b
     if x.kind != y.kind:
         return "type", False
     if x.kind == "tensor":
-        return ("shape", False) if x.shape != y.shape else (None, False)
+        return (None, False) if _same_shape(x.shape, y.shape) else ("shape", False)
     if x.kind == "container":
         return "shape", x.shape == y.shape
     if x.type != y.type and not {x.type, y.type} <= {"int", "float", "bool"}:
         return "type", False
     return "value", x.type in _OF_THE_RUN or _same_plain(x.value, y.value)
+
+
+def _same_shape(x: tuple[Any, ...], y: tuple[Any, ...]) -> bool:
+    """Whether two shapes may be one: sizes of nested tensors are symbols, of each run its own."""
+    return len(x) == len(y) and all(
+        one == other or type(one) is type(other) is str for one, other in zip(x, y, strict=True)
+    )
 
 
 def _same_plain(x: object, y: object) -> bool:
@@ -419,19 +453,35 @@ class _Measure:
         self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
     ) -> TensorDifference:
         try:
-            x, y = dense_values(a, b)
-            tolerance = self._tolerances.of(x.dtype, y.dtype)
-            found = difference_of_rows(x, y, tolerance, self._n_threads)
-            if found is None and x.dtype == y.dtype:  # no numbers: of their bytes
-                x, y = (each.contiguous().view(torch.uint8) for each in (x, y))
-                found = difference_of_rows(x, y, tolerance)
-            if found is None:
-                raise TypeError("one of them has no numbers")
+            found = self._of_nested(a, b) if a.is_nested else self._of_dense(a, b)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            raise cannot_compare(pair, a, b, error) from error
+            return TensorDifference(problem=str(cannot_compare(pair, a, b, error)))
         if a.layout != torch.strided or not begin:
             return found
         return found.moved(begin)
+
+    def _of_nested(self, a: Tensor, b: Tensor) -> TensorDifference:
+        parts = a.unbind(), b.unbind()
+        sizes = [[list(part.shape) for part in side] for side in parts]
+        if sizes[0] != sizes[1]:
+            raise ValueError("their components have other shapes")
+        total = TensorDifference()
+        for i, (x, y) in enumerate(zip(*parts, strict=True)):
+            found = self._of_dense(x, y)
+            first = None if found.first is None else (i, *found.first)
+            total += replace(found, first=first)
+        return total
+
+    def _of_dense(self, a: Tensor, b: Tensor) -> TensorDifference:
+        x, y = dense_values(a, b)
+        tolerance = self._tolerances.of(x.dtype, y.dtype)
+        found = difference_of_rows(x, y, tolerance, self._n_threads)
+        if found is None and x.dtype == y.dtype:  # no numbers: of their bytes
+            x, y = (each.contiguous().view(torch.uint8) for each in (x, y))
+            found = difference_of_rows(x, y, tolerance)
+        if found is None:
+            raise TypeError("one of them has no numbers")
+        return found
 
 
 def _adding(callback: ProgressCallback | None) -> Callable[[int], None]:

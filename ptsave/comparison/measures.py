@@ -47,7 +47,10 @@ class TensorDifference:
         apart, in the coarser dtype; the 66th of them is of two signs, and of NaN and infinities
         that the other side has not.  Counts behind the last one that is not 0 are left out.
     first : tuple of int or None
-        The index of the first number that differs, in a's order of memory.
+        The index of the first number that differs, in a's order of memory; of nested tensors that
+        of the component comes first.
+    problem : str
+        Why the numbers could not be compared; empty if they were.
     """
 
     numel: int = 0
@@ -69,6 +72,7 @@ class TensorDifference:
     scale_b: int = 0
     ulps: tuple[int, ...] = ()
     first: tuple[int, ...] | None = None
+    problem: str = ""
 
     @property
     def cosine(self) -> float:
@@ -117,6 +121,7 @@ class TensorDifference:
             max_rel=max(self.max_rel, other.max_rel),
             ulps=tuple(map(sum, zip(longer, rest, strict=True))),
             first=self.first if self.first is not None else other.first,
+            problem=self.problem or other.problem,
         )
 
     def _products(self, scale_a: int, scale_b: int) -> tuple[float, float, float]:
@@ -142,7 +147,7 @@ class TensorDifference:
 
 
 _PRODUCTS = ("product", "squares_a", "squares_b")
-_OTHERS = {*_PRODUCTS, "scale_a", "scale_b", "max_abs", "max_rel", "ulps", "first"}
+_OTHERS = {*_PRODUCTS, "scale_a", "scale_b", "max_abs", "max_rel", "ulps", "first", "problem"}
 _SUMS = [field.name for field in fields(TensorDifference) if field.name not in _OTHERS]
 
 

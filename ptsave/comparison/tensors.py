@@ -312,7 +312,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _nbytes_read(tensor: Tensor) -> int:

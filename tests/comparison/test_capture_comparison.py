@@ -12,9 +12,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import ptsave
+from ptsave.cli.commands import commands
 from ptsave.comparison.captures import CaptureComparison, compare_captures
 from ptsave.comparison.tolerances import Tolerances
 
@@ -301,6 +303,67 @@ def test_pieces_and_strides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert numbers is not None
     assert (numbers.numel, numbers.n_different, numbers.max_abs) == (60, 2, 5)
     assert numbers.first == (0, 0)
+
+
+class Returns(nn.Module):
+    """A module with an output of any kind."""
+
+    def __init__(self, value: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.value = value
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.value(), self.weight * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("size", [3, 2_000_000])
+def test_nested_tensors(tmp_path: Path, size: int) -> None:
+    def make(shift: float, n: int = size) -> Path:
+        parts = [torch.ones(2, 3), torch.ones(n, 3)]
+        parts[1][1, 2] += shift
+        path = tmp_path / f"{shift}-{n}.pt"
+        model = Returns(lambda: torch.nested.nested_tensor(parts))
+        with ptsave.capture(model, path, what=["outputs"], statistics=False):
+            model(torch.ones(1))
+        return path
+
+    assert compare_captures(make(0.0), make(0.0)).equal
+    found = compare_captures(make(0.0), make(1.0))
+    (difference,) = found.differences
+    assert difference.numbers is not None
+    assert (difference.numbers.n_different, difference.numbers.max_abs) == (1, 1.0)
+    assert difference.numbers.first == (1, 1, 2)
+    other = compare_captures(make(0.0), make(0.0, size + 1))
+    assert list(other.incomparable) == ["0/forward/#0/outputs/0"] or not other.equal
+
+
+def test_what_no_measure_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said of the one, and the others are compared."""
+    from ptsave.comparison import captures
+
+    def refuse(a: Tensor, b: Tensor) -> Any:
+        if a.dtype == torch.int16:
+            raise RuntimeError("internal error")
+        return a, b
+
+    monkeypatch.setattr(captures, "dense_values", refuse)
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for weight, path in enumerate(paths):
+        model = Returns(lambda: torch.ones(3, dtype=torch.int16))
+        nn.init.constant_(model.weight, weight)
+        with ptsave.capture(model, path, what=["outputs"], statistics=False):
+            model(torch.ones(1))
+    found = compare_captures(*paths)
+    assert [each.name for each in found.differences] == ["0/forward/#0/outputs/1"]
+    assert "cannot be compared (internal error)" in found.incomparable["0/forward/#0/outputs/0"]
+    result = CliRunner().invoke(commands, ["diff", *map(str, paths), "--capture"])
+    assert result.exit_code == 1
+    assert "? 0/forward/#0/outputs/0: values of Tensor of torch.int16" in result.stdout
+    result = CliRunner().invoke(commands, ["diff", *map(str, paths[:1] * 2), "--capture"])
+    assert result.exit_code == 2
+    assert "1 of which cannot be compared" in result.stdout
 
 
 def test_hostile_captures(tmp_path: Path) -> None:
