@@ -14,10 +14,9 @@ import click
 import torch
 from torch import Tensor
 
-from ptsave.bench.plot import require_matplotlib
 from ptsave.cli.command import FAILED, NEGATIVE, Command, note, shows_progress
 from ptsave.cli.completing import FILE
-from ptsave.cli.diff_captures import capture_json, capture_lines, plot_errors
+from ptsave.cli.diff_captures import capture_json, capture_lines, check_plot, plot_errors
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.comparison.captures import CaptureComparison, compare_captures
 from ptsave.comparison.compare import Comparison, compare
@@ -103,7 +102,7 @@ def command(
     if capture:
         _refuse(ctx, names_only or shapes or ignore_dtype or bool(only), "--capture")
         if plot is not None:
-            require_matplotlib()  # before minutes of reading
+            check_plot(plot)
         runs = compare_captures(
             a,
             b,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from ptsave.comparison.measures import TensorDifference
 from ptsave.support.text import count_text, cut, printable, shape_text, size_text
 from ptsave.tree.capture_schema import Statistics, parse_name
 
-__all__ = ["capture_json", "capture_lines", "plot_errors"]
+__all__ = ["capture_json", "capture_lines", "check_plot", "plot_errors"]
 
 _WIDTH = 80
 _NAME_WIDTH = 34
@@ -238,6 +239,30 @@ def _number(number: float) -> float | str:
 
 
 # ------------------------------------------------------------------------------------------ picture
+
+
+def check_plot(path: str) -> None:
+    """Refuse a picture that cannot be written, before minutes of reading.
+
+    Raises
+    ------
+    ImportError, OSError, ValueError
+        As of `plot_errors`.
+    """
+    formats = require_matplotlib()().canvas.get_supported_filetypes()
+    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
+    if suffix and suffix not in formats:
+        raise ValueError(
+            f"{path}: matplotlib writes no .{suffix}, but {', '.join(sorted(formats))}"
+        )
+    folder = os.path.dirname(path) or "."
+    for wrong, code in (
+        (os.path.isdir(path), errno.EISDIR),
+        (not os.path.isdir(folder), errno.ENOENT),
+        (not os.access(path if os.path.exists(path) else folder, os.W_OK), errno.EACCES),
+    ):
+        if wrong:
+            raise OSError(code, os.strerror(code), path)
 
 
 def plot_errors(path: str, found: CaptureComparison, title: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ptsave.archive.recovery import recovered
-from ptsave.cli.command import Command, with_recovery
+from ptsave.cli.command import Command, note, with_recovery
 from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
@@ -24,7 +24,7 @@ from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_each
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, Totals, list_files, listing_of, select
-from ptsave.inspection.statistics import entry_statistics, module_statistics
+from ptsave.inspection.statistics import ModuleStatistics, entry_statistics, module_statistics
 from ptsave.support.text import count_text, printable
 from ptsave.tree.capture_schema import is_capture
 from ptsave.tree.captured_run import CapturedRun
@@ -66,7 +66,9 @@ ptsave ls run.pt --stats --step 3 'layers.*.mlp'
 @click.option("--step", type=click.IntRange(0), help="With --stats: this step of a capture only.")
 @with_recovery
 @with_storage_options("FILE")
+@click.pass_context
 def command(
+    ctx: click.Context,
     file: str,
     names: tuple[str, ...],
     *,
@@ -102,6 +104,8 @@ def command(
         text = json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
     else:
         text = "\n".join(_lines(listings, chosen, depth, sort, is_set))
+        if any(is_capture(listing.tree.obj) for listing in listings):
+            note(ctx, "this is a capture: --stats lists its modules and their statistics")
     sys.stdout.write(f"{text}\n")
 
 
@@ -149,14 +153,30 @@ def _statistics_of_run(
     modules = module_statistics(run, step=step, patterns=names)
     if as_json:
         return json.dumps(run_json(run, modules))
-    return "\n".join([*module_lines(modules, depth, terminal_width()), "", *_run_totals(run)])
+    lines = module_lines(modules, depth, terminal_width())
+    totals = _totals_of(modules, step) if names or step is not None else _totals_of_run(run)
+    return "\n".join([*lines, "", totals, *_remarks_on(run)])
 
 
-def _run_totals(run: CapturedRun) -> Iterator[str]:
-    yield (
+def _totals_of_run(run: CapturedRun) -> str:
+    return (
         f"{count_text(len(run.steps), 'step')}, {count_text(len(run.call_rows), 'call')}, "
         f"{count_text(len(run.value_rows), 'value')}"
     )
+
+
+def _totals_of(modules: list[ModuleStatistics], step: int | None) -> str:
+    """Return the totals of what is listed: some modules, or one step."""
+    where = "" if step is None else f" in step {step}"
+    n_calls = sum(module.n_calls for module in modules)
+    n_tensors = sum(value.n_tensors for module in modules for value in module.values)
+    return (
+        f"{count_text(len(modules), 'module')}, {count_text(n_calls, 'call')}, "
+        f"{count_text(n_tensors, 'tensor')}{where}"
+    )
+
+
+def _remarks_on(run: CapturedRun) -> Iterator[str]:
     if run.header.get("statistics") is False:
         yield "captured with statistics=False"
     if run.totals is None:

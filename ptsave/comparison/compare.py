@@ -19,6 +19,7 @@ from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.sources.local import position_kept
 from ptsave.support.progress import progress_bar
+from ptsave.tree.capture_schema import is_capture
 from ptsave.tree.containers import is_container, walk
 from ptsave.tree.names import entry_not_found
 
@@ -133,6 +134,11 @@ def compare(
             second = open_contents(b, b_storage_options)
         sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
         result = Comparison()
+        if is_capture(sources[0].obj) and is_capture(sources[1].obj):
+            result.remarks.append(
+                "both are captures, compared as checkpoints here: `ptsave diff --capture`, or "
+                "compare_captures(), aligns their calls"
+            )
         objects = _objects(sources, result)
         wanted = _Wanted(patterns)
         comparer = EntryComparer(

@@ -77,6 +77,8 @@ class CapturedRun:
         self.header = self._checked_header(self._obj[HEADER])
         self.totals = self._dict_of(self._obj.get(SUMMARY))
         blocks = [(key, value) for key, value in self._obj.items() if is_block_key(key)]
+        if not blocks and not isinstance(self.header.get("modules"), dict):
+            raise self._damaged("it has no records, and its header no modules")
         self.call_rows: list[Row] = []
         self.value_rows: list[Row] = []
         for key, block in blocks:

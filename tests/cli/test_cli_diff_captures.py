@@ -119,6 +119,8 @@ def test_plot_without_matplotlib(diff: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (("a.pt", "b.pt", "--rtol", "-1"), "must be 0 or more"),
         (("a.pt", "b.pt", "--exact", "--rtol", "1"), "exclude each other"),
         (("a.pt", "b.pt", "--only", "x"), "not for --capture"),
+        (("missing.pt", "b.pt", "--plot", "no/folder.png"), "no/folder.png: No such file"),
+        (("missing.pt", "b.pt", "--plot", "x.xyz"), "matplotlib writes no .xyz"),
     ],
 )
 def test_errors(diff: Run, arguments: tuple[str, ...], words: str) -> None:
@@ -169,3 +171,30 @@ def test_the_table_has_maxima_of_each_column(
     assert lines[-2].split()[2:] == ["1", "shape", "inf", "-"]
     lines = two_runs(Two([0.0, 0.0], [1.0]), Two([3.0, 4.0, 5.0], [2.0]))
     assert lines[-2].split()[2:] == ["2", "1", "0.5", "inf", "1.00000"]
+
+
+def test_hints(diff: Run) -> None:
+    """Commands that could do more with a capture say so."""
+    result = CliRunner().invoke(commands, ["diff", "a.pt", "a.pt"])
+    assert (result.exit_code, "--capture" in result.stderr) == (0, True)
+    result = CliRunner().invoke(commands, ["ls", "a.pt"])
+    assert (result.exit_code, "--stats" in result.stderr) == (0, True)
+    for arguments in (["ls", "model.pt"], ["ls", "a.pt", "--json"]):
+        assert CliRunner().invoke(commands, arguments).stderr == ""
+
+
+def test_totals_of_what_is_listed(diff: Run) -> None:
+    def last(*arguments: str) -> str:
+        result = CliRunner().invoke(commands, ["ls", "a.pt", "--stats", *arguments])
+        return result.stdout.splitlines()[-1]
+
+    assert last() == "1 step, 31 calls, 91 values"
+    assert last("3") == "1 module, 1 call, 3 tensors"
+    assert last("3", "--step", "0") == "1 module, 1 call, 3 tensors in step 0"
+
+
+def test_a_header_that_is_none(diff: Run) -> None:
+    torch.save({"capture": {"format": "ptsave.capture", "version": 1}}, "bare.pt")
+    result = diff("bare.pt", "bare.pt")
+    assert result.exit_code == 2
+    assert "it has no records, and its header no modules" in result.stderr
