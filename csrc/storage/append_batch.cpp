@@ -22,6 +22,14 @@ namespace {
 
 // Below this a copy past the cache costs more than one through it.
 constexpr std::size_t kMinStreamNbytes = std::size_t{64} << 10;
+// From this size on a copy has whole blocks of the file, in memory and there alike: direct writes
+// take it from where it is.  The padding is less than 2 % of it.
+constexpr std::size_t kMinInBlocksNbytes = std::size_t{256} << 10;
+
+std::size_t copy_alignment(std::size_t nbytes) {
+  return nbytes < kMinInBlocksNbytes ? staging_alignment(nbytes)
+                                     : DirectIoAlignment::kMinBlockNbytes;
+}
 
 void copy_piece(std::byte* target, const std::byte* source, std::size_t nbytes) {
   if (nbytes < kMinStreamNbytes) {
@@ -126,6 +134,7 @@ std::optional<Statistics> AppendBatch::add(const StorageList& storages, std::uin
         kept_.push_back(storage);
       } else {
         std::byte* const target = reserve(size);
+        if (size >= kMinInBlocksNbytes) records_.back().alignment = copy_alignment(size);
         pieces.push_back({target, static_cast<const std::byte*>(storage.data()), size});
         payloads_.back() = target;
         continue;
@@ -153,7 +162,7 @@ std::optional<Statistics> AppendBatch::add(const StorageList& storages, std::uin
 
 // In one piece of the pool's memory.
 std::byte* AppendBatch::reserve(std::size_t nbytes) {
-  const std::size_t at = align_up(slab_used_, staging_alignment(nbytes));
+  const std::size_t at = align_up(slab_used_, copy_alignment(nbytes));
   if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {
     slabs_.push_back(pool_.acquire({std::max(nbytes, slab_nbytes_)}).front());
     slab_used_ = nbytes;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import struct
 import threading
 import time
 import warnings
@@ -472,3 +473,25 @@ def test_a_budget_that_raises(path: Path, blocked: threading.Event) -> None:
             writer.add("second", torch.ones(MIB // 2))
         blocked.set()
     assert list(torch.load(path)) == ["first"]
+
+
+def test_large_copies_have_whole_blocks(tmp_path: Path) -> None:
+    """So that the disk takes them from where they are, whatever was added before them."""
+    path = tmp_path / "run.pt"
+    sizes = [3, 1 << 18, 17, (1 << 20) + 5, 1 << 16, (3 << 20) + 1]
+    with ptsave.ArchiveWriter(path, fsync=True) as writer:
+        for i, size in enumerate(sizes):
+            writer.add(f"{i}", torch.arange(size, dtype=torch.int32).to(torch.uint8))
+            if i % 2:
+                writer.flush()
+    found = torch.load(path)
+    with zipfile.ZipFile(path) as archive:
+        for i, size in enumerate(sizes):
+            assert torch.equal(found[f"{i}"], torch.arange(size, dtype=torch.int32).to(torch.uint8))
+            record = archive.getinfo(f"run/data/{i}")
+            with path.open("rb") as file:
+                file.seek(record.header_offset + 26)
+                n_name, n_extra = struct.unpack("<HH", file.read(4))
+            start = record.header_offset + 30 + n_name + n_extra
+            assert start % (4096 if size >= 256 << 10 else 64) == 0
+    assert_same_object(ptsave.load(path), found)

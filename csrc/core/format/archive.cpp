@@ -184,7 +184,8 @@ ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> rec
     if (!seen.insert(i)) {
       throw std::invalid_argument("duplicate record name " + quoted(record.name));
     }
-    layout.records_.push_back(place(entry, alignment));
+    const bool has_own = record.alignment % alignment == 0;
+    layout.records_.push_back(place(entry, has_own ? record.alignment : alignment));
     cursor = layout.records_.back().end();
     directory_nbytes += zip::central_header_nbytes(entry);
   }

@@ -21,6 +21,7 @@ namespace ptsave {
 struct RecordSpec {
   std::string name;
   std::uint64_t nbytes;
+  std::uint64_t alignment = 1;  // of its payload; counts where it is a multiple of the archive's
 };
 
 // Offsets of one record: local header, payload, data descriptor (none after an empty record).

@@ -57,10 +57,9 @@ struct DirectIoAlignment {
   constexpr bool supported() const { return offset != 0; }
   // Positions and sizes of direct transfers are multiples of this.
   constexpr std::uint32_t block_nbytes() const { return std::max(kMinBlockNbytes, offset); }
-  // Whether tensors are where transfers may begin, as for NVMe drives, which demand 4 bytes.
-  constexpr bool takes_tensors() const {
-    constexpr std::uint32_t kTensorAlignment = 64;  // in memory and in the file
-    return supported() && memory != 0 && memory <= kTensorAlignment;
+  // Whether a transfer may begin at an address.
+  bool takes_from(const std::byte* data) const {
+    return memory != 0 && reinterpret_cast<std::uintptr_t>(data) % memory == 0;
   }
 };
 

@@ -122,9 +122,10 @@ AtomicFile& AppendedArchive::file() const {
 }
 
 void AppendedArchive::append(std::span<const RecordSpec> records, const Payloads& payloads,
-                             bool direct, const WriteOptions& options, const Poll& poll) {
+                             bool direct, WriteOptions options, const Poll& poll) {
   const ArchiveLayout layout = records_.place(records);
   file();
+  options.buffers = &buffers_;
   write(layout, payloads, direct, options, poll);
   last_batch_.clear();
   for (std::size_t i = 0; i < layout.size(); ++i) {

@@ -78,7 +78,7 @@ class AppendedArchive {
   // Appends a batch; `direct`: past the page cache where the file system allows that.  After an
   // error the archive is as before.  IoError, std::length_error.
   void append(std::span<const RecordSpec> records, const Payloads& payloads, bool direct,
-              const WriteOptions& options, const Poll& poll);
+              WriteOptions options, const Poll& poll);
   // Reads bytes of a batch that was written.
   std::string read(std::uint64_t payload_offset, std::uint64_t nbytes) const;
   // Where the payload of a record of the last batch begins.
@@ -107,6 +107,7 @@ class AppendedArchive {
   WrittenRecords records_;
   std::vector<std::uint64_t> last_batch_;
   Progress progress_{0};
+  DirectBuffers buffers_;
 };
 
 }  // namespace ptsave

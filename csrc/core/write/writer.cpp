@@ -11,7 +11,6 @@
 
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
-#include "core/memory/buffer.h"
 
 namespace ptsave {
 namespace {
@@ -70,7 +69,7 @@ class BlockChunk final : public ChunkSink {
     const std::uint64_t first = align_up(at_, alignment_.block_nbytes());
     const std::uint64_t last = align_down(at_ + nbytes, alignment_.block_nbytes());
     const std::byte* const blocks = data + (first - at_);
-    if (last < first + kMinUngatheredNbytes || !is_taken_from(blocks)) {
+    if (last < first + kMinUngatheredNbytes || !alignment_.takes_from(blocks)) {
       return gather_payload(data, nbytes, crc);
     }
     const std::byte* const rest = blocks + (last - first);
@@ -101,9 +100,6 @@ class BlockChunk final : public ChunkSink {
 
  private:
   std::byte* mirror() const { return buffer_ + (at_ - begin_); }
-  bool is_taken_from(const std::byte* blocks) const {
-    return reinterpret_cast<std::uintptr_t>(blocks) % alignment_.memory == 0;
-  }
   std::uint32_t gather_payload(const std::byte* data, std::size_t nbytes, std::uint32_t crc) {
     if (nbytes == 0) return crc;
     crc = copy_payload(mirror(), data, nbytes, crc, compute_crcs_);
@@ -231,6 +227,16 @@ void copy_file(const File& from, File& to, std::uint64_t nbytes, const Poll& pol
 
 }  // namespace
 
+BufferPool& DirectBuffers::take(std::size_t count, std::size_t nbytes) {
+  if (!pool_ || count > count_ || nbytes > nbytes_) {
+    pool_.reset();
+    count_ = std::max(count, count_);
+    nbytes_ = std::max(nbytes, nbytes_);
+    pool_.emplace(count_, nbytes_);
+  }
+  return *pool_;
+}
+
 void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                     std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
                     const Poll& poll) {
@@ -272,11 +278,13 @@ void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
   const DirectIoAlignment alignment = file.direct_io_alignment();
   const std::uint64_t aligned_end = align_down(body.nbytes(), alignment.block_nbytes());
   // What a stager has brought is gone when the chunk is produced.
-  const bool takes_payloads =
-      options.payloads_are_still && options.stager == nullptr && alignment.takes_tensors();
+  const bool takes_payloads = options.payloads_are_still && options.stager == nullptr;
   std::string rest;
-  BufferPool buffers(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
-                     body.chunk_nbytes());
+  DirectBuffers own;
+  BufferPool& buffers =
+      (options.buffers != nullptr ? *options.buffers : own)
+          .take(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
+                body.chunk_nbytes());
   file.set_direct(true);
   run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
     const ByteRange range = body.chunk_range(i);

@@ -7,13 +7,30 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 
 #include "core/io/file.h"
+#include "core/memory/buffer.h"
 #include "core/write/archive_body.h"
 
 namespace ptsave {
+
+// Buffers for direct writes one after another: fresh memory costs more than the copy into it.  One
+// write at a time.
+class DirectBuffers {
+ public:
+  // At least `count` buffers of at least `nbytes`.
+  BufferPool& take(std::size_t count, std::size_t nbytes);
+  // Gives the memory back; the next write takes new one.
+  void release() { pool_.reset(); }
+
+ private:
+  std::optional<BufferPool> pool_;
+  std::size_t count_ = 0;
+  std::size_t nbytes_ = 0;
+};
 
 struct WriteOptions {
   bool compute_crcs = true;   // false writes 0 for every CRC, as torch does
@@ -25,6 +42,7 @@ struct WriteOptions {
   // Nobody changes the payloads until the file is written, so that a device may read them itself:
   // between the checksum and that, another thread could change a live tensor.
   bool payloads_are_still = false;
+  DirectBuffers* buffers = nullptr;  // optional
   // Page-locked host memory for what comes from accelerators.
   std::size_t max_pinned_nbytes = 0;
 };
@@ -39,8 +57,8 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
                     const Poll& poll);
 
 // Into a fresh file past the page cache, through n_threads buffers of one chunk each, or from where
-// payloads are if they are still and the device takes tensors.  Falls back to the page cache where
-// the kernel refuses direct writes.
+// payloads are if they are still and the device takes whole blocks from there.  Falls back to the
+// page cache where the kernel refuses direct writes.
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll);
 

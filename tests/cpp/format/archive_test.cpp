@@ -140,6 +140,15 @@ TEST(Plan, WhatItPlansIsParsedBackAcrossFourGiB) {
   }
 }
 
+TEST(Plan, ARecordsOwnAlignmentCountsIfItIsAMultiple) {
+  const std::vector<RecordSpec> records = {{"a", 100}, {"b", 5000, 4096}, {"c", 100}};
+  const ArchiveLayout ours = plan("r", records, 64);
+  EXPECT_EQ(ours.record(1).payload_offset, 4096u);
+  EXPECT_EQ(ours.record(0).payload_offset % 64, 0u);
+  EXPECT_LT(ours.record(2).payload_offset, 4096u + 5000 + 200);
+  EXPECT_NE(plan("r", records, 100).record(1).payload_offset % 4096, 0u);
+}
+
 TEST(Plan, RefusesPaddingThatOverflowsTheExtraField) {
   const std::vector<RecordSpec> one = {{"a", 100}};
   EXPECT_EQ(plan("r", one, 65536).record(0).payload_offset, 65536u);

@@ -90,6 +90,21 @@ TEST_P(Appended, BatchesBecomeOneArchive) {
   EXPECT_EQ(found.back().data.size(), 40u);
 }
 
+TEST_P(Appended, BuffersServeBatchesOfAnySize) {
+  const Folder folder;
+  const std::string path = folder / "run.pt";
+  AppendedArchive archive({path, path}, "run", 64);
+  std::vector<Record> expected;
+  for (const std::size_t nbytes : {1000u, 300'000u, 10u, 900'000u}) {
+    const std::vector<Record> records = batch(expected.size(), 3, nbytes);
+    append(archive, records, GetParam(), expected.size() % 4);
+    expected.insert(expected.end(), records.begin(), records.end());
+  }
+  archive.close("pickle", true, false);
+  const std::vector<Record> found = records_of(path);
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(found[i].data == expected[i].data);
+}
+
 TEST_P(Appended, WithoutAnyBatch) {
   const Folder folder;
   const std::string path = folder / "run.pt";
