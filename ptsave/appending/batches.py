@@ -18,9 +18,10 @@ from ptsave.support.threads import PAUSE, Thread
 
 __all__ = ["Batch", "BatchQueue"]
 
-# A batch of this size is not kept waiting, and another one begins.  Below it a burst of entries, as
-# of one step of a training, is only copied: to write beside it would take its cores.
-_MAX_NBYTES = 128 << 20
+# A batch of this size, or of half the budget, is not kept waiting, and another one begins.  Below
+# it a burst of entries, as of one step of a training, is only copied: to write beside it would take
+# its cores.  Between two batches the disk has nothing to do, so they are large.
+_MAX_NBYTES = 256 << 20
 _MAX_AGE = 0.05  # seconds that a small batch waits for more
 _LINGER = 0.2  # seconds without work after which the thread ends
 _SLAB_NBYTES = 32 << 20
@@ -86,7 +87,9 @@ class BatchQueue:
         self.failure: BaseException | None = None
         self._write = write
         self._slab_nbytes = _SLAB_NBYTES
+        self._full_nbytes = _MAX_NBYTES
         if max_nbytes is not None:
+            self._full_nbytes = min(_MAX_NBYTES, max(max_nbytes // 2, 1))
             self._slab_nbytes = min(_SLAB_NBYTES, max(max_nbytes // 16, _MIN_SLAB_NBYTES))
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
@@ -103,7 +106,7 @@ class BatchQueue:
             if not self._batches:
                 return None
             batch = self._batches[-1]
-            if batch.room_nbytes < nbytes or batch.nbytes > _MAX_NBYTES:
+            if batch.room_nbytes < nbytes or batch.nbytes > self._full_nbytes:
                 return None
             self._is_filling = True
             return batch
@@ -111,7 +114,7 @@ class BatchQueue:
     def begin_with(self, reservation: Reservation, nbytes: int) -> Batch:
         """Return a batch to add to, which gets the reservation; `end` must follow."""
         with self._changed:
-            if not self._batches or self._batches[-1].nbytes > _MAX_NBYTES:
+            if not self._batches or self._batches[-1].nbytes > self._full_nbytes:
                 self._batches.append(Batch(self._slab_nbytes))
             batch = self._batches[-1]
             batch.hold(reservation, nbytes)
@@ -125,7 +128,7 @@ class BatchQueue:
             self._is_filling = False
             batch = self._batches[-1]
             if self._thread is not None:
-                if batch.nbytes >= _MAX_NBYTES or batch.n_entries <= 1 or self._is_urgent:
+                if batch.nbytes >= self._full_nbytes or batch.n_entries <= 1 or self._is_urgent:
                     self._changed.notify_all()
                 return
             thread = self._thread = Thread(self._run, "ptsave-appending")
@@ -216,7 +219,7 @@ class BatchQueue:
             return 0
         if self._is_filling:
             return PAUSE
-        if batch.nbytes >= _MAX_NBYTES or self._is_urgent:
+        if batch.nbytes >= self._full_nbytes or self._is_urgent:
             return 0
         return batch.due - time.monotonic()
 
