@@ -173,6 +173,9 @@ setup(
         # ptsave.integrations
         "lightning": ["lightning>=2.6"],
         "pytorch-lightning": ["pytorch-lightning>=2.6"],
+        "accelerate": ["accelerate>=1.1", "safetensors>=0.4"],
+        "deepspeed": ["deepspeed>=0.18"],
+        "ignite": ["pytorch-ignite>=0.5"],
         "transformers": ["transformers>=5", "accelerate>=1.1", "safetensors>=0.4"],
     },
     ext_modules=[Extension("ptsave._C", sources=[])],

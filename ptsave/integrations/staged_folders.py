@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ptsave.errors import add_note
 from ptsave.installation import installed
 from ptsave.streaming import safetensors_functions
 
-__all__ = ["FolderSaves", "StagedFolder", "writes_in_background"]
+__all__ = ["FolderSaves", "StagedFolder", "in_place_of", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -239,12 +240,30 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
             else:
                 save_file(tensors, filename, metadata)
 
-        with _exchanged(save, save_later), _exchanged(save_file, save_file_later):
+        with in_place_of(save, save_later), _in_all_modules(save_file, save_file_later):
             yield futures
 
 
 @contextmanager
-def _exchanged(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in the place of what is ``torch.save`` or ``torch.load`` in the block."""
+    _substitute(old, new)
+    try:
+        yield
+    finally:
+        _substitute(new, old)
+
+
+def _substitute(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    modules: list[ModuleType] = [torch, torch.serialization]
+    for module in modules:
+        for name in ("save", "load"):
+            if getattr(module, name) is old:
+                setattr(module, name, new)
+
+
+@contextmanager
+def _in_all_modules(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
     safetensors_functions.exchange(old, new)
     try:
         yield

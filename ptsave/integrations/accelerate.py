@@ -1,0 +1,147 @@
+"""Checkpoints of accelerate by ptsave: ``save_state`` and ``load_state`` of one Accelerator."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptsave.errors import CorruptCheckpointError
+from ptsave.installation import installed
+from ptsave.integrations.staged_folders import StagedFolder, in_place_of
+
+__all__ = ["disable", "enable"]
+
+_NUMBERED = re.compile(r"checkpoint_([0-9]+)")
+
+
+def enable(accelerator: Any, *, fsync: bool = False) -> Any:
+    """Let an Accelerator save and load its states by ptsave; `disable` undoes it.
+
+    All of it goes through the engine, in the same files: models, optimizers, schedulers, samplers,
+    random states and custom objects.  A directory of ``save_state`` is complete, or not there.
+    Loading compares checksums (of the files that have any: not of safetensors).  Hooks that are
+    registered with the Accelerator are called as ever.
+
+    Parameters
+    ----------
+    accelerator : accelerate.Accelerator
+        The object whose methods ``save_state`` and ``load_state`` are exchanged.
+    fsync : bool, default False
+        Whether a checkpoint survives power loss when ``save_state`` returns.
+
+    Returns
+    -------
+    accelerate.Accelerator
+        The same object.
+
+    Notes
+    -----
+    With automatic naming an older checkpoint (``total_limit``) is removed when the new one is
+    complete; accelerate's own goes first.  Where it takes a random state that cannot be read for
+    one that is not there, a damaged file is an error here.
+
+    Files that DeepSpeed, FSDP and Megatron write by themselves are theirs.  All processes have to
+    see the same file system.
+
+    Examples
+    --------
+    >>> import accelerate  # doctest: +SKIP
+    >>> from ptsave.integrations.accelerate import enable  # doctest: +SKIP
+    >>> accelerator = enable(accelerate.Accelerator())  # doctest: +SKIP
+    >>> accelerator.save_state("step-100")  # doctest: +SKIP
+    """
+    disable(accelerator)
+    accelerator.save_state = functools.partial(_save_state, accelerator, fsync)
+    accelerator.load_state = functools.partial(_load_state, accelerator)
+    return accelerator
+
+
+def disable(accelerator: Any) -> None:
+    """Give an Accelerator its own methods back."""
+    for name in ("save_state", "load_state"):
+        vars(accelerator).pop(name, None)
+
+
+def _save_state(
+    accelerator: Any,
+    fsync: bool,
+    output_dir: str | os.PathLike[str] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    project = accelerator.project_configuration
+    is_named = project.automatic_checkpoint_naming
+    if is_named:
+        directory = os.path.join(accelerator.project_dir, "checkpoints")
+        output_dir = os.path.join(directory, f"checkpoint_{accelerator.save_iteration}")
+        if os.path.exists(output_dir):
+            raise ValueError(
+                f"Checkpoint directory {output_dir} ({accelerator.save_iteration}) already exists. "
+                "Please manually override `self.save_iteration` with what iteration to start with."
+            )
+    if output_dir is None:
+        return type(accelerator).save_state(accelerator, None, *args, **kwargs)  # which says why
+    final = os.path.expanduser(os.fspath(output_dir))
+    folder = StagedFolder(final, fsync=fsync)
+    if accelerator.is_main_process:
+        folder.discard()  # what a killed process has left
+        os.makedirs(os.path.dirname(folder.root), exist_ok=True)
+    accelerator.wait_for_everyone()
+    project.automatic_checkpoint_naming = False
+    try:
+        with installed(safetensors=True, fsync=fsync or None):
+            result = type(accelerator).save_state(accelerator, folder.path, *args, **kwargs)
+    except BaseException:
+        folder.discard()
+        raise
+    finally:
+        project.automatic_checkpoint_naming = is_named
+    accelerator.wait_for_everyone()  # all have written their files
+    if accelerator.is_main_process:
+        try:
+            folder.publish()
+        except BaseException:
+            folder.discard()
+            raise
+        if is_named:
+            _remove_oldest(directory, project.total_limit)
+    accelerator.wait_for_everyone()
+    return Path(final) if isinstance(result, Path) else result
+
+
+def _remove_oldest(directory: str, limit: int | None) -> None:
+    matches = map(_NUMBERED.fullmatch, os.listdir(directory))
+    numbers = sorted(int(match[1]) for match in matches if match)
+    for number in numbers[: max(len(numbers) - limit, 0)] if limit is not None else []:
+        shutil.rmtree(os.path.join(directory, f"checkpoint_{number}"))
+
+
+def _load_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    with installed(safetensors=True), _remembering_damage():
+        return type(accelerator).load_state(accelerator, *args, **kwargs)
+
+
+@contextmanager
+def _remembering_damage() -> Iterator[None]:
+    """Raise the error of a damaged file also if the block has swallowed it."""
+    load, errors = torch.load, list[CorruptCheckpointError]()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(*args, **kwargs)
+        except CorruptCheckpointError as error:
+            errors.append(error)
+            raise
+
+    with in_place_of(load, noting):
+        yield
+    if errors:
+        raise errors[0]

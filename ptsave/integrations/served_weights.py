@@ -1,0 +1,154 @@
+"""Weights for inference engines: found or downloaded, and read shard by shard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.serialization import load
+from ptsave.sources.urls import is_url
+
+__all__ = ["DefaultLoaderPart", "ModelLoaderPart", "local_model", "weights_of"]
+
+_SAFETENSORS = ["*.safetensors", "*.safetensors.index.json"]
+_OTHERS = ["*.bin", "*.pt", "*.bin.index.json"]
+
+
+def weights_of(path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model, on the CPU, with one of its files in memory at a time.
+
+    Parameters
+    ----------
+    path : str
+        A file, a directory of shards, or a URL, as :func:`ptsave.load` takes them.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If a file is damaged.
+    FileNotFoundError
+        If a shard is missing.
+    """
+    files = find_files(path)
+    files.close()
+    for shard in files.paths:
+        tensors = load(shard, "cpu", weights_only=True)
+        while tensors:
+            name = next(iter(tensors))
+            tensor = tensors.pop(name)
+            if files.weight_map is None or files.weight_map.get(name) == shard:
+                yield name, tensor
+
+
+def local_model(
+    model: str,
+    revision: str | None,
+    *,
+    download_dir: str | None,
+    ignore_patterns: str | Sequence[str] | None,
+) -> str:
+    """Return where a model is; one of the Hugging Face hub is downloaded."""
+    if os.path.exists(model) or is_url(model):
+        return model
+    from huggingface_hub import snapshot_download
+
+    folder = ""
+    for patterns in (_SAFETENSORS, _OTHERS):
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=ignore_patterns if ignore_patterns is None else [*ignore_patterns],
+        )
+        suffixes = tuple(each.removeprefix("*") for each in patterns)
+        if any(name.endswith(suffixes) for name in os.listdir(folder)):
+            break
+    return folder
+
+
+class _Part:
+    """What the loaders of both engines have."""
+
+    load_config: Any
+
+    def __init__(self, load_config: Any) -> None:
+        options = getattr(load_config, "model_loader_extra_config", None) or {}
+        if options:
+            raise ValueError(f"the load format ptsave has no extra options, and got {options}")
+        super().__init__(load_config)  # type: ignore[call-arg]
+
+    def _local(self, model: str, revision: str | None) -> str:
+        return local_model(
+            model,
+            revision,
+            download_dir=getattr(self.load_config, "download_dir", None),
+            ignore_patterns=getattr(self.load_config, "ignore_patterns", None),
+        )
+
+
+class ModelLoaderPart(_Part):
+    """Loads the weights of a vLLM model by ptsave: ``--load-format ptsave``.
+
+    Every shard is read by several threads in large requests, past the page cache where the file is
+    not in it, so nothing waits for page faults; checksums of ``.pt`` files are compared.
+
+    Parameters
+    ----------
+    load_config : vllm.config.LoadConfig
+        Without ``model_loader_extra_config``.
+
+    Raises
+    ------
+    ValueError
+        If it has such options.
+    """
+
+    def download_model(self, model_config: Any) -> None:
+        """Download the model, if it is one of the hub."""
+        self._local(_weights_name(model_config), model_config.revision)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Fill a model with its weights; the model says where each goes."""
+        path = self._local(_weights_name(model_config), model_config.revision)
+        load_weights: Any = model.load_weights
+        load_weights(weights_of(path))
+
+
+def _weights_name(model_config: Any) -> str:
+    """Return the path or the hub's name of a model; its weights may be elsewhere than the rest."""
+    return str(getattr(model_config, "model_weights", None) or model_config.model)
+
+
+class DefaultLoaderPart(_Part):
+    """Loads the weights of an SGLang model by ptsave: ``LoadConfig(load_format=ModelLoader)``.
+
+    It is SGLang's default loader, but for the reading: as of vLLM's.
+
+    Parameters
+    ----------
+    load_config : sglang.srt.configs.load_config.LoadConfig
+        Without ``model_loader_extra_config``.
+
+    Raises
+    ------
+    ValueError
+        If it has such options.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        if load_config.model_loader_extra_config is None:
+            load_config.model_loader_extra_config = {}
+        super().__init__(load_config)
+
+    def download_model(self, model_config: Any) -> None:
+        """Download the model, if it is one of the hub."""
+        self._local(model_config.model_path, model_config.revision)
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
+        path = self._local(source.model_or_path, source.revision)
+        return ((source.prefix + name, tensor) for name, tensor in weights_of(path))

@@ -1,0 +1,150 @@
+"""accelerate's states by ptsave: resumed exactly, complete or not there."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _corruption import flip_middle
+
+import ptsave
+from ptsave.integrations import accelerate as integration
+from ptsave.integrations.staged_folders import StagedFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def accelerate() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield pytest.importorskip("accelerate", reason="pip install accelerate")
+
+
+def prepared(accelerate: Any, *, engine: bool = True, **options: Any) -> tuple[Any, ...]:
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    if engine:
+        integration.enable(accelerator, fsync=True)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def train(parts: tuple[Any, ...], n_steps: int) -> None:
+    accelerator, model, optimizer, scheduler = parts
+    for _ in range(n_steps):
+        loss = model(torch.randn(4, 8)).square().mean() * random.random()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def state_of(parts: tuple[Any, ...]) -> dict[str, Any]:
+    _, model, optimizer, scheduler = parts
+    flat = dict(model.state_dict())
+    for number, state in optimizer.state_dict()["state"].items():
+        flat.update({f"{number}.{key}": value for key, value in state.items()})
+    return {**flat, "lr": scheduler.get_last_lr(), "rng": torch.get_rng_state()}
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert torch.equal(found[key], value) if is_tensor else found[key] == value, key
+
+
+@pytest.mark.parametrize("loads_with_engine", [True, False])
+def test_resumes_exactly(loads_with_engine: bool, accelerate: Any, tmp_path: Path) -> None:
+    random.seed(0)
+    parts = prepared(accelerate)
+    train(parts, 3)
+    assert str(parts[0].save_state(tmp_path / "deep" / "state")) == str(tmp_path / "deep/state")
+    train(parts, 3)
+    resumed = prepared(accelerate, engine=loads_with_engine)
+    resumed[0].load_state(str(tmp_path / "deep" / "state"))
+    train(resumed, 3)
+    assert_same_state(state_of(resumed), state_of(parts))
+    assert os.listdir(tmp_path / "deep") == ["state"]
+
+
+def test_same_files_as_stock(
+    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = ptsave.writing.targets.FileWriter.write_path  # type: ignore[attr-defined]
+
+    def noting(writer: Any, path: str) -> None:
+        written.append(os.path.basename(path))
+        write(writer, path)
+
+    monkeypatch.setattr("ptsave.writing.targets.FileWriter.write_path", noting)
+    parts = prepared(accelerate)
+    train(parts, 1)
+    parts[0].save_state(tmp_path / "ours")
+    assert sorted(written) == sorted(os.listdir(tmp_path / "ours"))  # all of it by the engine
+    integration.disable(parts[0])
+    parts[0].save_state(str(tmp_path / "stock"))
+    ours, stock = tmp_path / "ours", tmp_path / "stock"
+    assert sorted(os.listdir(ours)) == sorted(os.listdir(stock))
+    for name in ("model.safetensors", "optimizer.bin", "scheduler.bin"):
+        assert (ours / name).read_bytes() == (stock / name).read_bytes(), name
+
+
+def test_failed_save_changes_nothing(
+    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = prepared(accelerate)
+    parts[0].save_state(tmp_path / "state")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()}
+    train(parts, 1)
+
+    def fail(_: StagedFolder) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedFolder, "publish", fail)
+        with pytest.raises(OSError, match="No space left"):
+            parts[0].save_state(tmp_path / "state")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()} == before
+    parts[0].save_state(tmp_path / "state")  # replaces it as a whole
+    assert (tmp_path / "state" / "optimizer.bin").read_bytes() != before["optimizer.bin"]
+    assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
+def test_damaged_file(name: str, accelerate: Any, tmp_path: Path) -> None:
+    """Also where accelerate goes on without what it cannot read."""
+    parts = prepared(accelerate)
+    train(parts, 1)
+    parts[0].save_state(tmp_path / "state")
+    flip_middle(tmp_path / "state" / name, "data/0")
+    with pytest.raises(ptsave.CorruptCheckpointError, match=name.replace(".", r"\.")):
+        parts[0].load_state(str(tmp_path / "state"))
+
+
+def test_automatic_names(accelerate: Any, tmp_path: Path) -> None:
+    project = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
+    )
+    parts = prepared(accelerate, project_config=project)
+    for _ in range(3):
+        parts[0].save_state()
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    assert project.automatic_checkpoint_naming
+    parts[0].load_state()
+    project.iteration = 2
+    with pytest.raises(ValueError, match="already exists"):
+        parts[0].save_state()
+    shutil.rmtree(tmp_path / "checkpoints")

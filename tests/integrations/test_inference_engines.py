@@ -1,0 +1,187 @@
+"""vLLM's and SGLang's loaders, over stubs of their base classes with the same signatures."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ptsave
+from ptsave.integrations import served_weights
+
+VLLM = "vllm.model_executor.model_loader"
+SGLANG = "sglang.srt.model_loader.loader"
+
+
+class VllmBase(abc.ABC):
+    """As vLLM's BaseModelLoader."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+    @abc.abstractmethod
+    def download_model(self, model_config: Any) -> None: ...
+    @abc.abstractmethod
+    def load_weights(self, model: Any, model_config: Any) -> None: ...
+
+    def load_model(self, vllm_config: Any, model_config: Any) -> Any:
+        model = model_config.make()
+        self.load_weights(model, model_config)
+        return model.eval()
+
+
+class SglangBase(abc.ABC):
+    """As SGLang's BaseModelLoader."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+    @abc.abstractmethod
+    def download_model(self, model_config: Any) -> None: ...
+    @abc.abstractmethod
+    def load_model(self, *, model_config: Any, device_config: Any) -> Any: ...
+
+
+class SglangDefault(SglangBase):
+    """As SGLang's DefaultModelLoader: a source of weights, and what the model does with them."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        assert load_config.model_loader_extra_config.keys() <= {"num_threads"}
+
+    def download_model(self, model_config: Any) -> None:
+        raise ValueError("Unknown load_format")
+
+    def _get_weights_iterator(self, source: Any) -> Any:
+        raise ValueError("Unknown load_format")
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> Any:
+        model = model_config.make()
+        source = SimpleNamespace(
+            model_or_path=model_config.model_path, revision=model_config.revision, prefix="x."
+        )
+        model.load_weights(self._get_weights_iterator(source))
+        return model.eval()
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        self.seen: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            self.seen.append(name)
+            parameters[name.removeprefix("x.")].data.copy_(tensor)
+
+
+def config(path: Path | str) -> Any:
+    return SimpleNamespace(model=str(path), model_path=str(path), revision=None, make=Model)
+
+
+@pytest.fixture
+def loader_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def stub(path: str, **names: Any) -> None:
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[path]).update(names)
+
+    registered: dict[str, Any] = {}
+
+    def register_model_loader(load_format: str) -> Callable[[type], type]:
+        def register(loader: type) -> type:
+            assert issubclass(loader, VllmBase)
+            registered[load_format] = loader
+            return loader
+
+        return register
+
+    stub(f"{VLLM}.base_loader", BaseModelLoader=VllmBase)
+    stub(VLLM, register_model_loader=register_model_loader)
+    stub(SGLANG, DefaultModelLoader=SglangDefault)
+
+    def loader(engine: str, extra: Any = None) -> Any:
+        module = importlib.import_module(f"ptsave.integrations.{engine}")
+        vars(module).pop("ModelLoader", None)
+        load_config = SimpleNamespace(
+            model_loader_extra_config=extra, download_dir=None, ignore_patterns=["original/**/*"]
+        )
+        if engine == "vllm":
+            module.register()
+            return registered["ptsave"](load_config)
+        load_config.load_format = module.ModelLoader
+        return load_config.load_format(load_config)  # as SGLang's get_model_loader
+
+    yield loader
+    for engine in ("vllm", "sglang"):
+        vars(importlib.import_module(f"ptsave.integrations.{engine}")).pop("ModelLoader", None)
+
+
+def loaded(engine: str, loader: Any, path: Path | str) -> Any:
+    loader.download_model(config(path))
+    if engine == "vllm":
+        return loader.load_model(SimpleNamespace(), config(path))
+    return loader.load_model(model_config=config(path), device_config=SimpleNamespace())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    ptsave.save_model(Model(), tmp_path / "model", max_shard_size="20KB")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_loads(engine: str, loader_of: Any, folder: Path) -> None:
+    torch.manual_seed(1)
+    expected = Model().state_dict()
+    model = loaded(engine, loader_of(engine), folder)
+    assert not model.training
+    assert len(model.seen) == 4
+    assert all(name.startswith("x.") == (engine == "sglang") for name in model.seen)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_errors(engine: str, loader_of: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match="no extra options"):
+        loader_of(engine, {"concurrency": 3})
+    next(folder.glob("*-00001-*")).unlink()
+    with pytest.raises(FileNotFoundError, match="a shard is missing"):
+        loaded(engine, loader_of(engine), folder)
+
+
+def test_download(folder: Path, loader_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def snapshot_download(model: str, **options: Any) -> str:
+        calls.append((model, options))
+        return str(folder)
+
+    hub = pytest.importorskip("huggingface_hub", reason="pip install huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    model = loaded("vllm", loader_of("vllm"), "some/model")
+    assert len(model.seen) == 4
+    assert calls[0][0] == "some/model"
+    assert calls[0][1]["ignore_patterns"] == ["original/**/*"]
+
+
+def test_one_shard_at_a_time(folder: Path) -> None:
+    names = [name for name, _ in served_weights.weights_of(str(folder))]
+    assert sorted(names) == sorted(Model().state_dict())
+    ptsave.save(Model().state_dict(), folder.parent / "one.bin")
+    names = [name for name, _ in served_weights.weights_of(str(folder.parent / "one.bin"))]
+    assert names == list(Model().state_dict())
