@@ -460,13 +460,15 @@ class RangeFiles:
         self, files: Sequence[tuple[int, bytes]], *, direct: bool, n_threads: int
     ) -> None: ...
     # Fills contiguous tensors, in CPU memory or on accelerators that can_stage(): (number of the
-    # file, offset, tensor).  Ranges of a file do not overlap, nor do tensors.
+    # file, offset, tensor).  Ranges of a file do not overlap, nor do tensors.  Gaps between them
+    # of up to max_gap bytes may be read.
     def read(
         self,
         ranges: Sequence[tuple[int, int, torch.Tensor]],
         *,
         n_threads: int,
         max_pinned_nbytes: int,
+        max_gap: int = ...,
         progress: Progress,
     ) -> None: ...
 
@@ -490,6 +492,9 @@ def convert_alike(source: torch.dtype, target: torch.dtype) -> bool: ...
 # of parts that the page cache holds.
 def map_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor: ...
 def map_cached_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor | None: ...
+
+# Whether a file lies on a network file system, or one that a program serves.
+def is_remote(fd: int, name: bytes) -> bool: ...
 
 # Makes the memory of such a tensor independent of the file, where it is.
 def detach_from_file(storage: torch.UntypedStorage, name: bytes) -> None: ...

@@ -28,9 +28,12 @@ from ptsave.errors import (
     UnsupportedUrlError,
 )
 from ptsave.installation import install, installed, uninstall
+from ptsave.models.default_loader import default_weight_loader
+from ptsave.models.iterating import iter_weights
 from ptsave.models.load_model import load_model
 from ptsave.models.save_model import save_model
 from ptsave.models.weight_plan import LoadedWeights
+from ptsave.models.weight_slices import WeightSlice
 from ptsave.serialization import load, save
 from ptsave.state.lazy_buffers import register_lazy_buffer
 from ptsave.state.modules import IncompatibleKeys, load_state_dict
@@ -70,6 +73,7 @@ __all__ = [
     "UnmatchedParameters",
     "UnsupportedSourceError",
     "UnsupportedUrlError",
+    "WeightSlice",
     "__version__",
     "add_prefix",
     "async_save",
@@ -78,8 +82,10 @@ __all__ = [
     "compare",
     "compare_captures",
     "convert",
+    "default_weight_loader",
     "install",
     "installed",
+    "iter_weights",
     "load",
     "load_checkpoint",
     "load_into",

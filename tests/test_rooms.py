@@ -154,12 +154,13 @@ def test_packages_import_nothing() -> None:
 
 # What users may rely on: a name that is added or taken away changes this list and CHANGELOG.md.
 PUBLIC = """
-    Archive ArchiveWriter AsyncCheckpointer Capture CaptureComparison CaptureSummary CapturedCall
-    CapturedDifference CapturedValue CheckpointWarning Compaction Comparison Conversion
-    CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights NotCheckpointError
-    SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters UnsupportedSourceError
-    UnsupportedUrlError __version__ add_prefix async_save capture compact compare compare_captures
-    convert install installed load load_checkpoint load_into load_model load_optimizer_state_dict
+    Archive ArchiveWriter AsyncCheckpointer Capture CaptureComparison CaptureSummary
+    CapturedCall CapturedDifference CapturedValue CheckpointWarning Compaction Comparison
+    Conversion CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights
+    NotCheckpointError SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters
+    UnsupportedSourceError UnsupportedUrlError WeightSlice __version__ add_prefix async_save
+    capture compact compare compare_captures convert default_weight_loader install installed
+    iter_weights load load_checkpoint load_into load_model load_optimizer_state_dict
     load_state_dict open register_lazy_buffer release_staging_memory save save_checkpoint
     save_model strip_prefix uninstall
 """

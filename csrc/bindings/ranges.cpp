@@ -51,14 +51,15 @@ std::shared_ptr<RangeFiles> open_range_files(const std::vector<std::pair<int, st
 
 void read_ranges(const std::shared_ptr<RangeFiles>& files,
                  const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
-                 std::size_t n_threads, std::size_t max_pinned_nbytes, const py::object& callback) {
+                 std::size_t n_threads, std::size_t max_pinned_nbytes, std::uint64_t max_gap,
+                 const py::object& callback) {
   std::vector<TensorRange> targets;
   targets.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
     targets.push_back({file, offset, unpack_bytes_of(object)});
   }
   // Only C++ objects are used without the GIL.
-  RangeTargets read(files, targets);
+  RangeTargets read(files, targets, max_gap);
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
   without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
 }
@@ -92,6 +93,10 @@ bool dtypes_convert_alike(const py::object& from, const py::object& to) {
 py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
   const File file = File::duplicate(fd, std::move(name));
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(map_range(file, offset, nbytes)));
+}
+
+bool is_remote_file(int fd, std::string name) {
+  return File::duplicate(fd, std::move(name)).is_remote();
 }
 
 py::object map_cached_file_range(int fd, std::string name, std::uint64_t offset,
@@ -128,7 +133,8 @@ void bind_ranges(py::module_& module) {
       .def(py::init(&open_range_files), py::arg("files"), py::kw_only(), py::arg("direct"),
            py::arg("n_threads"))
       .def("read", &read_ranges, py::arg("ranges"), py::kw_only(), py::arg("n_threads"),
-           py::arg("max_pinned_nbytes"), py::arg("progress"));
+           py::arg("max_pinned_nbytes"), py::arg("max_gap") = RangeList::kMaxGapNbytes,
+           py::arg("progress"));
   module.def("copy_to_devices", &copy_to_devices, py::arg("copies"), py::kw_only(),
              py::arg("n_threads"), py::arg("max_pinned_nbytes"));
   module.attr("MIN_PINNED_NBYTES") = kMinPinnedNbytes;
@@ -137,6 +143,7 @@ void bind_ranges(py::module_& module) {
              py::arg("offset"), py::arg("nbytes"));
   module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),
              py::kw_only(), py::arg("offset"), py::arg("nbytes"));
+  module.def("is_remote", &is_remote_file, py::arg("fd"), py::arg("name"));
   module.def("detach_from_file", &detach_storage, py::arg("storage"), py::arg("name"));
   module.def("huge_page_storage", &new_huge_page_storage, py::arg("nbytes"));
   module.def("storage_use_count", &storage_use_count, py::arg("storage"));

@@ -17,8 +17,8 @@ const std::byte* begin_of(const at::Tensor& tensor) {
 }  // namespace
 
 RangeTargets::RangeTargets(std::shared_ptr<RangeFiles> files,
-                           const std::vector<TensorRange>& ranges)
-    : read_(std::move(files), file_ranges(ranges)) {}
+                           const std::vector<TensorRange>& ranges, std::uint64_t max_gap)
+    : read_(std::move(files), file_ranges(ranges), max_gap) {}
 
 std::vector<FileRange> RangeTargets::file_ranges(const std::vector<TensorRange>& ranges) {
   std::vector<FileRange> result;

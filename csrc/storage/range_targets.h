@@ -26,7 +26,8 @@ struct TensorRange {
 class RangeTargets {
  public:
   // Errors are those of RangeRead.
-  RangeTargets(std::shared_ptr<RangeFiles> files, const std::vector<TensorRange>& ranges);
+  RangeTargets(std::shared_ptr<RangeFiles> files, const std::vector<TensorRange>& ranges,
+               std::uint64_t max_gap = RangeList::kMaxGapNbytes);
 
   // Returns when all bytes are in their tensors.  Those for accelerators go through at most
   // `max_pinned_nbytes` of page-locked memory, and come after the work that the current streams of

@@ -459,8 +459,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     Files of the format before torch 1.6 and archives with compressed members are loaded as a
     whole, and so are those whose object cannot be made without looking at values: sparse and
     quantized tensors, tensor subclasses, another byte order.  The header of a ``.safetensors`` file
-    is checked by the safetensors library.  A whole tensor of a local one is mapped into memory and
-    read when it is used: replace such a file, but do not write into it, while there are tensors.
+    is checked by the safetensors library.  A whole tensor of a local one that the page cache holds
+    is mapped into memory: replace such a file, but do not write into it, while there are tensors.
+    One that it does not hold, or on a network file system, is read by several threads.
 
     Examples
     --------

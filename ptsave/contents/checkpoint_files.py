@@ -18,7 +18,7 @@ from ptsave.contents.shard_files import (
     numbered_sets,
     read_index,
 )
-from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError, UnsupportedSourceError
 from ptsave.sources.kinds import (
     is_known,
     is_legacy,
@@ -114,6 +114,13 @@ def _only_checkpoint_in(folder: Folder) -> ShardFiles:
         )
     if found.problems:
         raise CorruptCheckpointError(found.problems[0], path=folder.path)
+    gguf = [name for name, what in found.ignored.items() if "GGUF" in what]
+    if gguf:
+        raise NotCheckpointError(
+            f"{folder.path} holds a GGUF model ({some_of(gguf, 3)}) and no checkpoint: open it "
+            "with the gguf package",
+            path=folder.path,
+        )
     raise FileNotFoundError(
         errno.ENOENT,
         "no *.safetensors, pytorch_model*.bin or *.pt in this directory, nor any other checkpoint"

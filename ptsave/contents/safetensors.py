@@ -37,6 +37,10 @@ class SafetensorsContents(OneFile):
     ----------
     source : RangeSource
         The file.
+    maps : bool, default False
+        Whether tensors of a local file are mapped into memory in any case.  Otherwise they are if
+        the page cache holds them and the file system is no network's: each fault of a mapping that
+        is cold waits for a request of a few pages, and large reads by several threads do not.
 
     Attributes
     ----------
@@ -53,7 +57,7 @@ class SafetensorsContents(OneFile):
         If the library refuses the file.
     """
 
-    def __init__(self, source: RangeSource) -> None:
+    def __init__(self, source: RangeSource, *, maps: bool = False) -> None:
         self.header = header = read_header(source)
         self.kind = "safetensors"  # the file's own "format" is the library it was written for
         self.metadata = {"format": "safetensors", **header.metadata}
@@ -64,6 +68,7 @@ class SafetensorsContents(OneFile):
         self._stored = header.tensors
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.source = source
+        self._maps = maps
         self._spans = _SourceSpans(source, header.tensors)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -73,17 +78,40 @@ class SafetensorsContents(OneFile):
     def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
         self._refuse(verify)
         found: list[Tensor] = []
-        spans: list[Span] = []
+        spans: dict[int, Span] = {}
         for tensor in tensors:
             number = self._numbers[id(tensor)]
-            if isinstance(self.source, LocalFile) and tensor.nbytes >= _MIN_MAPPED_NBYTES:
-                found.append(_mapped(self.source, self._stored[number]))
+            mapped = self._mapped(number)
+            if mapped is not None:
+                found.append(mapped)
                 continue
-            storage = new_storage(tensor.nbytes)
-            spans.append(Span(number, 0, bytes_of(storage)))
-            found.append(view_as(storage, tensor, 0, tensor.stride()))
-        self._spans.read(spans, verify=False)
+            span = spans.get(number)
+            if span is None:
+                is_large = tensor.nbytes >= _MIN_MAPPED_NBYTES
+                storage = (_C.huge_page_storage if is_large else new_storage)(tensor.nbytes)
+                span = spans[number] = Span(number, 0, bytes_of(storage))
+            found.append(view_as(span.target.untyped_storage(), tensor, 0, tensor.stride()))
+        self._spans.read([*spans.values()], verify=False)
         return found
+
+    def _mapped(self, number: int) -> Tensor | None:
+        """Return a tensor whose bytes come from the page cache when they are used, if that pays."""
+        file, stored = self.source, self._stored[number]
+        if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
+            return None
+        memory: Tensor | None
+        try:
+            if self._maps:
+                memory = file.map(stored.offset, stored.nbytes)
+            else:
+                memory = file.map_cached(stored.offset, stored.nbytes)
+        except _C.FormatError as error:  # the file has become shorter
+            raise_corrupt(error, file.name)
+        if memory is None:
+            return None
+        if memory.data_ptr() % stored.dtype.itemsize:
+            memory = memory.clone()
+        return memory.view(stored.dtype).view(stored.shape)
 
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
         if _C.can_stage(device):
@@ -95,8 +123,9 @@ class SafetensorsContents(OneFile):
     ) -> Tensor:
         self._refuse(verify)
         number = self._numbers[id(tensor)]
-        if isinstance(self.source, LocalFile) and not _C.can_stage(device):
-            return to_device(_mapped(self.source, self._stored[number])[index].clone(), device)
+        mapped = None if _C.can_stage(device) else self._mapped(number)
+        if mapped is not None:
+            return to_device(mapped[index].clone(), device)
         return read_view(self._spans, number, tensor[index], False, device)
 
     def verify(self, *, progress: bool) -> None:
@@ -108,7 +137,7 @@ class SafetensorsContents(OneFile):
 
 
 class _SourceSpans:
-    """A `SpanReader` for a file that has to be fetched, whose records are its tensors."""
+    """A `SpanReader` whose records are a file's tensors."""
 
     def __init__(self, source: RangeSource, tensors: Sequence[StoredTensor]) -> None:
         self._source = source
@@ -117,10 +146,10 @@ class _SourceSpans:
         self.max_gap = MAX_READ_GAP if self.reach_devices else MAX_FETCHED_GAP
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
-        there = [span for span in spans if span.target.device != CPU]
-        if there and isinstance(self._source, LocalFile):
-            self._send(self._source, there)
-            spans = [span for span in spans if span.target.device == CPU]
+        if isinstance(self._source, LocalFile):
+            if spans:
+                self._read_local(self._source, spans)
+            return
         for batch in batches(spans):
             begins = [self._tensors[span.record].offset + span.begin for span in batch]
             pieces = self._source.read(
@@ -129,7 +158,7 @@ class _SourceSpans:
             for span, piece in zip(batch, pieces, strict=True):
                 memory_of(span.target)[:] = piece
 
-    def _send(self, file: LocalFile, spans: Sequence[Span]) -> None:
+    def _read_local(self, file: LocalFile, spans: Sequence[Span]) -> None:
         limits = config.current()
         begins = [self._tensors[span.record].offset + span.begin for span in spans]
         try:
@@ -140,6 +169,7 @@ class _SourceSpans:
                 [(0, file.begin + at, each.target) for at, each in zip(begins, spans, strict=True)],
                 n_threads=limits.n_readers,
                 max_pinned_nbytes=limits.max_pinned_nbytes,
+                max_gap=self.max_gap,
                 progress=None,
             )
         except _C.FormatError as error:  # the file has become shorter
@@ -147,14 +177,3 @@ class _SourceSpans:
 
     def check(self, records: Sequence[int]) -> None:
         """Do nothing: there are no checksums."""
-
-
-def _mapped(file: LocalFile, stored: StoredTensor) -> Tensor:
-    """Return a tensor whose bytes come from the page cache when they are used."""
-    try:
-        memory = file.map(stored.offset, stored.nbytes)
-    except _C.FormatError as error:  # the file has become shorter
-        raise_corrupt(error, file.name)
-    if memory.data_ptr() % stored.dtype.itemsize:
-        memory = memory.clone()
-    return memory.view(stored.dtype).view(stored.shape)

@@ -74,7 +74,7 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
             values = _read(source, stored, accelerator_of(location) or _CPU, callback)
         return {each.name: value for each, value in zip(stored, values, strict=True)}
-    contents = SafetensorsContents(source)
+    contents = SafetensorsContents(source, maps=options.mmap)
     values = contents.read(list(contents.obj.values()), None)
     return dict(zip(contents.obj, values, strict=True))
 

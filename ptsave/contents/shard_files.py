@@ -63,7 +63,10 @@ class ShardFormat:
 FORMATS = {
     "safetensors": ShardFormat("model", ".safetensors", re.compile(r"[^.].*\.safetensors")),
     "bin": ShardFormat("pytorch_model", ".bin", re.compile(r"pytorch_model.*\.bin")),
+    "model bin": ShardFormat("model", ".bin", re.compile(r"model(?:[-_.].*)?\.bin")),
     "pt": ShardFormat("model", ".pt", re.compile(r"[^.].*\.pt")),
+    "consolidated": ShardFormat("consolidated", ".pth", re.compile(r"consolidated.*\.pth")),
+    "pth": ShardFormat("model", ".pth", re.compile(r"[^.].*\.pth")),
 }
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)")
 
@@ -139,9 +142,10 @@ class ShardFiles:
 def find_shards(folder: Folder) -> ShardFiles | None:
     """Return the files of the model in a directory, by their names; None if there are none.
 
-    A directory with several formats is read as the first of safetensors, ``pytorch_model*.bin``
-    and ``*.pt``.  Within a format, an unsplit ``model.safetensors`` (``pytorch_model.bin``) beside
-    an index, or beside numbered shards, is the model, as it is for transformers.
+    A directory with several formats is read as the first of safetensors, ``pytorch_model*.bin``,
+    ``model*.bin``, ``*.pt``, ``consolidated*.pth`` and ``*.pth``.  Within a format, an unsplit
+    ``model.safetensors`` (``pytorch_model.bin``) beside an index, or beside numbered shards, is the
+    model, as it is for transformers.
 
     Raises
     ------

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ptsave.models.renaming import Renaming
 from ptsave.models.shards import Entry
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.support.torch_modules import buffers_of, pre_hooks_of
@@ -50,6 +51,8 @@ class LazyBuffers:
         The model.
     entries : sequence of Entry
         The checkpoint.  Of two entries of one name the later one decides.
+    renaming : Renaming
+        The names that the model has for them.
 
     Attributes
     ----------
@@ -57,8 +60,8 @@ class LazyBuffers:
         Those that get another tensor, or None.
     """
 
-    def __init__(self, model: nn.Module, entries: Sequence[Entry]) -> None:
-        by_name = {entry.name: entry for entry in entries}
+    def __init__(self, model: nn.Module, entries: Sequence[Entry], renaming: Renaming) -> None:
+        by_name = {renaming(entry.name): entry for entry in entries}
         found: dict[tuple[int, str], _LazyBuffer] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for hook in lazy_buffer_hooks(module) if pre_hooks_of(module) else ():

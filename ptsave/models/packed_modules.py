@@ -6,34 +6,47 @@ checkpoint are shards of the model's `qkv_proj`.  Only names here; nothing touch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from ptsave.models.name_patterns import NamePatterns
 
 __all__ = ["PackedModules", "PackedModulesMapping", "Route", "ShardId"]
 
-ShardId: TypeAlias = "str | int"
-# {"q_proj": ("qkv_proj", "q"), ...} or {"qkv_proj": ["q_proj", ...], ...}, also mixed.
-PackedModulesMapping: TypeAlias = Mapping[str, "tuple[str, ShardId] | Sequence[str]"]
+ShardId: TypeAlias = "str | int | tuple[str | int, ...]"
+# {"q_proj": ("qkv_proj", "q"), ...}, {"q_proj": [("qkv_proj", "q"), ...], ...} or
+# {"qkv_proj": ["q_proj", ...], ...}, also mixed; or [("qkv_proj", "q_proj", "q"), ...], also with
+# (..., expert, "w1") at the end.
+PackedModulesMapping: TypeAlias = (
+    "Mapping[str, tuple[str, ShardId | None] | Sequence[str] | Sequence[tuple[str, ShardId | None]]"
+    "] | Sequence[tuple[Any, ...]]"
+)
+_FORMS = "a tuple (packed name, shard id), a list of such tuples, or a list of names"
 
 
 @dataclass(frozen=True)
 class Route:
-    """The destination of a packed tensor.
+    """The destination of a tensor.
 
     Attributes
     ----------
     target : str
         The model's parameter.
-    shard_id : str or int
-        The part of it.
-    packed : str
+    shard_id : str, int, tuple or None
+        The part of it; None for all of it.
+    packed : str or None
         The name in the mapping that `target` owes itself to.
     """
 
     target: str
-    shard_id: ShardId
+    shard_id: ShardId | None
+    packed: str | None
+
+
+class _Place(NamedTuple):
     packed: str
+    shard_id: ShardId | None
 
 
 class PackedModules:
@@ -41,95 +54,170 @@ class PackedModules:
 
     Parameters
     ----------
-    mapping : mapping
-        ``{"q_proj": ("qkv_proj", "q")}``: a name, and a tuple of the packed name and the shard id;
-        or ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``: a packed name, and a list of names
-        whose shard ids are their positions.  Names are one or more components of a path.
+    mapping : mapping or list
+        ``{"q_proj": ("qkv_proj", "q")}``: a name, and a tuple of the packed name and the shard id,
+        or a list of such tuples for a tensor that has several places; a shard id of None is all of
+        the parameter.  Or ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``: a packed name, and a
+        list of names whose shard ids are their positions.  Or a list of tuples, as inference
+        engines have it: ``("qkv_proj", "q_proj", "q")``, with the packed name first, or
+        ``("experts.w13_", "experts.3.gate_proj.", 3, "w1")``, whose shard id is ``("w1", 3)``.
+
+        Names are one or more components of a path; a dot at one of their ends is a part of what
+        the packed name takes the place of.
 
     Raises
     ------
     TypeError
         For a value that is neither, and for an argument that is no mapping.
     ValueError
-        For an empty name, and for a name that the mapping sends to two places.
+        For an empty name, and for a name that the mapping sends to two parts of one module.
 
     Examples
     --------
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
-    >>> packed.route("layers.0.mlp.up_proj.weight")
-    Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')
-    >>> packed.route("layers.0.mlp.group_proj.weight") is None
-    True
+    >>> packed.routes("layers.0.mlp.up_proj.weight")
+    [Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')]
+    >>> packed.routes("layers.0.mlp.group_proj.weight")
+    []
     """
 
     def __init__(self, mapping: PackedModulesMapping) -> None:
-        if not isinstance(mapping, Mapping):
-            raise TypeError(
-                f"packed_modules_mapping must be a mapping, not {type(mapping).__name__}"
-            )
-        self._routes: dict[tuple[str, ...], tuple[str, ShardId]] = {}
-        self._shard_ids: dict[str, dict[ShardId, None]] = {}  # in the mapping's order
-        for name, value in mapping.items():
-            if isinstance(value, tuple):
-                self._add(name, *_checked_pair(name, value))
-            else:
-                for shard_id, shard_name in enumerate(_checked_names(name, value)):
-                    self._add(shard_name, name, shard_id)
+        self._places: dict[str, list[_Place]] = {}  # by a checkpoint's name
+        self._names: dict[str, dict[ShardId, str]] = {}  # of shards, in the mapping's order
+        for name, places in _items_of(mapping):
+            for place in places:
+                self._check(name, place)
+            self._add(name, places)
+        self._patterns = NamePatterns(self._places)
 
-    def _add(self, name: str, packed: str, shard_id: ShardId) -> None:
-        if not all(name.split(".")) or not all(packed.split(".")):
-            raise ValueError(f"packed_modules_mapping: {name!r} -> {packed!r}: a name is empty")
-        if name == packed:
-            return  # not packed: the checkpoint has it as the model does
-        parts = tuple(name.split("."))
-        known = self._routes.setdefault(parts, (packed, shard_id))
-        if known != (packed, shard_id):
+    def _check(self, name: str, place: _Place) -> None:
+        if not all(_components(name)) or not all(_components(place.packed)):
             raise ValueError(
-                f"packed_modules_mapping: {name!r} is both {known} and {(packed, shard_id)}"
+                f"packed_modules_mapping: {name!r} -> {place.packed!r}: a name is empty"
             )
-        self._shard_ids.setdefault(packed, {})[shard_id] = None
+        for packed, shard_id in self._places.get(name, ()):
+            if packed == place.packed and shard_id != place.shard_id:
+                known = (packed, shard_id)
+                raise ValueError(
+                    f"packed_modules_mapping: {name!r} is both {known} and {tuple(place)}"
+                )
+
+    def _add(self, name: str, places: Sequence[_Place]) -> None:
+        for place in places:
+            if name == place.packed and len(places) == 1:
+                continue  # not packed: the checkpoint has it as the model does
+            if place not in self._places.setdefault(name, []):
+                self._places[name].append(place)
+            if place.shard_id is not None:
+                self._names.setdefault(place.packed, {}).setdefault(place.shard_id, name)
 
     def shard_ids(self, packed: str) -> list[ShardId]:
-        """Return the parts that a packed module has."""
-        return list(self._shard_ids[packed])
+        """Return the parts that a packed module has, in the mapping's order."""
+        return list(self._names[packed])
 
-    def routes(self, names: Sequence[str]) -> list[Route | None]:
-        """Return the `route` of each name."""
-        return [self.route(name) for name in names] if self._routes else [None] * len(names)
+    def shards_of(self, name: str) -> list[tuple[str, ShardId]]:
+        """Return the names under which a checkpoint has the parts of a model's parameter.
 
-    def route(self, name: str) -> Route | None:
-        """Return where a checkpoint's tensor goes, or None if it is not packed.
+        In the mapping's order; empty for a parameter that is not packed.
+
+        Examples
+        --------
+        >>> PackedModules({"gate_up": ["gate", "up"]}).shards_of("mlp.gate_up.weight")
+        [('mlp.gate.weight', 0), ('mlp.up.weight', 1)]
+        """
+        match = next(NamePatterns(self._names).matches(name), None)
+        if match is None:
+            return []
+        return [(match.replaced_by(n), i) for i, n in self._names[match.pattern].items()]
+
+    def routes(self, name: str) -> list[Route]:
+        """Return where a checkpoint's tensor goes, if it is packed, as its best match says.
 
         Names match whole components of the path.  Of several that do the longest wins, in
         components; among these the one nearest to the end.
         """
-        parts = tuple(name.split("."))
-        longest = max(map(len, self._routes), default=0)
-        for n_parts in range(min(longest, len(parts)), 0, -1):
-            for begin in range(len(parts) - n_parts, -1, -1):
-                end = begin + n_parts
-                found = self._routes.get(parts[begin:end])
-                if found is not None:
-                    packed, shard_id = found
-                    target = ".".join((*parts[:begin], packed, *parts[end:]))
-                    return Route(target, shard_id, packed)
-        return None
+        return next(self.candidates(name), [])
+
+    def candidates(self, name: str) -> Iterator[list[Route]]:
+        """Yield what each of the names that match says, the best one first."""
+        for match in self._patterns.matches(name):
+            yield [
+                Route(match.replaced_by(packed), shard_id, packed)
+                for packed, shard_id in self._places[match.pattern]
+            ]
+
+    def loose_candidates(self, name: str) -> Iterator[list[Route]]:
+        """Yield what names say that are found within components, the longest one first."""
+        for match in self._patterns.loose_matches(name):
+            yield [
+                Route(match.replaced_by(packed), shard_id, packed)
+                for packed, shard_id in self._places[match.pattern]
+            ]
 
 
-def _checked_pair(name: str, value: tuple[object, ...]) -> tuple[str, ShardId]:
+def _components(name: str) -> list[str]:
+    return name.removeprefix(".").removesuffix(".").split(".")
+
+
+def _items_of(mapping: Any) -> Iterator[tuple[str, list[_Place]]]:
+    if isinstance(mapping, Mapping):
+        for name, value in mapping.items():
+            yield from _checked(name, value)
+    elif isinstance(mapping, (list, tuple)) and mapping and all(map(_is_line, mapping)):
+        for packed, name, *ids in mapping:
+            # Engines put the number of the expert in front of the part.
+            shard_id = ids[0] if len(ids) == 1 else (ids[1], ids[0])
+            yield from _checked(name, (packed, shard_id))
+    elif mapping or not isinstance(mapping, (list, tuple)):
+        raise TypeError(
+            "packed_modules_mapping must be a mapping, or a list of tuples (packed name, name, "
+            f"shard id), not {mapping!r}"
+        )
+
+
+def _is_line(line: Any) -> bool:
+    match line:
+        case (str(), str(), shard_id):
+            return shard_id is None or _is_shard_id(shard_id)
+        case (str(), str(), int(), str() | int()):
+            return True
+    return False
+
+
+def _is_shard_id(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(each, (str, int)) for each in value)
+    return isinstance(value, (str, int))
+
+
+def _is_place(value: Any) -> bool:
     match value:
-        case (str(packed), (str() | int()) as shard_id):
-            return packed, shard_id
-    raise TypeError(
-        f"packed_modules_mapping[{name!r}] must be a tuple (packed name, shard id) or a list of "
-        f"names, not {value!r}"
-    )
+        case (str(), shard_id) if isinstance(value, tuple):
+            return shard_id is None or _is_shard_id(shard_id)
+    return False
 
 
-def _checked_names(name: str, value: object) -> list[str]:
+def _checked(name: str, value: Any) -> Iterable[tuple[str, list[_Place]]]:
+    if _is_place(value):
+        value = [value]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    raise TypeError(
-        f"packed_modules_mapping[{name!r}] must be a tuple (packed name, shard id) or a list of "
-        f"names, not {value!r}"
-    )
+        return [
+            (own, [_Place(packed, number)])
+            for number, (own, packed) in enumerate(_without_dots(shard, name) for shard in value)
+        ]
+    if isinstance(value, list) and all(map(_is_place, value)):
+        found: dict[str, list[_Place]] = {}
+        for packed, shard_id in value:
+            own, packed_name = _without_dots(name, packed)
+            found.setdefault(own, []).append(_Place(packed_name, shard_id))
+        return found.items()
+    raise TypeError(f"packed_modules_mapping[{name!r}] must be {_FORMS}, not {value!r}")
+
+
+def _without_dots(name: str, packed: str) -> tuple[str, str]:
+    """Take away dots that both names have at one end: whole components match in any case."""
+    if name.startswith(".") and packed.startswith("."):
+        name, packed = name[1:], packed[1:]
+    if name.endswith(".") and packed.endswith("."):
+        name, packed = name[:-1], packed[:-1]
+    return name, packed

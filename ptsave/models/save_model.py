@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from ptsave.contents.shard_files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
+from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
 from ptsave.support.sizes import parse_size
@@ -50,6 +52,7 @@ def save_model(
     *,
     max_shard_size: int | str = "5GB",
     format: Literal["safetensors", "pt"] = "safetensors",  # noqa: A002 (the usual name of this option)
+    packed_modules_mapping: PackedModulesMapping | None = None,
     fsync: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
@@ -70,6 +73,12 @@ def save_model(
         ``model-00001-of-00008.safetensors``, ... and ``model.safetensors.index.json``, or
         ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``; a model in
         one file is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
+    packed_modules_mapping : mapping or list, optional
+        As for :func:`ptsave.load_model`: packed parameters are saved in parts, under the names that
+        published checkpoints have for these.  A parameter's ``weight_saver(parameter, shard_id)``
+        returns a part.  Otherwise the parts follow each other in the order of the mapping: in the
+        sizes that `load_model` has filled them from, those in the list `output_sizes` of the
+        parameter's module, or equal ones.
     fsync : bool, default False
         Whether the files are on the disk, past all caches, when the call returns.
     storage_options : mapping, optional
@@ -80,7 +89,8 @@ def save_model(
     TypeError
         For an entry that is no tensor, or a kind of tensor that the format has not.
     ValueError
-        For a size or format that is none.
+        For a size or format that is none, and for a packed parameter that nothing says how to
+        divide.
     SaveError
         If a file cannot be written, or `directory` is a URL that fsspec cannot write to; the set
         that was there is unchanged.
@@ -116,6 +126,9 @@ def save_model(
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
     tensors = _tensors_of(state_dict)
+    if packed_modules_mapping is not None:
+        model = model_or_state_dict if isinstance(model_or_state_dict, nn.Module) else None
+        tensors = unpacked(tensors, PackedModules(packed_modules_mapping), model)
     if format == "safetensors":
         check_safetensors(tensors)
     shards = split(tensors, limit)

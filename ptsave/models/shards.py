@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pickle import UnpicklingError
@@ -17,6 +18,7 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.filling import to_devices
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.views import bytes_of, new_storage, unfilled_tensors, view_as
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import read_header
 from ptsave.contents.shard_files import (
@@ -26,6 +28,7 @@ from ptsave.contents.shard_files import (
     those_in_index,
 )
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
+from ptsave.sources.file_limits import identity_of, n_files_to_hold, require_identity
 from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.sources.urls import is_url
@@ -33,9 +36,11 @@ from ptsave.state.copying import Copier
 from ptsave.state.nested_state import parts_with_tensors
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX, METADATA
 from ptsave.training.restoring import FileCopier, restoring
 from ptsave.tree.containers import items_of
 from ptsave.tree.expansion import stored_nbytes_of
+from ptsave.tree.view_blocks import blocks_of
 
 __all__ = [
     "Entry",
@@ -48,7 +53,10 @@ __all__ = [
     "open_shards",
 ]
 
+_N_READS_AT_A_TIME = 3  # that open files of their own: the threads that read ahead, and a loader's
 _MAX_FETCHED_NBYTES = 64 << 20  # of tensors that are fetched before they are copied
+_MIN_DIRECT_NBYTES = 256 << 10  # of each of several blocks that an index selects
+_MAX_GAP = 1 << 10  # bytes between those that an index selects, which are read rather than skipped
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,36 +73,79 @@ class Entry:
 
 @dataclass(frozen=True)
 class Read:
-    """The elements of an entry from `begin` on that fill a tensor.
+    """The elements of an entry from `begin` on that fill a tensor, or those that an index selects.
 
-    All of them, in the entry's shape, or a part of them in a flat one.  The target may be the
-    file's memory itself: then there is nothing to read.
+    All of them, or a part of them, in any shape of as many.  The target may be the file's memory
+    itself: then there is nothing to read.
     """
 
     entry: Entry
     target: Tensor
     begin: int = 0
+    index: Any = None
     is_mapped: bool = False
 
 
 class SafetensorsShard:
-    """A safetensors file."""
+    """A safetensors file.
 
-    def __init__(self, file: LocalFile) -> None:
+    Parameters
+    ----------
+    file : LocalFile
+        The file, open.
+    stays_open : bool, default True
+        Whether it stays so; otherwise it is opened again when it is read.
+    """
+
+    def __init__(self, file: LocalFile, *, stays_open: bool = True) -> None:
         self.path = file.name
         self.file = file
         self.close = file.close
+        self._identity = identity_of(file.descriptor)
         tensors = read_header(file).tensors
         self.entries = [
             Entry(each.name, each.shape, each.dtype, self, each.nbytes, each.nbytes)
             for each in tensors
         ]
         self._offsets = {stored.name: stored.offset for stored in tensors}
+        if not stays_open:
+            file.close()
+
+    @contextmanager
+    def opened(self) -> Iterator[LocalFile]:
+        """Lend the open file.
+
+        Raises
+        ------
+        OSError
+            If it had to be opened again, and is another one by now.
+        """
+        if self.file.descriptor >= 0:
+            yield self.file
+            return
+        with closing(LocalFile.open(self.path)) as file:
+            require_identity(identity_of(file.descriptor), self._identity, self.path)
+            yield file
 
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
         offset = self._offsets[read.entry.name] + read.begin * read.entry.dtype.itemsize
         return self.file.begin + offset, read.target
+
+    def ranges_of(self, read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
+        """Return the blocks that a read with an index needs, and what fills its target then."""
+        entry, target = read.entry, read.target
+        (whole,) = unfilled_tensors([(entry.dtype, entry.shape)])
+        view = whole[read.index]
+        blocks = blocks_of(view, _MAX_GAP)
+        storage = new_storage(blocks.nbytes * len(blocks.begins), target.device)
+        memory = bytes_of(storage)
+        offset = self.file.begin + self._offsets[entry.name]
+        ranges = [
+            (offset + begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
+            for i, begin in enumerate(blocks.begins)
+        ]
+        return ranges, view_as(storage, view, 0, blocks.stride)
 
     def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
         """Return the elements of an entry from `begin` on if the page cache has them at hand."""
@@ -102,7 +153,8 @@ class SafetensorsShard:
         offset = self._offsets[entry.name] + begin * itemsize
         if (self.file.begin + offset) % itemsize:
             return None
-        memory = self.file.map_cached(offset, shape.numel() * itemsize)
+        with self.opened() as file:
+            memory = file.map_cached(offset, shape.numel() * itemsize)
         return None if memory is None else memory.view(entry.dtype).view(shape)
 
     def detach(self, storage: torch.UntypedStorage) -> None:
@@ -126,14 +178,21 @@ class FetchedShard:
         for batch in _batches(reads):
             assert self._contents is not None
             obj = self._contents.obj
-            values = self._contents.read([obj[read.entry.name] for read in batch], None)
+            wanted = [obj[read.entry.name] for read in batch if read.index is None]
+            whole = iter(self._contents.read(wanted, None))
+            values = [
+                next(whole)
+                if read.index is None
+                else self._contents.read_slice(obj[read.entry.name], read.index, None)
+                for read in batch
+            ]
             devices = [
                 read.target.device if _C.convert_alike(v.dtype, read.target.dtype) else v.device
                 for read, v in zip(batch, values, strict=True)
             ]
             with torch.no_grad():
                 for read, value in zip(batch, to_devices(values, devices), strict=True):
-                    read.target.copy_(value)
+                    read.target.copy_(value.reshape(read.target.shape))
 
     def close(self) -> None:
         """Let go of the file."""
@@ -158,22 +217,48 @@ class PickledShard:
 
     Local files whose tensors cannot be left unread (those of old versions of torch) are loaded to
     list them, let go of, and loaded again when they are read.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        The file.
+    storage_options : mapping, optional
+        For the file system of a URL.
+    stays_open : bool, default True
+        Whether a local file stays open; otherwise it is opened again when it is read.
+
+    Attributes
+    ----------
+    objects : dict of str to object
+        Extra state of modules that is no tensor, by its name in the state dict.
+    metadata : mapping
+        Versions of modules, if the state dict has them.
     """
 
-    def __init__(self, f: Any, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        f: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        stays_open: bool = True,
+    ) -> None:
         self.path = describe(f)
         self._f = f
         self._storage_options = storage_options
         self._open_file = ExitStack()
         self._copier: Copier | None = None
         self._tensors: dict[str, Tensor] = {}
+        self.objects: dict[str, Any] = {}
+        self.metadata: Mapping[str, Any] = {}
         self._open()
         self.entries = [
             Entry(name, t.shape, t.dtype, self, prod(t.shape) * t.itemsize, stored_nbytes_of([t]))
             for name, t in self._tensors.items()
         ]
         is_local = isinstance(f, (str, os.PathLike)) and not is_url(f)
-        if is_local and not isinstance(self._copier, FileCopier):
+        self._stays_open = stays_open or not is_local
+        self._identity = identity_of(f) if is_local else None
+        if is_local and not (stays_open and isinstance(self._copier, FileCopier)):
             self.close()
 
     def _open(self) -> None:
@@ -205,6 +290,13 @@ class PickledShard:
             )
         if not isinstance(obj, Mapping):
             raise TypeError(f"{self.path} holds {type(obj).__name__}, not a dict of tensors")
+        extra = {key: value for key, value in items_of(obj) if _is_extra_state(key, value)}
+        if extra and not self.objects:
+            assert self._copier is not None
+            self._copier.show(extra)
+            self.objects = extra
+        self.metadata = getattr(obj, METADATA, None) or {}
+        obj = {key: value for key, value in items_of(obj) if key not in extra}
         for name, tensor in items_of(obj):
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise TypeError(
@@ -217,10 +309,19 @@ class PickledShard:
 
     def read(self, reads: Iterable[Read]) -> None:
         if self._copier is None:
+            if self._identity is not None:
+                require_identity(identity_of(self._f), self._identity, self.path)
             self._open()
         assert self._copier is not None
-        self._copier.copy([(read.target, self._tensors[read.entry.name]) for read in reads])
+        self._copier.copy([(read.target, self._source_of(read)) for read in reads])
         self._copier.show({})  # makes the copies
+        if not self._stays_open:
+            self.close()
+
+    def _source_of(self, read: Read) -> Tensor:
+        tensor = self._tensors[read.entry.name]
+        source = tensor if read.index is None else tensor[read.index]
+        return source if source.shape == read.target.shape else source.view(read.target.shape)
 
     def close(self) -> None:
         """Let go of the file, reading nothing more."""
@@ -231,6 +332,11 @@ class PickledShard:
         self._copier = None
         self._open_file.__exit__(*exception)
         self._open_file = ExitStack()
+
+
+def _is_extra_state(key: Any, value: Any) -> bool:
+    is_named_so = isinstance(key, str) and f".{key}".endswith(f".{EXTRA_STATE_KEY_SUFFIX}")
+    return is_named_so and not isinstance(value, Tensor)
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
@@ -280,11 +386,13 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
         If one cannot be opened.
     """
     is_named = isinstance(f, (str, os.PathLike))
+    stay_open = len(files.paths) <= n_files_to_hold()
     entries: list[Entry] = []
     for path in files.paths:
         source = files.open_one(path)
         try:
-            shard = _open_shard(source, source.name if is_named else f, files.storage_options)
+            own_source = source.name if is_named else f
+            shard = _open_shard(source, own_source, files.storage_options, stay_open=stay_open)
         except BaseException as error:
             source.close()
             if isinstance(error, CorruptCheckpointError):
@@ -298,7 +406,9 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
     return those_in_index([(entry.name, entry.shard.path, entry) for entry in entries], files)
 
 
-def _open_shard(source: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> Shard:
+def _open_shard(
+    source: RangeSource, f: Any, storage_options: Mapping[str, Any], *, stay_open: bool
+) -> Shard:
     if isinstance(source, LocalFile):  # the first read would leave a mark to read ahead from
         expect_no_more_reads(source.descriptor)
     kind: str | None = source.kind
@@ -310,17 +420,18 @@ def _open_shard(source: RangeSource, f: Any, storage_options: Mapping[str, Any])
         source.close()
         if isinstance(source, FileObject):
             source.rewind()
-        return PickledShard(f, storage_options)
+        return PickledShard(f, storage_options, stays_open=stay_open)
     if not isinstance(source, LocalFile):
         return FetchedShard(source)
-    return SafetensorsShard(source)
+    return SafetensorsShard(source, stays_open=stay_open)
 
 
 class ShardReader:
     """Reads tensors of open shards, those of local safetensors files at the same time.
 
     Those files stay open for it, and count as one load: only its beginning goes through the page
-    cache.  Safe for concurrent use, unless there are shards of other kinds.
+    cache.  Of more files than the process may hold open some at a time are.  Safe for concurrent
+    use; shards of other kinds are read by one thread at a time.
 
     Parameters
     ----------
@@ -331,12 +442,14 @@ class ShardReader:
     def __init__(self, shards: Iterable[Shard]) -> None:
         local = (shard for shard in shards if isinstance(shard, SafetensorsShard))
         self._numbers = {shard: number for number, shard in enumerate(dict.fromkeys(local))}
-        limits = config.current()
-        self._files: _C.RangeFiles | None = _C.RangeFiles(
-            [shard.file.for_engine for shard in self._numbers],
-            n_threads=limits.n_readers,
-            direct=limits.direct_reads,
-        )
+        self._lock = threading.Lock()
+        self._shards = list(self._numbers)
+        self._n_at_a_time = max(1, n_files_to_hold() // _N_READS_AT_A_TIME)
+        self._files: _C.RangeFiles | None = None
+        self._is_closed = False
+        if all(shard.file.descriptor >= 0 for shard in self._shards):
+            self._n_at_a_time = max(1, len(self._shards))
+            self._files = _files_of(self._shards, direct=config.current().direct_reads)
 
     def read(self, reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
         """Fill the targets of all reads.
@@ -356,26 +469,94 @@ class ShardReader:
                 local.append((shard, read))
             else:
                 by_shard.setdefault(shard, []).append(read)
-        self._read_ranges(local, progress)
-        for other, its_reads in by_shard.items():
-            other.read(its_reads)
+        whole = [(shard, *shard.range_of(read)) for shard, read in local if read.index is None]
+        self._read_ranges(whole, progress)
+        self._read_indexed([each for each in local if each[1].index is not None])
+        with self._lock:
+            for other, its_reads in by_shard.items():
+                other.read(its_reads)
+
+    def _read_indexed(self, reads: Sequence[tuple[SafetensorsShard, Read]]) -> None:
+        for shard, read in reads:
+            ranges, values = shard.ranges_of(read)
+            if len(ranges) > 1 and ranges[0][1].nbytes < _MIN_DIRECT_NBYTES:
+                # Past the page cache, whole blocks of the file system would be read for each.
+                files = _files_of([shard], direct=False)
+                _read(files, [(0, *each) for each in ranges], [shard.path], max_gap=_MAX_GAP)
+            else:
+                self._read_ranges([(shard, *each) for each in ranges], None)
+            with torch.no_grad():
+                read.target.copy_(values.reshape(read.target.shape))
 
     def close(self) -> None:
         """Let go of the files; an error's traceback may keep this object."""
         self._files = None
+        self._is_closed = True
 
     def _read_ranges(
-        self, reads: Sequence[tuple[SafetensorsShard, Read]], progress: ProgressCallback | None
+        self,
+        ranges: Sequence[tuple[SafetensorsShard, int, Tensor]],
+        progress: ProgressCallback | None,
     ) -> None:
-        assert self._files is not None
-        limits = config.current()
-        try:
-            self._files.read(
-                [(self._numbers[shard], *shard.range_of(read)) for shard, read in reads],
-                n_threads=limits.n_readers,
-                max_pinned_nbytes=limits.max_pinned_nbytes,
-                progress=progress,
-            )
-        except _C.FormatError as error:  # a file has become shorter; the message has its name
-            paths = [shard.path for shard in self._numbers]
-            raise_corrupt(error, next((path for path in paths if path in error.args[1]), ""))
+        assert not self._is_closed
+        groups: dict[int, list[tuple[int, int, Tensor]]] = {}
+        for shard, offset, target in ranges:
+            group, number = divmod(self._numbers[shard], self._n_at_a_time)
+            groups.setdefault(group, []).append((number, offset, target))
+        done = 0
+        for group, numbered in sorted(groups.items()):
+            begin = group * self._n_at_a_time
+            shards = self._shards[begin : begin + self._n_at_a_time]
+            files = self._files
+            if files is None:
+                files = _files_of(shards, direct=config.current().direct_reads)
+            for some in _rounds(numbered):
+                _read(files, some, [shard.path for shard in shards], _shifted(progress, done))
+                done += sum(target.nbytes for *_, target in some)
+
+
+def _shifted(progress: ProgressCallback | None, done: int) -> ProgressCallback | None:
+    return None if progress is None else lambda nbytes: progress(done + nbytes)
+
+
+def _files_of(shards: Sequence[SafetensorsShard], *, direct: bool) -> _C.RangeFiles:
+    with ExitStack() as stack:
+        files = [stack.enter_context(shard.opened()).for_engine for shard in shards]
+        return _C.RangeFiles(files, n_threads=config.current().n_readers, direct=direct)
+
+
+def _read(
+    files: _C.RangeFiles,
+    ranges: Sequence[tuple[int, int, Tensor]],
+    paths: Sequence[str],
+    progress: ProgressCallback | None = None,
+    **options: int,
+) -> None:
+    limits = config.current()
+    try:
+        files.read(
+            ranges,
+            n_threads=limits.n_readers,
+            max_pinned_nbytes=limits.max_pinned_nbytes,
+            progress=progress,
+            **options,
+        )
+    except _C.FormatError as error:  # a file has become shorter; the message has its name
+        raise_corrupt(error, next((path for path in paths if path in error.args[1]), ""))
+
+
+def _rounds(
+    ranges: Sequence[tuple[int, int, Tensor]],
+) -> list[list[tuple[int, int, Tensor]]]:
+    """Divide ranges (file, offset, target) so that none overlaps another: mostly all are one."""
+    rounds: list[list[tuple[int, int, Tensor]]] = []
+    ends: list[tuple[int, int]] = []
+    for each in sorted(ranges, key=lambda item: item[:2]):
+        file, offset, target = each
+        number = next((i for i, end in enumerate(ends) if end <= (file, offset)), len(ends))
+        if number == len(ends):
+            rounds.append([])
+            ends.append((file, offset))
+        rounds[number].append(each)
+        ends[number] = (file, offset + target.nbytes)
+    return rounds

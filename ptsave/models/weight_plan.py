@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ptsave.models.default_loader import fits
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
+from ptsave.models.renaming import Renaming
 from ptsave.models.shards import Entry
+from ptsave.models.weight_parts import parts_along
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
+from ptsave.state.plain_copies import Mismatch
 from ptsave.support.torch_modules import non_persistent_buffers_of
 from ptsave.tree.expansion import ADVICE, default_limit
 
-__all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loaders_of"]
+__all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loaders_of", "takes_slices"]
 
 
-class LoadedWeights(NamedTuple):
+class _Fields(NamedTuple):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    duplicate_keys: list[str]
+    unfilled_shards: dict[str, list[ShardId]]
+
+
+class LoadedWeights(_Fields):
     """Names that did not fit when :func:`ptsave.load_model` filled a model.
 
     Attributes
@@ -32,6 +44,9 @@ class LoadedWeights(NamedTuple):
         The checkpoint's tensors whose place another one takes, which comes later.
     unfilled_shards : dict of str to list
         The shard ids that packed parameters did not get, by the parameter's name.
+    mismatched_keys : list of (str, torch.Size, torch.Size)
+        With `ignore_mismatched_sizes`, the model's name, the shape in the file and the shape in the
+        model, of tensors that were left out.  It is no part of the tuple.
 
     Examples
     --------
@@ -40,15 +55,29 @@ class LoadedWeights(NamedTuple):
     <All weights loaded>
     """
 
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-    duplicate_keys: list[str]
-    unfilled_shards: dict[str, list[ShardId]]
+    mismatched_keys: list[Mismatch]
+
+    def __new__(
+        cls,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        duplicate_keys: list[str],
+        unfilled_shards: dict[str, list[ShardId]],
+        mismatched_keys: list[Mismatch] | None = None,
+    ) -> LoadedWeights:
+        names: LoadedWeights = super().__new__(
+            cls, missing_keys, unexpected_keys, duplicate_keys, unfilled_shards
+        )
+        names.mismatched_keys = [] if mismatched_keys is None else mismatched_keys
+        return names
 
     def __repr__(self) -> str:
-        if not any(self):
+        if not any(self) and not self.mismatched_keys:
             return "<All weights loaded>"
-        fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+        named = self._asdict()
+        if self.mismatched_keys:
+            named["mismatched_keys"] = self.mismatched_keys
+        fields = ", ".join(f"{name}={value!r}" for name, value in named.items())
         return f"{type(self).__name__}({fields})"
 
 
@@ -109,6 +138,11 @@ def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
     return {name: loader for name, loader in found.items() if callable(loader)}
 
 
+def takes_slices(loader: Callable[..., Any]) -> bool:
+    """Whether a loader is to get a `WeightSlice`, because it wants to read a part only."""
+    return bool(getattr(loader, "takes_slices", False))
+
+
 @dataclass(frozen=True)
 class Delivery:
     """An entry on its way to the tensor that the model has under `name`."""
@@ -116,6 +150,9 @@ class Delivery:
     entry: Entry
     name: str
     shard_id: ShardId | None  # None: all of it
+    # Dimension and index of the tensor at which the entry begins, if it is a part of it and the
+    # shapes say which one; otherwise a weight_loader knows.
+    place: tuple[int, int] | None = None
 
 
 @dataclass
@@ -130,39 +167,56 @@ class WeightPlan:
         Its packed parameters.
     entries : sequence of Entry
         The checkpoint, in the order of its files.
+    renaming : Renaming
+        The names that the model has for its tensors.
+    skip_mismatched : bool
+        Whether entries of other shapes are left out instead of being errors.
     """
 
     tensors: ModelTensors
     packed: PackedModules
     entries: Sequence[Entry]
+    renaming: Renaming = field(default_factory=Renaming)
+    skip_mismatched: bool = False
     deliveries: list[Delivery] = field(default_factory=list)
+    left_out: list[Delivery] = field(default_factory=list)  # because of their shapes
+    loaders: dict[str, Callable[..., Any]] = field(init=False)
     report: LoadedWeights = field(init=False)
 
     def __post_init__(self) -> None:
         self.report = LoadedWeights([], [], [], {})
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by a tensor's first name
         self._packed_names: dict[str, str] = {}
-        routes = self.packed.routes([entry.name for entry in self.entries])
-        for entry, route in zip(self.entries, routes, strict=True):
-            self._add(entry, route)
+        self.loaders = loaders_of(self.tensors.by_name)
+        for entry in self.entries:
+            name = self.renaming(entry.name)
+            if name is not None:
+                self._add(entry, name)
         self._leave_out_tied_copies()
         self._report_what_is_missing()
+        self._place_parts()
+        if self.skip_mismatched:
+            self._leave_out_mismatched()
 
-    def _add(self, entry: Entry, route: Route | None) -> None:
-        if route is not None and route.target in self.tensors.by_name:
-            delivery = Delivery(entry, route.target, route.shard_id)
-        elif entry.name in self.tensors.by_name:
-            route, delivery = None, Delivery(entry, entry.name, None)
-        else:
-            self.report.unexpected_keys.append(entry.name)
-            return
-        self._note_received(delivery, route)
-        self.deliveries.append(delivery)
+    def _add(self, entry: Entry, name: str) -> None:
+        for routes in chain(
+            self.packed.candidates(name),
+            [[Route(name, None, None)]],
+            self.packed.loose_candidates(name),
+        ):
+            found = [route for route in routes if route.target in self.tensors.by_name]
+            for route in found:
+                delivery = Delivery(entry, route.target, route.shard_id)
+                self._note_received(delivery, route.packed)
+                self.deliveries.append(delivery)
+            if found:
+                return
+        self.report.unexpected_keys.append(entry.name)
 
-    def _note_received(self, delivery: Delivery, route: Route | None) -> None:
+    def _note_received(self, delivery: Delivery, packed: str | None) -> None:
         received = self._received.setdefault(delivery.name, {})
-        if route is not None:
-            self._packed_names[delivery.name] = route.packed
+        if packed is not None and delivery.shard_id is not None:
+            self._packed_names[delivery.name] = packed
         other = received.get(delivery.shard_id)
         if other is not None:
             self.deliveries.remove(other)
@@ -205,6 +259,42 @@ class WeightPlan:
                     first = next(name for name in names if name in self._packed_names)
                     self.report.unfilled_shards[first] = absent
 
+    def _place_parts(self) -> None:
+        """Put the parts of packed parameters without a loader one behind the other."""
+        parts: dict[str, list[Delivery]] = {}
+        for delivery in self.deliveries:
+            if delivery.shard_id is not None and delivery.name not in self.loaders:
+                parts.setdefault(delivery.name, []).append(delivery)
+        placed: dict[Delivery, Delivery] = {}
+        for name, group in parts.items():
+            order = self.packed.shard_ids(self._packed_names[name])
+            ranks = {shard_id: rank for rank, shard_id in enumerate(order)}
+            group.sort(key=lambda each: ranks.get(each.shard_id, 0))  # type: ignore[arg-type]
+            target = self.tensors.by_name[name]
+            places = None
+            if not is_lazy(target) and len(group) == len(order):
+                places = parts_along(target.shape, [each.entry.shape for each in group])
+            for each, place in zip(group, places or (), strict=False):
+                placed[each] = replace(each, place=place)
+        self.deliveries = [placed.get(each, each) for each in self.deliveries]
+
+    def _leave_out_mismatched(self) -> None:
+        left_out = {each.name for each in self.deliveries if self._is_mismatched(each)}
+        for each in self.deliveries:
+            if each.name in left_out:
+                shape = self.tensors.by_name[each.name].shape
+                self.report.mismatched_keys.append((each.name, each.entry.shape, shape))
+        self.left_out = [each for each in self.deliveries if each.name in left_out]
+        self.deliveries = [each for each in self.deliveries if each.name not in left_out]
+
+    def _is_mismatched(self, delivery: Delivery) -> bool:
+        target = self.tensors.by_name[delivery.name]
+        if delivery.name in self.loaders or delivery.place is not None or is_lazy(target):
+            return False
+        if delivery.shard_id is not None:
+            return delivery.name not in self.report.unfilled_shards
+        return not fits(target.shape, delivery.entry.shape)
+
     def tied_names(self) -> dict[str, list[str]]:
         """Return by the name of each delivery all names of its tensor, in the model's order."""
         return {each.name: self.tensors.tied_names(each.name) for each in self.deliveries}
@@ -231,21 +321,25 @@ class WeightPlan:
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         where = f"(file {entry.shard.path}, tensor {entry.name})"
-        if callable(getattr(target, "weight_loader", None)):
+        if (loader := self.loaders.get(delivery.name)) is not None:
             # It checks shapes by itself, but gets memory for all of the tensor first.
-            if entry.nbytes > default_limit(entry.stored_nbytes):
+            is_sliced = takes_slices(loader)
+            if not is_sliced and entry.nbytes > default_limit(entry.stored_nbytes):
                 return (
                     f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
                     f"{entry.stored_nbytes:,}: {ADVICE} {where}"
                 )
             return None
+        if is_lazy(target):
+            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
+        if delivery.place is not None:
+            return None
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '
-                f"{delivery.shard_id!r} in its place {where}"
+                f"{delivery.shard_id!r} in its place, and all of its shards are not together a "
+                f"tensor of shape {target.shape}: this one has shape {entry.shape} {where}"
             )
-        if is_lazy(target):
-            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
-        if target.shape != entry.shape:
+        if not fits(target.shape, entry.shape):
             return f"{mismatch_message(delivery.name, target, entry)} {where}"
         return None

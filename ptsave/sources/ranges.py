@@ -368,6 +368,11 @@ class LocalFile(_OpenFile, RangeSource):
         with io.FileIO(self.name, opener=opener) as stream, _lent(stream, self.begin):
             yield stream
 
+    @cached_property
+    def is_remote(self) -> bool:
+        """Whether it lies on a network file system, or one that a program serves (FUSE)."""
+        return _C.is_remote(*self.for_engine)
+
     @property
     def for_engine(self) -> tuple[int, bytes]:
         """Return the descriptor and the name, as `_C.RangeFiles` takes them."""
@@ -388,7 +393,12 @@ class LocalFile(_OpenFile, RangeSource):
         return _C.map_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
-        """Return the same if the page cache holds all of it; None if it may not."""
+        """Return the same if the page cache holds all of it; None if it may not.
+
+        None, too, on the file systems of networks, which may take cached pages back.
+        """
+        if self.is_remote:
+            return None
         return _C.map_cached_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def _read(self, begin: int, end: int) -> bytes:

@@ -68,14 +68,15 @@ class Copier(Protocol):
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code will only look at them.
 
-        Nothing has been passed to `copy` yet, and nothing will have changed afterwards.
+        Nothing has been passed to `copy` yet, and nothing will have changed afterwards.  A copier
+        whose tensors are stand-ins puts others in their places in the dict.
         """
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code is about to run.
 
         It may also look at every target: all copies passed to `copy` must be done when this
-        returns.
+        returns.  A copier whose tensors are stand-ins puts others in their places in the dict.
         """
 
 

@@ -86,7 +86,7 @@ class StateDictPart:
             return {
                 key: entry for key, entry in self.entries.items() if key.startswith(child_prefix)
             }
-        return groups.get(name) or {}
+        return groups.pop(name, {})  # what it is given to lets go of it
 
 
 def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
@@ -148,8 +148,7 @@ class Loading:
         for name, child in children_of(module).items():
             if child is not None:
                 child_prefix = prefix + name + "."
-                child_entries = part.of_child(name, child_prefix, self.foreign_runs)
-                self.load(child, child_entries, child_prefix)
+                self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
         if self.calls_others and post_hooks_of(module):
             self._run_post_hooks(module)
 
@@ -263,6 +262,7 @@ class Loading:
             self._show(seen)
         elif seen:
             self.copier.note_assigned(seen)
+        part.entries.update(seen)  # with values where stand-ins were
         self._lazy_buffers.pop(id(module), None)  # torch calls the hooks
         self._call_torch(module, part, metadata)
 
@@ -274,8 +274,9 @@ class Loading:
         found = key in part.entries
         if is_set:
             if found:
-                self._show({key: part.entries[key]})
-                module.set_extra_state(part.entries[key])
+                seen = {key: part.entries[key]}
+                self._show(seen)
+                module.set_extra_state(seen[key])
             else:
                 self.missing.append(key)
         elif found:

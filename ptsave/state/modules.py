@@ -169,13 +169,21 @@ def load_module(
     return TorchsIncompatibleKeys(loading.missing, loading.unexpected)
 
 
-def check_module(module: nn.Module, state_dict: Any, strict: bool, copier: Copier) -> None:
+def check_module(
+    module: nn.Module,
+    state_dict: Any,
+    strict: bool,
+    copier: Copier,
+    *,
+    ignore_mismatched_sizes: bool = False,
+) -> None:
     """Raise the errors that `load_module` is certain to raise, changing nothing."""
     if overrides_load_state_dict(module):
         return
     if not isinstance(state_dict, Mapping):
         raise no_mapping_error(state_dict)
-    _check(module, state_dict, strict, Checking(getattr(state_dict, METADATA, None), copier, False))
+    metadata = getattr(state_dict, METADATA, None)
+    _check(module, state_dict, strict, Checking(metadata, copier, ignore_mismatched_sizes))
 
 
 def _entries_of(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:

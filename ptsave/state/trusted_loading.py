@@ -5,7 +5,7 @@ For those `module_state` does the same by itself; every other module's own code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "assigns_plainly",
     "begin_plainly",
     "gives_lists_away",
+    "has_code_of_its_own",
     "hooks_that_look",
     "may_run_others_code",
     "overrides_load_state_dict",
@@ -148,6 +149,41 @@ def _takes_part(module: nn.Module) -> bool:
         or LOAD_METHOD in vars(module)
         or sets_extra_state(module)
     )
+
+
+def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | None]) -> bool:
+    """Return whether loading these names into a module itself is more than copying plain tensors.
+
+    Lazy buffers are plain ones here.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module; its children do not matter.
+    prefix : str
+        The beginning of its names.
+    names : container of str
+        Those of a state dict.
+    """
+    cls = type(module)
+    if load_method_of(cls) is not _MODULE and _is_trusted_norm(module, {}, prefix, {}):
+        counts = bool(module.track_running_stats)
+        overrides = counts and prefix + "num_batches_tracked" not in names
+        overrides |= not counts and prefix + "running_mean" in names
+    else:
+        overrides = load_method_of(cls) is not _MODULE
+    return bool(
+        overrides
+        or LOAD_METHOD in vars(module)
+        or cls.__getattribute__ is not object.__getattribute__
+        or post_hooks_of(module)
+        or sets_extra_state(module)
+        or any(not _is_lazy_buffer_hook(hook) for hook in pre_hooks_of(module).values())
+    )
+
+
+def _is_lazy_buffer_hook(hook: Any) -> bool:
+    return type(hook) is WrappedHook and type(hook.hook) is LazyBufferHook
 
 
 def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:

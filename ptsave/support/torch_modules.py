@@ -30,6 +30,7 @@ __all__ = [
     "InstanceNorm",
     "NormBase",
     "WrappedHook",
+    "apply_to_tensors_of",
     "buffers_of",
     "children_of",
     "lazy_load_hook",
@@ -63,6 +64,10 @@ non_persistent_buffers_of: Callable[[nn.Module], set[str]]
 non_persistent_buffers_of = _attribute("_non_persistent_buffers_set")
 pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_pre_hooks")
 post_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_post_hooks")
+
+# Replaces all tensors of a module and its children by what a function makes of them.
+apply_to_tensors_of: Callable[[nn.Module], Callable[[Callable[[Tensor], Tensor]], nn.Module]]
+apply_to_tensors_of = _attribute("_apply")
 
 # The method with which a module loads its own entries, and which some override.
 LOAD_METHOD = "_load_from_state_dict"

@@ -12,22 +12,23 @@ QKV = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv
 
 
 def route(mapping: Any, name: str) -> tuple[str, Any] | None:
-    found = PackedModules(mapping).route(name)
-    return None if found is None else (found.target, found.shard_id)
+    found = PackedModules(mapping).routes(name)
+    assert len(found) <= 1
+    return (found[0].target, found[0].shard_id) if found else None
 
 
 def test_tuples_name_the_packed_module_and_the_shard() -> None:
     packed = PackedModules(QKV)
-    assert packed.route("layers.0.attn.k_proj.weight") == Route(
-        "layers.0.attn.qkv_proj.weight", "k", "qkv_proj"
-    )
+    assert packed.routes("layers.0.attn.k_proj.weight") == [
+        Route("layers.0.attn.qkv_proj.weight", "k", "qkv_proj")
+    ]
     assert packed.shard_ids("qkv_proj") == ["q", "k", "v"]
 
 
 def test_lists_number_their_shards() -> None:
     packed = PackedModules({"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
-    assert packed.route("q_proj.bias") == Route("qkv_proj.bias", 0, "qkv_proj")
-    assert packed.route("a.v_proj.bias") == Route("a.qkv_proj.bias", 2, "qkv_proj")
+    assert packed.routes("q_proj.bias") == [Route("qkv_proj.bias", 0, "qkv_proj")]
+    assert packed.routes("a.v_proj.bias") == [Route("a.qkv_proj.bias", 2, "qkv_proj")]
     assert packed.shard_ids("qkv_proj") == [0, 1, 2]
 
 
@@ -76,7 +77,7 @@ def test_a_longer_match_in_front_wins_over_a_shorter_one_behind() -> None:
 
 def test_a_module_that_is_packed_into_itself_is_not_packed() -> None:
     packed = PackedModules({"qkv_proj": ["qkv_proj"], "o_proj": ["o_proj"]})
-    assert packed.route("attn.qkv_proj.weight") is None
+    assert packed.routes("attn.qkv_proj.weight") == []
 
 
 def test_two_names_may_share_a_shard() -> None:
@@ -108,9 +109,72 @@ def test_empty_names_are_refused(mapping: Any) -> None:
         PackedModules(mapping)
 
 
-def test_a_name_goes_to_one_place() -> None:
+def test_a_name_goes_to_one_part_of_a_module() -> None:
     with pytest.raises(ValueError, match="k_proj"):
-        PackedModules({"qk": ["q_proj", "k_proj"], "kv": ["k_proj", "v_proj"]})
+        PackedModules({"qk": ["q_proj", "k_proj"], "k_proj": ("qk", "k")})
+
+
+def test_a_name_may_have_several_places() -> None:
+    packed = PackedModules({"qk": ["q_proj", "k_proj"], "kv": ["k_proj", "v_proj"]})
+    assert packed.routes("a.k_proj.bias") == [
+        Route("a.qk.bias", 1, "qk"),
+        Route("a.kv.bias", 0, "kv"),
+    ]
+    packed = PackedModules({"embed": [("tokens", None), ("head", None), ("both", 1), ("both", 2)]})
+    assert [(each.target, each.shard_id) for each in packed.routes("embed.weight")] == [
+        ("tokens.weight", None),
+        ("head.weight", None),
+        ("both.weight", 1),
+        ("both.weight", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "name", "expected"),
+    [
+        ({".q_proj": (".qkv_proj", "q")}, "attn.q_proj.weight", ("attn.qkv_proj.weight", "q")),
+        ({".q_proj": (".qkv_proj", "q")}, "q_proj.weight", ("qkv_proj.weight", "q")),
+        ({".q_proj": (".qkv_proj", "q")}, "attn.xq_proj.weight", None),
+        ({"mlp.gate.": ("mlp.both.", 0)}, "1.mlp.gate.weight", ("1.mlp.both.weight", 0)),
+        (
+            {"experts.3.w1.": ("experts.w13_", ("w1", 3))},
+            "moe.experts.3.w1.weight",
+            ("moe.experts.w13_weight", ("w1", 3)),
+        ),
+        ({"experts.3.w1.": ("experts.w13_", ("w1", 3))}, "moe.experts.3.w1", None),
+        ([("qkv_proj", "q_proj", "q")], "attn.q_proj.bias", ("attn.qkv_proj.bias", "q")),
+        ([(".qkv_proj", ".q_proj", "q")], "attn.q_proj.bias", ("attn.qkv_proj.bias", "q")),
+        (
+            [
+                ("experts.w13_", "experts.0.w3.", 0, "w3"),
+                ("experts.w13_", "experts.1.w3.", 1, "w3"),
+            ],
+            "experts.1.w3.weight",
+            ("experts.w13_weight", ("w3", 1)),
+        ),
+    ],
+)
+def test_dots_at_an_end_tuple_shard_ids_and_lists_of_tuples(
+    mapping: Any, name: str, expected: Any
+) -> None:
+    assert route(mapping, name) == expected
+
+
+def test_parts_of_components_are_found_last() -> None:
+    packed = PackedModules({"attn.q_": ("attn.qkv_", "q")})
+    assert packed.routes("0.attn.q_weight") == []
+    ((loose,),) = packed.loose_candidates("0.attn.q_weight")
+    assert (loose.target, loose.shard_id) == ("0.attn.qkv_weight", "q")
+
+
+def test_the_names_of_the_parts_of_a_parameter() -> None:
+    packed = PackedModules(QKV)
+    assert packed.shards_of("0.qkv_proj.bias") == [
+        ("0.q_proj.bias", "q"),
+        ("0.k_proj.bias", "k"),
+        ("0.v_proj.bias", "v"),
+    ]
+    assert packed.shards_of("0.o_proj.bias") == []
 
 
 @pytest.mark.parametrize("mapping", [[("qkv_proj", ["q_proj"])], "qkv_proj", 1])

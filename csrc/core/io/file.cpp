@@ -154,6 +154,15 @@ bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
   return sys::cached_pages(fd(), offset, nbytes) == static_cast<std::int64_t>(n_pages);
 }
 
+bool File::is_remote() const {
+  // As in the kernel's headers, which not every system has: NFS, SMB (1, CIFS, 2), FUSE, Lustre,
+  // Ceph, AFS, 9P, GPFS, BeeGFS, OrangeFS.
+  constexpr std::array<std::int64_t, 12> kTypes{0x6969,     0x517b,     0xff534d42, 0xfe534d42,
+                                                0x65735546, 0x0bd00bd0, 0x00c36400, 0x5346414f,
+                                                0x01021997, 0x47504653, 0x19830326, 0x20030528};
+  return std::ranges::find(kTypes, sys::file_system_type(fd())) != kTypes.end();
+}
+
 Descriptor File::open_direct_reader() const {
   return direct_io_alignment().supported() ? reopen_descriptor(fd(), O_DIRECT) : Descriptor();
 }

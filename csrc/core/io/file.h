@@ -86,6 +86,10 @@ class File {
   // Whether the page cache holds all of a part; false where the kernel does not tell.
   bool is_cached(std::uint64_t offset, std::uint64_t nbytes) const;
 
+  // Whether it lies on a network file system, or one that a program serves (FUSE): there every
+  // fault of a mapping is a request of a few pages.
+  bool is_remote() const;
+
   // A second, independent description of the same file; empty where that is not permitted.
   Descriptor reopen() const;
   // The same file opened once more for direct reads; empty where that is not supported.

@@ -9,20 +9,14 @@
 #include "core/memory/stream_copy.h"
 
 namespace ptsave {
-namespace {
-
-// Reading a gap of this size is cheaper than one more call.
-constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
-
-}  // namespace
-
-RangeList::RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges)
+RangeList::RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges,
+                     std::uint64_t max_gap)
     : files_(files), ranges_(std::move(ranges)) {
   std::erase_if(ranges_, [](const FileRange& range) { return range.nbytes == 0; });
   std::ranges::sort(ranges_, {},
                     [](const FileRange& range) { return std::pair(range.file, range.offset); });
   check();
-  cut();
+  cut(max_gap);
 }
 
 void RangeList::check() const {
@@ -35,7 +29,7 @@ void RangeList::check() const {
   }
 }
 
-void RangeList::cut() {
+void RangeList::cut(std::uint64_t max_gap) {
   for (std::size_t i = 0; i < ranges_.size(); ++i) {
     const FileRange& range = ranges_[i];
     const std::uint64_t range_end = range.offset + range.nbytes;
@@ -44,8 +38,7 @@ void RangeList::cut() {
       const std::uint64_t end = std::min(range_end, window_end);
       const bool joins = !stretches_.empty() && stretches_.back().file == range.file &&
                          stretches_.back().end > window_end - kWindowNbytes &&
-                         stretches_.back().end <= begin &&
-                         begin - stretches_.back().end <= kMaxGapNbytes;
+                         stretches_.back().end <= begin && begin - stretches_.back().end <= max_gap;
       if (!joins) stretches_.push_back({range.file, begin, begin, i, i});
       stretches_.back().end = end;
       stretches_.back().end_range = i + 1;

@@ -31,9 +31,14 @@ class RangeList {
   // Size of the window of a file in which a stretch lies, and of a buffer through which it is read.
   static constexpr std::size_t kWindowNbytes = kHugePageNbytes;
 
+  // Reading a gap of this size is cheaper than one more call.
+  static constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
+
   // std::invalid_argument for a range of no file; IoError for one beyond the end of its file.
-  // `files` must outlive the list.
-  RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges);
+  // `files` must outlive the list.  Of more bytes than `max_gap` that nobody wants none is read,
+  // but for the rest of a block.
+  RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges,
+            std::uint64_t max_gap = kMaxGapNbytes);
 
   std::span<const FileRange> ranges() const { return ranges_; }
   std::size_t n_stretches() const { return stretches_.size(); }
@@ -62,7 +67,7 @@ class RangeList {
   };
 
   void check() const;
-  void cut();
+  void cut(std::uint64_t max_gap);
   std::uint64_t read_cached(const Stretch& stretch, std::byte* lease) const;
   bool read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
                    std::byte* lease, ReadSlots* slots) const;

@@ -23,8 +23,9 @@ void refuse_overlaps(std::span<const FileRange> ranges) {
 
 }  // namespace
 
-RangeRead::RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges)
-    : files_(std::move(files)), ranges_(files_->sources(), std::move(ranges)) {
+RangeRead::RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
+                     std::uint64_t max_gap)
+    : files_(std::move(files)), ranges_(files_->sources(), std::move(ranges), max_gap) {
   refuse_overlaps(ranges_.ranges());
 }
 

@@ -22,7 +22,8 @@ class RangeRead {
 
   // std::invalid_argument for a range of no file and for ranges that overlap in a file; IoError for
   // one beyond the end of its file.  (Places must not overlap either; nobody checks that.)
-  RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges);
+  RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
+            std::uint64_t max_gap = RangeList::kMaxGapNbytes);
 
   // Returns when all bytes are in their places.  IoError.  `unstager`, which may be null, is for
   // ranges with targets; each thread holds a lease of at most kLeaseNbytes of it.  Copies that it

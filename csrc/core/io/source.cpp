@@ -30,6 +30,7 @@ bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
 ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct,
                        std::shared_ptr<SharedStart> start)
     : file_(std::move(file)),
+      is_remote_(file_->is_remote()),
       is_told_(direct == DirectReads::kNever),
       cache_filler_(std::make_unique<PageCacheFiller>()),
       base_offset_(base_offset),
@@ -82,7 +83,7 @@ std::size_t ByteSource::read_cached(std::uint64_t offset, void* data, std::size_
 
 void ByteSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
   if (memory_ != nullptr) return;
-  if (is_shared() && nbytes >= kFolioNbytes / 2 &&
+  if (!is_remote_ && is_shared() && nbytes >= kFolioNbytes / 2 &&
       cache_filler_->fill(*file_, base_offset_ + offset, nbytes)) {
     return;
   }

@@ -65,6 +65,7 @@ class ByteSource {
   std::optional<File> file_;
   Descriptor direct_;
   std::size_t block_nbytes_ = DirectIoAlignment::kMinBlockNbytes;
+  bool is_remote_ = false;
   bool is_told_ = false;                           // DirectReads::kNever
   std::unique_ptr<CoReaders> co_readers_;          // DirectReads::kAlone
   std::unique_ptr<PageCacheFiller> cache_filler_;  // of a file

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <array>
@@ -92,6 +93,12 @@ inline std::int64_t cached_pages(int fd, std::uint64_t offset, std::uint64_t nby
   std::array<std::uint64_t, 5> counts{};
   if (::syscall(kCachestat, fd, range.data(), counts.data(), 0) != 0) return -1;
   return static_cast<std::int64_t>(counts[0]);
+}
+// The number of the file system's type; -1 where it does not tell.
+inline std::int64_t file_system_type(int fd) {
+  struct statfs status{};
+  if (fault("fstatfs") || ::fstatfs(fd, &status) != 0) return -1;
+  return static_cast<std::int64_t>(static_cast<std::uint32_t>(status.f_type));
 }
 inline int fallocate(int fd, off_t nbytes) {
   return fault("fallocate") ? -1 : ::fallocate(fd, 0, 0, nbytes);

@@ -166,6 +166,17 @@ TEST_P(RangeReadFrom, ReadsEachByteOnceAndLittleMore) {
   EXPECT_EQ(read.nbytes_read(), 110u + 10u);
 }
 
+TEST_P(RangeReadFrom, SkipsGapsThatAreLargerThanItIsTold) {
+  std::string place(3 << 20, '\0');
+  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  RangeRead read(open(), {{0, 100, 10, data}, {0, 150, 10, data + 10}, {0, 300, 10, data + 20}},
+                 40);
+  read.run(2, [] {});
+  EXPECT_EQ(read.nbytes_read(), 60u + 10u);
+  EXPECT_EQ(place.substr(10, 10), contents_[0].substr(150, 10));
+  EXPECT_EQ(place.substr(20, 10), contents_[0].substr(300, 10));
+}
+
 TEST_P(RangeReadFrom, NothingIsNothing) {
   RangeRead read(open(), {});
   read.run(4, [] {});

@@ -1,0 +1,92 @@
+"""New tensors for a model, which take the places of its own once they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ptsave.models.weight_plan import Delivery, WeightPlan, loaders_of
+from ptsave.support.torch_distributed import is_distributed_tensor
+
+__all__ = ["Assignment"]
+
+_CPU = torch.device("cpu")
+
+
+class Assignment:
+    """What ``load_state_dict(assign=True)`` does with a state dict, for tensors that are read.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    plan : WeightPlan
+        What is read.
+    dtype : torch.dtype, optional
+        Dtype of the new floating-point tensors; by default the file's.
+
+    Attributes
+    ----------
+    names : set of str
+        All names of the tensors that are replaced.
+
+    Raises
+    ------
+    RuntimeError
+        If a parameter requires gradients and the file has no floating-point numbers for it.
+    """
+
+    def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._dtype = dtype
+        loaders = loaders_of(plan.tensors.by_name)
+        self._deliveries: list[tuple[Delivery, list[str]]] = []
+        self.names: set[str] = set()
+        for delivery in plan.deliveries:
+            tensor = plan.tensors.by_name[delivery.name]
+            is_filled = delivery.name in loaders or delivery.place is not None
+            if is_filled or is_distributed_tensor(tensor):
+                continue
+            dtype_of = self._dtype_of(delivery)
+            if tensor.requires_grad and not (dtype_of.is_floating_point or dtype_of.is_complex):
+                raise RuntimeError(
+                    f'"{delivery.name}" requires gradients and cannot become a tensor of '
+                    f"{dtype_of}: load it without assign=True"
+                )
+            names = plan.tensors.tied_names(delivery.name)
+            self._deliveries.append((delivery, names))
+            self.names.update(names)
+        self._new: dict[str, Tensor] = {}
+
+    def _dtype_of(self, delivery: Delivery) -> torch.dtype:
+        stored = delivery.entry.dtype
+        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+
+    def allocate(
+        self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
+    ) -> dict[str, Tensor]:
+        """Return the new tensors by name, without values.
+
+        Parameters
+        ----------
+        tensors : mapping of str to torch.Tensor
+            The model's, where they are now.
+        device : torch.device, str or int, optional
+            Device of the new ones; by default those of the old ones.
+        """
+        for delivery, names in self._deliveries:
+            old = tensors[delivery.name]
+            place = device if device is not None else _CPU if old.is_meta else old.device
+            new = torch.empty(old.shape, dtype=self._dtype_of(delivery), device=place)
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=old.requires_grad)
+            self._new.update(dict.fromkeys(names, new))
+        return self._new
+
+    def put(self) -> None:
+        """Let the new tensors, which hold their values, be the model's."""
+        for name, new in self._new.items():
+            owner, _, own_name = name.rpartition(".")
+            setattr(self._model.get_submodule(owner), own_name, new)

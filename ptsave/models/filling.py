@@ -1,0 +1,371 @@
+"""Fills tensors of a model from open files: straight into place, or in batches read ahead."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.errors import add_note
+from ptsave.models.packed_modules import ShardId
+from ptsave.models.pinned_memory import PinnedMemory
+from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
+from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
+from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, ShardReader
+from ptsave.models.weight_parts import Part, part_of, target_of
+from ptsave.models.weight_plan import Delivery, loaders_of, takes_slices
+from ptsave.models.weight_slices import WeightSlice
+from ptsave.state.plain_copies import PLAIN_TYPES
+from ptsave.support import config
+from ptsave.support.progress import ProgressCallback
+
+__all__ = ["Filling", "Item", "items_of"]
+
+_CPU = torch.device("cpu")
+_PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A tensor of a file, or a part of it, and what it fills.
+
+    Attributes
+    ----------
+    entry : Entry
+        The tensor.
+    name : str
+        Name of what it fills, in messages.
+    target : torch.Tensor
+        What it fills, or the parameter for its loader.
+    part : Part
+        The part of the entry.
+    loader : callable or None
+        The parameter's ``weight_loader``, which puts it in its place.
+    shard_id : str, int, tuple or None
+        For the loader.
+    """
+
+    entry: Entry
+    name: str
+    target: Tensor
+    part: Part
+    loader: Callable[..., Any] | None = None
+    shard_id: ShardId | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read."""
+        return self.part.shape.numel() * self.entry.dtype.itemsize
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether its loader reads what it wants."""
+        return self.loader is not None and takes_slices(self.loader)
+
+
+def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> list[Item]:
+    """Return what fills a model's tensors on this rank, in the order of the deliveries.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        The model's tensors.
+    deliveries : iterable of Delivery
+        What goes into them.
+    """
+    loaders = loaders_of(tensors)
+    items = []
+    for each in deliveries:
+        tensor, shape = tensors[each.name], each.entry.shape
+        loader = loaders.get(each.name)
+        if loader is not None:
+            items.append(Item(each.entry, each.name, tensor, Part(shape), loader, each.shard_id))
+            continue
+        target = target_of(tensor, shape, each.place)
+        if target is not None:
+            is_packed = isinstance(each.entry.shard, SafetensorsShard)
+            part = part_of(tensor, shape, each.place, is_packed=is_packed)
+            items.append(Item(each.entry, each.name, target, part))
+    return items
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements of an item that are delivered together, from `begin` on."""
+
+    item: Item
+    begin: int
+    n_elements: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A piece of an item in memory of its own, until it is in the model."""
+
+    item: Item
+    read: Read
+
+
+class Filling:
+    """Fills tensors from open files.
+
+    Parameters
+    ----------
+    reader : ShardReader
+        Reads them.
+    progress : ProgressCallback or None
+        Called with the bytes read so far.
+    """
+
+    def __init__(self, reader: ShardReader, progress: ProgressCallback | None) -> None:
+        self._reader = reader
+        self._progress = progress
+        self._nbytes_done = 0
+        self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
+        self._nbytes_left: Counter[Shard] = Counter()
+
+    def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
+        """Fill targets: first those that are read straight into place, then the rest in order.
+
+        With `is_all` files are closed as soon as they have given all that the items want.
+        """
+        self._nbytes_left.clear()
+        if is_all:
+            for item in items:
+                self._nbytes_left[item.entry.shard] += item.nbytes
+        direct: list[Read] = []
+        others: list[Item] = []
+        places: defaultdict[torch.device, _Places] = defaultdict(_Places)
+        for item in items:
+            target = item.target
+            if _is_filled_in_place(item) and places[target.device].take(target):
+                direct.append(Read(item.entry, target.detach(), item.part.begin, item.part.index))
+            else:
+                others.append(item)
+        self._read(direct)
+        for read in direct:
+            _note_change(read.target)
+        if others:
+            self._deliver(others)
+
+    def _read(self, reads: list[Read]) -> None:
+        reads = [read for read in reads if read.target.numel() > 0]
+        done = self._nbytes_done
+        callback = self._progress
+        progress = None if callback is None else lambda nbytes: callback(done + nbytes)
+        self._reader.read(reads, progress)
+        self._count([(read.entry.shard, read.target.nbytes) for read in reads])
+
+    def _count(self, done: Iterable[tuple[Shard, int]]) -> None:
+        """Note that these bytes of shards are where they belong."""
+        shards = set()
+        for shard, nbytes in done:
+            self._nbytes_done += nbytes
+            if shard in self._nbytes_left:
+                self._nbytes_left[shard] -= nbytes
+                shards.add(shard)
+        for shard in shards:
+            if self._nbytes_left[shard] == 0:
+                shard.close()  # it may hold all of its tensors
+
+    def _deliver(self, items: list[Item]) -> None:
+        """Read some batches ahead while the one before them is delivered, on this thread."""
+        max_nbytes = self._max_ahead_nbytes(items)
+        memory = RecycledMemory(max_nbytes)
+        bounds = Bounds.of((item.entry.shard for item in items), max_nbytes)
+        pieces = ((piece, _nbytes_ahead(piece)) for item in items for piece in _pieces(item))
+
+        def stage(piece: _Piece) -> Read | None:
+            return None if piece.item.is_sliced else self._stage(memory, piece).read
+
+        with closing(read_ahead(self._reader, pieces, stage, bounds)) as batches:
+            for batch in batches:
+                self._count(
+                    (piece.item.entry.shard, 0 if read is None else read.target.nbytes)
+                    for piece, read in batch
+                )
+                self._put(batch)
+                if self._progress is not None:
+                    self._progress(self._nbytes_done)
+
+    def _stage(self, memory: RecycledMemory, piece: _Piece) -> Staged:
+        item = piece.item
+        if item.loader is None:
+            device = item.target.device if _is_converted_there(item) else _CPU
+            return _stage(device, memory, item, piece.begin, piece.n_elements)
+        if _C.can_stage(item.target.device):
+            pinned = self._pinned.tensor(item.entry.shape, item.entry.dtype)
+            if pinned is not None:
+                return Staged(item, Read(item.entry, pinned, piece.begin))
+        return _stage(_CPU, memory, item, piece.begin, piece.n_elements)
+
+    def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
+        """Return the budget: page-locked memory's, if loaders are to copy to accelerators."""
+        if any(item.loader is not None and _C.can_stage(item.target.device) for item in items):
+            return min(MAX_AHEAD_NBYTES, config.current().max_pinned_nbytes)
+        return MAX_AHEAD_NBYTES
+
+    def _put(self, batch: list[tuple[_Piece, Read | None]]) -> None:
+        batch.reverse()
+        while batch:
+            piece, read = batch.pop()  # nothing here keeps a tensor that has been delivered
+            item = piece.item
+            storages = [] if read is None else [read.target.untyped_storage()]
+            is_mapped = read is not None and read.is_mapped
+            try:
+                with torch.no_grad():
+                    if read is None:
+                        self._lend(item)
+                    else:
+                        _put_into(item, read)
+                del read
+            except Exception as error:
+                entry = item.entry
+                add_note(
+                    error,
+                    f"while {item.name} was being filled from tensor {entry.name} of "
+                    f"{entry.shard.path}",
+                )
+                raise
+            finally:
+                if is_mapped and not is_idle(storages, 0):
+                    assert isinstance(item.entry.shard, SafetensorsShard)
+                    item.entry.shard.detach(storages[0])
+
+    def _lend(self, item: Item) -> None:
+        """Let a loader read the parts that it wants."""
+        with closing(WeightSlice(item.entry, self._reader)) as weight:
+            _call(item, weight)
+        self._count([(item.entry.shard, item.nbytes)])
+
+
+class _Places:
+    """Tracks the memory to read into, so that no byte is written by two threads."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+        self._sorted: list[int] = []
+
+    def take(self, tensor: Tensor) -> bool:
+        """Whether the memory of `tensor` overlaps none that was taken; takes it then."""
+        begin = tensor.data_ptr()
+        storage = tensor.untyped_storage()  # where the end of another layout is, at most
+        nbytes = tensor.nbytes if tensor.is_contiguous() else storage.nbytes()
+        end = begin + nbytes
+        at = bisect_left(self._sorted, begin)
+        if at < len(self._sorted) and self._sorted[at] < end:
+            return False
+        if at > 0 and self._ends[self._sorted[at - 1]] > begin:
+            return False
+        self._sorted.insert(at, begin)
+        self._ends[begin] = end
+        return True
+
+
+def _pieces(item: Item) -> Iterator[_Piece]:
+    """Yield the parts in which an item is delivered."""
+    n_elements = item.part.shape.numel()
+    step = max(1, _PIECE_NBYTES // item.entry.dtype.itemsize)
+    if not _is_filled_piecewise(item) or n_elements <= step:
+        yield _Piece(item, 0, n_elements)
+        return
+    for begin in range(0, n_elements, step):
+        yield _Piece(item, begin, min(step, n_elements - begin))
+
+
+def _nbytes_ahead(piece: _Piece) -> int:
+    return 0 if piece.item.is_sliced else piece.n_elements * piece.item.entry.dtype.itemsize
+
+
+def _is_filled_in_place(item: Item) -> bool:
+    target = item.target
+    return (
+        item.loader is None
+        and type(target) in PLAIN_TYPES
+        and target.layout == torch.strided
+        and item.nbytes > 0
+        and not target.is_meta
+        and (not isinstance(item.entry.shard, SafetensorsShard) or _takes_bytes(item))
+    )
+
+
+def _takes_bytes(item: Item) -> bool:
+    """Whether bytes of the entry that follow each other are all that a tensor takes."""
+    target = item.target
+    return (
+        (target.device == _CPU or _C.can_stage(target.device))
+        and target.dtype == item.entry.dtype
+        and item.part.index is None
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _is_filled_piecewise(item: Item) -> bool:
+    return (
+        item.loader is None
+        and isinstance(item.entry.shard, SafetensorsShard)
+        and item.part.index is None
+        and type(item.target) in PLAIN_TYPES
+        and item.target.is_contiguous()
+    )
+
+
+def _stage(
+    device: torch.device, memory: RecycledMemory, item: Item, begin: int, n_elements: int
+) -> Staged:
+    entry, shard, part = item.entry, item.entry.shard, item.part
+    is_whole = n_elements == part.shape.numel()
+    shape = part.shape if is_whole else torch.Size([n_elements])
+    begin += part.begin
+    if device != _CPU:
+        there = torch.empty(shape, dtype=entry.dtype, device=device)
+        return Staged(item, Read(entry, there, begin, part.index))
+    nbytes = shape.numel() * entry.dtype.itemsize
+    if isinstance(shard, SafetensorsShard) and nbytes >= MIN_NBYTES and part.index is None:
+        mapped = shard.map_cached(entry, begin, shape)
+        if mapped is not None:
+            return Staged(item, Read(entry, mapped, begin, is_mapped=True))
+    return Staged(item, Read(entry, memory.tensor(shape, entry.dtype), begin, part.index))
+
+
+def _is_converted_there(item: Item) -> bool:
+    """Whether a tensor goes to the device as the file has it: half of the bytes, often."""
+    return (
+        isinstance(item.entry.shard, SafetensorsShard)
+        and type(item.target) in PLAIN_TYPES
+        and _C.can_stage(item.target.device)
+        and _C.convert_alike(item.entry.dtype, item.target.dtype)
+    )
+
+
+def _put_into(item: Item, read: Read) -> None:
+    target, values = item.target, read.target
+    if item.loader is not None:
+        _call(item, values)
+    elif values.shape == item.part.shape:
+        target.copy_(values.reshape(target.shape))
+    else:  # a piece
+        target.view(-1)[read.begin - item.part.begin :][: values.numel()].copy_(values)
+
+
+def _call(item: Item, weight: Tensor | WeightSlice) -> None:
+    assert item.loader is not None
+    if item.shard_id is None:
+        item.loader(item.target, weight)
+    else:
+        item.loader(item.target, weight, item.shard_id)
+
+
+def _note_change(tensor: Tensor) -> None:
+    """Let autograd know, as it does of any other change."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,99 @@
+"""`iter_weights`: the tensors of a checkpoint one by one, for whoever places them himself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
+from ptsave.models.recycled_memory import RecycledMemory
+from ptsave.models.renaming import Rename, Renaming
+from ptsave.models.shards import Entry, Read, ShardReader, open_shards
+
+__all__ = ["iter_weights"]
+
+_CPU = torch.device("cpu")
+
+
+def iter_weights(
+    path: Any,
+    *,
+    device: torch.device | str | int | None = None,
+    rename: Rename | None = None,
+    prefix: str = "",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a set of shards, or one file, in the order of the files.
+
+    The next tensors are read while one is used.  What is not kept needs memory for 128 MiB at most,
+    or for the largest tensor.
+
+    Parameters
+    ----------
+    path : str, os.PathLike or file-like
+        A directory, an index or a file, as for :func:`ptsave.load_model`.
+    device : torch.device, str or int, optional
+        Device of the tensors: the CPU by default.
+    rename : callable or mapping, optional
+        New names, as for :func:`ptsave.load_model`; tensors whose new name is None are not read.
+    prefix : str, default ""
+        Only the tensors whose names begin with it are read, under their names without it.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
+
+    Yields
+    ------
+    (str, torch.Tensor)
+        The tensor has memory of its own, and may be kept.
+
+    Raises
+    ------
+    CorruptCheckpointError, FileNotFoundError, OSError, TypeError
+        As from :func:`ptsave.load_model`.  All files are opened before the first tensor is read.
+
+    Examples
+    --------
+    >>> import tempfile, torch, ptsave
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ptsave.save_model(model, folder, max_shard_size=30)
+    ...     for name, tensor in ptsave.iter_weights(folder, prefix="1."):
+    ...         print(name, tuple(tensor.shape))
+    bias (1,)
+    weight (1, 3)
+    """
+    place = _CPU if device is None else torch.empty(0, device=device).device
+    renaming = Renaming(rename, prefix)
+    with ExitStack() as stack:
+        wanted: list[tuple[Entry, str]] = []
+        for entry in open_shards(path, find_files(path, storage_options), stack):
+            name = renaming(entry.name)
+            if name is not None:
+                wanted.append((entry, name))
+        reader = stack.enter_context(closing(ShardReader(entry.shard for entry, _ in wanted)))
+        memory = RecycledMemory(MAX_AHEAD_NBYTES)
+        bounds = Bounds.of((entry.shard for entry, _ in wanted), MAX_AHEAD_NBYTES)
+        items = (((entry, name), entry.nbytes) for entry, name in wanted)
+
+        def stage(item: tuple[Entry, str]) -> Read:
+            entry, _ = item
+            if _C.can_stage(place):
+                return Read(entry, torch.empty(entry.shape, dtype=entry.dtype, device=place))
+            return Read(entry, memory.tensor(entry.shape, entry.dtype))
+
+        batches = stack.enter_context(closing(read_ahead(reader, items, stage, bounds)))
+        for batch in batches:
+            batch.reverse()
+            while batch:
+                (_, name), read = batch.pop()
+                assert read is not None
+                tensor = read.target
+                del read  # nothing here keeps a tensor that has been used
+                yield name, tensor.to(place)
+                del tensor

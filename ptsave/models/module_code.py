@@ -1,0 +1,321 @@
+"""Loads models in which code of their own takes part, as `load_state_dict` does, from open files.
+
+Hooks, overridden ``_load_from_state_dict``, migrations of versions, extra state and lazy modules
+see a state dict.  It is made of stand-ins, tensors without memory; the code that loads any state
+dict says which of them is copied where, and those copies become reads.  Before code that is not
+torch's runs, the entries that it can reach are read: those of its module, which are let go of
+behind it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ptsave.archive.views import unfilled_tensors
+from ptsave.models.default_loader import fits
+from ptsave.models.filling import Filling, Item
+from ptsave.models.renaming import Renaming
+from ptsave.models.shards import Entry, PickledShard, Read, Shard, ShardReader
+from ptsave.models.weight_parts import Part
+from ptsave.models.weight_plan import Delivery, WeightPlan
+from ptsave.state.copying import CopyNow, Replacement
+from ptsave.state.modules import check_module, load_module
+from ptsave.state.plain_copies import Mismatch
+from ptsave.state.trusted_loading import has_code_of_its_own
+from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_modules import METADATA
+
+__all__ = ["ModuleLoad", "runs_code"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of `load_model`."""
+
+    strict: bool
+    ignore_mismatched_sizes: bool
+    assign: bool
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+    progress: bool
+
+
+def runs_code(model: nn.Module, plan: WeightPlan) -> bool:
+    """Whether filling a model is more than copying tensors."""
+    names = {plan.renaming(entry.name) for entry in plan.entries}
+    return any(
+        has_code_of_its_own(module, f"{prefix}." if prefix else "", names)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+    )
+
+
+def extra_state_in(plan: WeightPlan) -> list[str]:
+    """Return the names of a checkpoint's extra state that is no tensor."""
+    return [
+        key
+        for shard in _shards_of(plan)
+        if isinstance(shard, PickledShard)
+        for key in shard.objects
+        if plan.renaming(key) is not None
+    ]
+
+
+def _shards_of(plan: WeightPlan) -> list[Shard]:
+    return list(dict.fromkeys(entry.shard for entry in plan.entries))
+
+
+class ModuleLoad:
+    """A state dict of stand-ins, and its load.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    plan : WeightPlan
+        The plan by names.  What a ``weight_loader`` puts in its place, parts of packed parameters,
+        parts of DTensors and buffers that state dicts leave out stay in it; everything else, also
+        what it does not know, is in the state dict.
+    options : LoadOptions
+        How to load it.
+
+    Attributes
+    ----------
+    names : set of str
+        The names in the state dict.
+    """
+
+    def __init__(self, model: nn.Module, plan: WeightPlan, options: LoadOptions) -> None:
+        self._model = model
+        self._plan = plan
+        self._options = options
+        by_name = [each for each in plan.deliveries if not _is_in_state_dict(plan, each)]
+        self._copier = ShardCopier()
+        self._state_dict: OrderedDict[str, Any] = OrderedDict()
+        left_out = [each for each in plan.left_out if not _is_in_state_dict(plan, each)]
+        self._add_stand_ins({each.entry for each in (*by_name, *left_out)})
+        plan.deliveries = by_name
+        names_left_out = {each.name for each in left_out}
+        plan.report.mismatched_keys[:] = [
+            each for each in plan.report.mismatched_keys if each[0] in names_left_out
+        ]
+        plan.report.missing_keys.clear()
+        plan.report.unexpected_keys.clear()
+        plan.check(model, strict=options.strict)
+        self.names = set(self._state_dict)
+        self._elsewhere = self._names_elsewhere()
+        self._add_present(self._state_dict)
+        self._copier.check_only = True
+        ignores = options.ignore_mismatched_sizes
+        check_module(
+            model,
+            self._state_dict,
+            options.strict,
+            self._copier,
+            ignore_mismatched_sizes=ignores,
+        )
+        self._copier.check_only = False
+
+    def _add_stand_ins(self, by_name: set[Entry]) -> None:
+        """Put stand-ins into the state dict, in the order of the files, and what is no tensor."""
+        plan = self._plan
+        entries = [entry for entry in plan.entries if entry not in by_name]
+        names: dict[Entry, list[str]] = {}
+        for each in plan.deliveries:
+            if each.entry not in by_name:
+                names.setdefault(each.entry, []).append(each.name)
+        for entry, own_name in [(each, plan.renaming(each.name)) for each in entries]:
+            if own_name is None:
+                continue
+            for name in names.get(entry, [own_name]):
+                target = plan.tensors.by_name.get(name)
+                shape = entry.shape
+                if target is not None and not is_lazy(target) and fits(target.shape, shape):
+                    shape = target.shape
+                self._state_dict[name] = self._copier.stand_in(name, entry, shape)
+        metadata: OrderedDict[str, Any] = OrderedDict()
+        for shard in _shards_of(plan):
+            if isinstance(shard, PickledShard):
+                for key, value in shard.objects.items():
+                    new_key = plan.renaming(key)
+                    if new_key is not None:
+                        self._state_dict[new_key] = value
+                metadata.update(_renamed_metadata(shard.metadata, plan.renaming))
+        if metadata:
+            setattr(self._state_dict, METADATA, metadata)
+
+    def _names_elsewhere(self) -> list[str]:
+        """Return the names that the state dict need not have: others fill their tensors."""
+        names = []
+        for group in self._plan.tensors.groups():
+            delivered = {each.name for each in self._plan.deliveries}
+            if any(name in delivered or name in self._state_dict for name in group):
+                names += [
+                    name
+                    for name in group
+                    if name not in self._state_dict and name in self._plan.tensors.required
+                ]
+        return names
+
+    def _add_present(self, state_dict: OrderedDict[str, Any]) -> None:
+        """Put a model's own tensors in the places of those: copied to itself, one stays."""
+        present = {
+            **dict(self._model.named_parameters(remove_duplicate=False)),
+            **dict(self._model.named_buffers(remove_duplicate=False)),
+        }
+        state_dict.update((name, present[name]) for name in self._elsewhere)
+
+    def items(self, filling: Filling, reader: ShardReader) -> list[Item]:
+        """Load the state dict; returns what is left to be filled.
+
+        Raises
+        ------
+        RuntimeError
+            As from :meth:`torch.nn.Module.load_state_dict`.
+        """
+        self._add_present(self._state_dict)  # which may be others, now that the model has moved
+        self._copier.begin(filling, reader)
+        keys = load_module(
+            self._model,
+            self._state_dict,
+            self._options.strict,
+            self._options.assign,
+            self._copier,
+            ignore_mismatched_sizes=self._options.ignore_mismatched_sizes,
+            check_first=True,
+        )
+        report = self._plan.report
+        report.missing_keys[:] = keys.missing_keys
+        report.unexpected_keys[:] = keys.unexpected_keys
+        mismatched: Sequence[Mismatch] = getattr(keys, "mismatched_keys", ())
+        report.mismatched_keys.extend(mismatched)
+        return self._copier.pending
+
+    def is_filled(self, name: str) -> bool:
+        """Whether a tensor of the model has values, as far as is known after the load."""
+        return (
+            name in self._state_dict or name in self._plan.tensors.required
+        ) and name not in self._plan.report.missing_keys
+
+    def finish(self) -> None:
+        """Put new buffers in their places, which are filled."""
+        self._copier.put()
+
+
+def _is_in_state_dict(plan: WeightPlan, delivery: Delivery) -> bool:
+    tensor = plan.tensors.by_name[delivery.name]
+    return (
+        delivery.shard_id is None
+        and delivery.name not in plan.loaders
+        and delivery.name in plan.tensors.required
+        and not is_distributed_tensor(tensor)
+    )
+
+
+def _renamed_metadata(
+    metadata: Mapping[str, Any], renaming: Renaming
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the versions of modules by their names in the model; copies, as loads edit them."""
+    marker = ".weight"
+    for key, versions in metadata.items():
+        name = renaming(f"{key}{marker}" if key else marker[1:])
+        if name is not None and f".{name}".endswith(marker):
+            yield f".{name}".removesuffix(marker).removeprefix("."), dict(versions)
+
+
+class ShardCopier(CopyNow):
+    """A `Copier` for stand-ins of tensors in open files.
+
+    Values take the places of stand-ins in the dicts that it is shown, so that they live as long as
+    somebody wants them.
+
+    Attributes
+    ----------
+    pending : list of Item
+        Copies that are not made yet.
+    check_only : bool
+        Whether nothing is read: a check looks at no values.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[Item] = []
+        self.check_only = False
+        self._stand_ins: dict[int, tuple[Tensor, str, Entry]] = {}
+        self._replacements: list[Replacement] = []
+        self._filling: Filling | None = None
+        self._reader: ShardReader | None = None
+
+    def stand_in(self, name: str, entry: Entry, shape: torch.Size) -> Tensor:
+        """Return a tensor without memory that stands for an entry."""
+        (tensor,) = unfilled_tensors([(entry.dtype, shape)])
+        self._stand_ins[id(tensor)] = (tensor, name, entry)
+        return tensor
+
+    def begin(self, filling: Filling, reader: ShardReader) -> None:
+        """Read with these from now on."""
+        self._filling = filling
+        self._reader = reader
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in copies:
+            found = self._stand_ins.get(id(source))
+            if found is not None:
+                _, name, entry = found
+                self.pending.append(Item(entry, name, target.detach(), Part(entry.shape)))
+            elif target is not source:
+                places = {item.target.data_ptr() for item in self.pending}
+                if target.data_ptr() in places:
+                    self._finish()  # the later one stays
+                super().copy([(target, source)])
+
+    def replace(self, replacement: Replacement) -> None:
+        if replacement.new is not None and replacement.source is not None:
+            self.copy([(replacement.new, replacement.source)])
+        self._replacements.append(replacement._replace(source=None))
+
+    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
+        self.show(state_dict)
+
+    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        shown = {"": source}
+        self.lend(shown)
+        return super().convert(shown[""], dtype, device)
+
+    def lend(self, state_dict: Mapping[Any, Any]) -> None:
+        if self.check_only:
+            return
+        assert isinstance(state_dict, dict)
+        assert self._reader is not None
+        reads: list[Read] = []
+        for key, value in state_dict.items():
+            found = self._stand_ins.get(id(value))
+            if found is not None:
+                tensor, _, entry = found
+                state_dict[key] = torch.empty(tensor.shape, dtype=entry.dtype, device="cpu")
+                reads.append(Read(entry, state_dict[key]))
+        self._reader.read(reads)
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        if self.check_only:
+            return
+        self._finish()
+        if METADATA not in state_dict:
+            self.lend(state_dict)
+
+    def put(self) -> None:
+        """Let new buffers, which are filled, be the model's."""
+        for replacement in self._replacements:
+            replacement.make()
+        self._replacements.clear()
+
+    def _finish(self) -> None:
+        assert self._filling is not None
+        pending, self.pending = self.pending, []
+        self._filling.fill(pending, is_all=False)
+        self.put()

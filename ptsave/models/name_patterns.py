@@ -1,0 +1,84 @@
+"""Finds names of modules in the names of tensors, and puts others in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["Match", "NamePatterns"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A pattern that was found in a name.
+
+    Attributes
+    ----------
+    name : str
+        The name.
+    begin, end : int
+        Where in it the pattern is.
+    pattern : str
+        The pattern.
+    """
+
+    name: str
+    begin: int
+    end: int
+    pattern: str
+
+    def replaced_by(self, other: str) -> str:
+        """Return the name with something else in the place of the pattern."""
+        return self.name[: self.begin] + other + self.name[self.end :]
+
+
+class NamePatterns:
+    """Parts of names to look for: one or more components, such as ``"attn.q_proj"``.
+
+    A dot at one of its ends belongs to a pattern, and is replaced with it.
+
+    Parameters
+    ----------
+    patterns : iterable of str
+        The patterns.
+
+    Examples
+    --------
+    >>> match = next(NamePatterns([".q_proj"]).matches("attn.q_proj.weight"))
+    >>> match.replaced_by(".qkv_proj")
+    'attn.qkv_proj.weight'
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = list(patterns)
+        self._by_parts: dict[tuple[str, ...], list[str]] = {}
+        for pattern in self._patterns:
+            parts = tuple(pattern.removeprefix(".").removesuffix(".").split("."))
+            self._by_parts.setdefault(parts, []).append(pattern)
+        self._longest = max(map(len, self._by_parts), default=0)
+
+    def matches(self, name: str) -> Iterator[Match]:
+        """Yield whole components of a name that are patterns.
+
+        The longest ones come first, in components; among these those nearest to the end.
+        """
+        if not self._by_parts:
+            return
+        parts = tuple(name.split("."))
+        begins = [0]  # of components; one more than there are
+        for part in parts:
+            begins.append(begins[-1] + len(part) + 1)
+        for n_parts in range(min(self._longest, len(parts)), 0, -1):
+            for first in range(len(parts) - n_parts, -1, -1):
+                for pattern in self._by_parts.get(parts[first : first + n_parts], ()):
+                    begin = begins[first] - pattern.startswith(".")
+                    end = begins[first + n_parts] - 1 + pattern.endswith(".")
+                    if begin >= 0 and end <= len(name):
+                        yield Match(name, begin, end, pattern)
+
+    def loose_matches(self, name: str) -> Iterator[Match]:
+        """Yield patterns wherever they are in a name, also within components: the longest first."""
+        for pattern in sorted(self._patterns, key=len, reverse=True):
+            begin = name.rfind(pattern)
+            if begin >= 0:
+                yield Match(name, begin, begin + len(pattern), pattern)

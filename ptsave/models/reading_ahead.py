@@ -1,0 +1,133 @@
+"""Reads tensors ahead of their use, in order and in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from ptsave.models.shards import Read, SafetensorsShard, Shard, ShardReader
+from ptsave.support.thread_pool import ThreadPool
+
+__all__ = ["MAX_AHEAD_NBYTES", "Bounds", "read_ahead"]
+
+_T = TypeVar("_T")
+
+# For tensors that do not go straight into a parameter: those that are being used, and those that
+# are being read meanwhile.
+MAX_AHEAD_NBYTES = 128 << 20
+_MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far reading may be ahead of use.
+
+    Batches are small where files stay open, so that little memory is touched: the first tensors are
+    there soon, and a batch that is used up leaves its pages for the next but two.
+
+    Attributes
+    ----------
+    n_threads, n_batches : int
+        How many batches are read at a time, and how many may be there unused.
+    batch_nbytes, max_nbytes : int
+        Sizes of one, and of all together: exceeded by one tensor that is larger.
+    """
+
+    n_threads: int
+    n_batches: int
+    batch_nbytes: int
+    max_nbytes: int
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
+        """Return the bounds for these: shards of other kinds are read by one thread at a time."""
+        if all(isinstance(each, SafetensorsShard) for each in shards):
+            return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
+        return cls(1, 1, max_nbytes // 2, max_nbytes)
+
+
+@dataclass(frozen=True)
+class _Batch(Generic[_T]):
+    """Items that are read together; `pending` is the future of bytes that are not there yet."""
+
+    items: list[tuple[_T, Read | None]]
+    nbytes: int
+    pending: Future[None] | None
+
+
+def read_ahead(
+    reader: ShardReader,
+    items: Iterable[tuple[_T, int]],
+    stage: Callable[[_T], Read | None],
+    bounds: Bounds,
+) -> Generator[list[tuple[_T, Read | None]], None, None]:
+    """Yield batches of items whose reads are done, while the next ones are being read.
+
+    Parameters
+    ----------
+    reader : ShardReader
+        Reads them.
+    items : iterable of (object, int)
+        What is wanted, each with the bytes of its read.
+    stage : callable
+        Returns the read of an item, with memory for it; None if there is nothing to read.  It is
+        called by the thread that asks for the batches.
+    bounds : Bounds
+        How far to be ahead.
+    """
+    batches: deque[_Batch[_T]] = deque()
+    with ThreadPool(bounds.n_threads, "ptsave-read") as threads:
+        for group, nbytes in _grouped(items, bounds.batch_nbytes):
+            while batches and (
+                len(batches) > bounds.n_batches
+                or sum(batch.nbytes for batch in batches) + nbytes > bounds.max_nbytes
+            ):
+                yield _first(batches)
+            staged = [(item, stage(item)) for item in group]
+            batches.append(_begin(reader, staged, nbytes, threads))
+            del staged
+        while batches:
+            yield _first(batches)
+
+
+def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple[list[_T], int]]:
+    """Yield items to read together: `max_nbytes`, or one."""
+    group: list[_T] = []
+    total = 0
+    for item, nbytes in items:
+        if group and total + nbytes > max_nbytes:
+            yield group, total
+            group, total = [], 0
+        group.append(item)
+        total += nbytes
+    if group:
+        yield group, total
+
+
+def _begin(
+    reader: ShardReader, staged: list[tuple[_T, Read | None]], nbytes: int, threads: ThreadPool
+) -> _Batch[_T]:
+    # On this thread, whose streams their memory belongs to, or because it is not worth another.
+    reads = [read for _, read in staged if read is not None]
+    here = [read for read in reads if read.target.device != _CPU]
+    ahead = [read for read in reads if read.target.device == _CPU]
+    pending = None
+    if sum(read.target.nbytes for read in ahead if not read.is_mapped) >= _MIN_AHEAD_NBYTES:
+        pending = threads.submit(reader.read, ahead)
+    else:
+        here += ahead
+    reader.read(here)
+    return _Batch(staged, nbytes, pending)
+
+
+def _first(batches: deque[_Batch[_T]]) -> list[tuple[_T, Read | None]]:
+    batch = batches.popleft()
+    if batch.pending is not None:
+        batch.pending.result()
+    return batch.items

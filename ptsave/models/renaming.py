@@ -1,0 +1,79 @@
+"""Maps the names of a checkpoint's tensors to those that a model has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from ptsave.models.name_patterns import Match, NamePatterns
+
+__all__ = ["Rename", "Renaming"]
+
+# A name in the file -> the model's, or None to leave the tensor out; or parts of names.
+Rename: TypeAlias = "Callable[[str], str | None] | Mapping[str, str | None]"
+
+
+class Renaming:
+    """The names that a model has for a checkpoint's.
+
+    Parameters
+    ----------
+    rename : callable or mapping, optional
+        A function of a name; or a mapping of whole names, or of one or more of their components,
+        each of which is replaced wherever it is found, the longest first.  None as the new name
+        leaves a tensor out.
+    prefix : str, default ""
+        Only names that begin so count, without it, before they are renamed.
+
+    Raises
+    ------
+    TypeError
+        If `rename` is neither.
+
+    Examples
+    --------
+    >>> Renaming({"encoder.h": "layers", "gamma": "weight"}, "model.")("model.encoder.h.gamma")
+    'layers.weight'
+    >>> Renaming(None, "model.")("vision.ln.gamma") is None
+    True
+    """
+
+    def __init__(self, rename: Rename | None = None, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._rename: Callable[[str], str | None] | None
+        if rename is None or callable(rename):
+            self._rename = rename
+        elif isinstance(rename, Mapping):
+            self._new_names = dict(rename)
+            self._patterns = NamePatterns(rename)
+            self._rename = self._by_mapping
+        else:
+            raise TypeError(
+                f"rename must be a function or a mapping of names, not {type(rename).__name__}"
+            )
+
+    def __call__(self, name: str) -> str | None:
+        """Return the model's name; None for a tensor that does not count."""
+        if not name.startswith(self._prefix):
+            return None
+        name = name[len(self._prefix) :]
+        if self._rename is None:
+            return name
+        renamed = self._rename(name)
+        if renamed is not None and not isinstance(renamed, str):
+            raise TypeError(f"rename({name!r}) is {type(renamed).__name__}, not a string or None")
+        return renamed
+
+    def _by_mapping(self, name: str) -> str | None:
+        if name in self._new_names:
+            return self._new_names[name]
+        found: list[Match] = []
+        for match in self._patterns.matches(name):  # the longest first
+            if all(match.end <= other.begin or other.end <= match.begin for other in found):
+                found.append(match)
+        for match in sorted(found, key=lambda each: each.begin, reverse=True):
+            new = self._new_names[match.pattern]
+            if new is None:
+                return None
+            name = name[: match.begin] + new + name[match.end :]
+        return name

@@ -1,0 +1,154 @@
+"""Which part of a tensor in a file fills which part of a tensor of the model.
+
+A part of a packed parameter, or a DTensor's part on this rank, is a box in a larger tensor: what is
+read is where both boxes overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptsave.support.torch_distributed import local_part_of
+
+__all__ = ["Part", "part_of", "parts_along", "target_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a stored tensor that are read.
+
+    Attributes
+    ----------
+    shape : torch.Size
+        Its shape.
+    begin : int
+        Its first element, in the order of the file.
+    index : tuple of slice or None
+        The part of each dimension, if its elements do not follow each other in the file.
+    """
+
+    shape: torch.Size
+    begin: int = 0
+    index: tuple[slice, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Box:
+    begins: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: _Box) -> _Box:
+        begins = tuple(map(max, self.begins, other.begins))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.begins, self.shape, other.begins, other.shape, strict=True)
+        )
+        return _Box(begins, tuple(max(0, e - b) for b, e in zip(begins, ends, strict=True)))
+
+    def within(self, other: _Box) -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that has the place of the other."""
+        return tuple(
+            slice(begin - origin, begin - origin + n)
+            for begin, n, origin in zip(self.begins, self.shape, other.begins, strict=True)
+        )
+
+
+def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) -> Tensor | None:
+    """Return the memory that a stored tensor fills; None if it has none on this rank.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The model's tensor; of a DTensor its local part is filled.
+    shape : torch.Size
+        Shape of the stored one.
+    place : (int, int) or None
+        Dimension of `tensor` and its index at which the stored one begins, if it is a part.
+    """
+    local, begins = local_part_of(tensor)
+    if place is None and local is tensor:
+        return tensor
+    here = _Box(begins, tuple(local.shape))
+    overlap = here.overlap(_box_of(tensor, shape, place))
+    return None if 0 in overlap.shape else local.detach()[overlap.within(here)]
+
+
+def part_of(
+    tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None, *, is_packed: bool
+) -> Part:
+    """Return the part of a stored tensor that fills its target.
+
+    Parameters
+    ----------
+    tensor, shape, place
+        As of `target_of`.
+    is_packed : bool
+        Whether the elements of the stored tensor follow each other in the file.
+    """
+    local, begins = local_part_of(tensor)
+    if local is tensor or tensor.dim() != len(shape):
+        return Part(shape)
+    stored = _box_of(tensor, shape, place)
+    overlap = stored.overlap(_Box(begins, tuple(local.shape)))
+    index = overlap.within(stored)
+    begin = _begin_of_block(shape, overlap.shape, index) if is_packed else None
+    if begin is None:
+        return Part(torch.Size(overlap.shape), 0, index)
+    return Part(torch.Size(overlap.shape), begin)
+
+
+def _box_of(tensor: Tensor, shape: Sequence[int], place: tuple[int, int] | None) -> _Box:
+    begins = [0] * tensor.dim()
+    if place is not None:
+        begins[place[0]] = place[1]
+    if len(shape) != tensor.dim():  # one element
+        return _Box(tuple(begins), tuple(tensor.shape))
+    return _Box(tuple(begins), tuple(shape))
+
+
+def _begin_of_block(
+    shape: Sequence[int], wanted: Sequence[int], index: Sequence[slice]
+) -> int | None:
+    """Return the first of a box's elements if they follow each other; None if they do not."""
+    begin, stride, is_whole = 0, 1, True
+    for n, m, each in zip(reversed(shape), reversed(wanted), reversed(index), strict=True):
+        if not is_whole and m != 1:
+            return None
+        is_whole = is_whole and n == m
+        begin += each.start * stride
+        stride *= n
+    return begin
+
+
+def parts_along(target: torch.Size, shapes: Sequence[torch.Size]) -> list[tuple[int, int]] | None:
+    """Return where tensors begin that together are one, one behind the other.
+
+    Parameters
+    ----------
+    target : torch.Size
+        The shape of all.
+    shapes : sequence of torch.Size
+        Their shapes, in their order.
+
+    Returns
+    -------
+    list of (int, int) or None
+        Dimension and index of each; None if the shapes do not say how.
+
+    Examples
+    --------
+    >>> parts_along(torch.Size([6, 4]), [torch.Size([4, 4]), torch.Size([2, 4])])
+    [(0, 0), (0, 4)]
+    """
+    for dim in range(len(target)):
+        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in shapes if len(shape) > dim]
+        if others != [[*target[:dim], *target[dim + 1 :]]] * len(shapes):
+            continue
+        lengths = [shape[dim] for shape in shapes]
+        if sum(lengths) == target[dim]:
+            return [(dim, sum(lengths[:number])) for number in range(len(lengths))]
+    return None

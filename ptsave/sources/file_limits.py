@@ -1,0 +1,47 @@
+"""How many files may be held open, and whether one that is opened again is the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from typing import TypeAlias
+
+__all__ = ["Identity", "identity_of", "n_files_to_hold", "require_identity"]
+
+Identity: TypeAlias = "tuple[int, ...]"
+_N_DESCRIPTORS = 3  # of one that is read: its own, the engine's, and that of direct reads
+
+
+def n_files_to_hold() -> int:
+    """Return how many files may be open for reading, with half of what is left for others.
+
+    Examples
+    --------
+    >>> n_files_to_hold() > 0
+    True
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    try:
+        n_open = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        n_open = limit // 2
+    return max(1, (limit - n_open) // (2 * _N_DESCRIPTORS))
+
+
+def identity_of(file: int | str | os.PathLike[str]) -> Identity:
+    """Return what tells a file, by descriptor or path, from another one of its name."""
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def require_identity(found: Identity, wanted: Identity, path: str) -> None:
+    """Raise OSError if a file that was opened again is another one by now."""
+    if found != wanted:
+        raise OSError(
+            errno.ESTALE,
+            "the file was replaced or changed while the set of which it is one was read",
+            path,
+        )

@@ -1,0 +1,36 @@
+"""The parts of distributed tensors that this process has, without importing torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["is_distributed_tensor", "local_part_of"]
+
+
+def is_distributed_tensor(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor: every rank has a part of it, and of its memory.
+
+    >>> is_distributed_tensor(Tensor())
+    False
+    """
+    # What torch.distributed.checkpoint asks for; importing the class takes a second.
+    return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "to_local")
+
+
+def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, and the index at which it begins in each dimension.
+
+    Of any tensor but a DTensor that is itself.
+    """
+    if not is_distributed_tensor(tensor):
+        return tensor, (0,) * tensor.dim()
+    distributed: Any = tensor
+    chunks = distributed.__create_chunk_list__()
+    local: Tensor = distributed.detach().to_local()
+    if not chunks:
+        return local, (0,) * local.dim()
+    if len(chunks) > 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+        raise RuntimeError(f"a DTensor of placements {distributed.placements} is not one block")
+    return local, tuple(chunks[0].offsets)

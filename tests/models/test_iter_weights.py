@@ -1,0 +1,173 @@
+"""iter_weights, names of files, and sets of more files than may be open."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _weights import assert_equal, write_file, write_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import ptsave
+from ptsave.models import iterating, reading_ahead, shards
+
+pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
+
+SUFFIXES = (".safetensors", ".bin", ".pt")
+
+
+def some_tensors() -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {f"large.{i}": torch.randn(300, 1000) for i in range(5)}
+    tensors |= {f"small.{i}": torch.randn(i) for i in range(5)}
+    tensors["half"] = torch.randn(3, 3).half()
+    return tensors
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("index", [True, False])
+def test_all_tensors_in_the_order_of_the_files(tmp_path: Path, suffix: str, index: bool) -> None:
+    tensors = some_tensors()
+    paths = write_shards(tmp_path, tensors, 3, suffix, index=index)
+    found = list(ptsave.iter_weights(tmp_path))
+    assert_equal(dict(found), tensors)
+    assert len(found) == len(tensors)
+    homes = {name: number for number, path in enumerate(paths) for name in ptsave.open(path)}
+    order = [homes[name] for name, _ in found]
+    assert order == sorted(order)
+
+
+def test_names_are_selected_and_changed(tmp_path: Path) -> None:
+    tensors = {"a.x": torch.ones(1), "a.y": torch.ones(2), "b": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = ptsave.iter_weights(tmp_path, prefix="a.", rename={"x": "z", "y": None})
+    assert [(name, tensor.tolist()) for name, tensor in found] == [("z", [1.0])]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_memory_is_bounded(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterating, "MAX_AHEAD_NBYTES", 4 << 20)
+    tensors = {f"{i:02}": torch.full((1 << 18,), float(i)) for i in range(24)}  # of 1 MiB
+    write_file(tmp_path / f"pytorch_model{suffix}", tensors)
+    alive: list[Any] = []
+    peak = 0
+    for name, tensor in ptsave.iter_weights(tmp_path):
+        assert torch.equal(tensor, tensors[name])
+        alive.append(weakref.ref(tensor))
+        peak = max(peak, sum(each() is not None for each in alive))
+    assert peak <= 2  # the one before is the loop's until the next one is there
+
+
+def test_what_is_kept_stays(tmp_path: Path) -> None:
+    tensors = {f"{i:02}": torch.full((1 << 18,), float(i)) for i in range(40)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    kept = dict(ptsave.iter_weights(tmp_path))
+    assert_equal(kept, tensors)
+    kept["00"].zero_()
+    assert_equal(dict(ptsave.iter_weights(tmp_path)), tensors)
+
+
+def test_a_loop_that_ends_early_leaves_nothing(tmp_path: Path) -> None:
+    save_file(some_tensors(), tmp_path / "model.safetensors")
+    for _ in ptsave.iter_weights(tmp_path):
+        break
+    weights = ptsave.iter_weights(tmp_path)
+    next(weights)
+    weights.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["consolidated.00.pth"],
+        ["consolidated.00.pth", "consolidated.01.pth"],
+        ["a.pth", "b.pth"],
+        ["model.bin"],
+        ["model-00001-of-00002.bin", "model-00002-of-00002.bin"],
+    ],
+)
+def test_other_names_of_files(tmp_path: Path, names: list[str]) -> None:
+    tensors = dict(nn.Linear(3, 3).state_dict())
+    for name, part in zip(names, (["weight"], ["bias"]), strict=False):
+        chosen = part if len(names) > 1 else ["weight", "bias"]
+        torch.save({key: tensors[key] for key in chosen}, tmp_path / name)
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x05")
+    model = nn.Linear(3, 3)
+    ptsave.load_model(model, tmp_path)
+    assert_equal(model.state_dict(), tensors)
+    assert_equal(dict(ptsave.iter_weights(tmp_path)), tensors)
+    assert_equal(ptsave.load(tmp_path), tensors)
+    with ptsave.open(tmp_path) as archive:
+        assert sorted(map(str, archive)) == ["bias", "weight"]
+        assert torch.equal(archive["weight"], tensors["weight"])
+
+
+@pytest.mark.parametrize("where", ["directory", "file"])
+def test_gguf_is_refused_by_name(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "model-q4.gguf"
+    path.write_bytes(b"GGUF\3\0\0\0" + bytes(100))
+    place = tmp_path if where == "directory" else path
+    for attempt in (
+        lambda: ptsave.load_model(nn.Linear(2, 2), place),
+        lambda: next(iter(ptsave.iter_weights(place))),
+        lambda: ptsave.open(place),
+    ):
+        with pytest.raises(ptsave.NotCheckpointError, match=r"GGUF.*gguf package"):
+            attempt()
+
+
+# ----------------------------------------------------------------------------- more files than open
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+import torch, ptsave
+folder, n = sys.argv[1], int(sys.argv[2])
+model = torch.nn.ParameterDict({f"{i:04}": torch.zeros(5) for i in range(n)})
+if sys.argv[3] == "loader":
+    for parameter in model.values():
+        parameter.weight_loader = lambda parameter, tensor: parameter.copy_(tensor)
+assert ptsave.load_model(model, folder) == ([], [], [], {})
+assert all(bool((model[f"{i:04}"] == i).all()) for i in range(n))
+assert sum(1 for _ in ptsave.iter_weights(folder)) == n
+"""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "n", "loader"), [(".safetensors", 1000, "loader"), (".pt", 200, "none")]
+)
+def test_more_shards_than_files_may_be_open(
+    tmp_path: Path, suffix: str, n: int, loader: str
+) -> None:
+    for i in range(n):
+        write_file(tmp_path / f"{i:04}{suffix}", {f"{i:04}": torch.full((5,), float(i))})
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(n), loader]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(command, check=True, timeout=100, env=environment)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_file_that_is_replaced_before_it_is_opened_again(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "n_files_to_hold", lambda: 1)
+    for i in range(3):
+        write_file(tmp_path / f"{i}{suffix}", {str(i): torch.full((5,), float(i))})
+    model = nn.ParameterDict({str(i): torch.zeros(5) for i in range(3)})
+
+    def replace_next(parameter: Tensor, tensor: Tensor) -> None:
+        write_file(tmp_path / f"new{suffix}", {"2": torch.full((5,), 7.0)})
+        (tmp_path / f"new{suffix}").rename(tmp_path / f"2{suffix}")
+
+    model["0"].weight_loader = replace_next
+    model["2"].weight_loader = lambda parameter, tensor: parameter.copy_(tensor)
+    monkeypatch.setattr(reading_ahead.Bounds, "of", lambda *_: reading_ahead.Bounds(1, 0, 1, 1))
+    with pytest.raises(OSError, match="replaced"):
+        ptsave.load_model(model, tmp_path)
