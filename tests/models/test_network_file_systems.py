@@ -1,0 +1,111 @@
+"""Weights on a file system that is far away: large reads, and no page faults in the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from slow_file_system import reads_in, slow_file_system
+from torch import Tensor, nn
+
+import ptsave
+from ptsave.sources.ranges import LocalFile
+
+DELAY = 0.001  # seconds a request
+BANDWIDTH = 40e6  # bytes per second
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    tensors = {f"weight{i}": torch.randn(1000, 1000) for i in range(8)}
+    tensors["small"] = torch.randn(7)
+    return tensors
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Return a folder of two shards on a slow file system, and the log of its reads."""
+    source, mountpoint = tmp_path / "source", tmp_path / "far"
+    source.mkdir()
+    mountpoint.mkdir()
+    items = list(weights().items())
+    for number in range(2):
+        save_file(dict(items[number::2]), source / f"model-{number + 1:05}-of-00002.safetensors")
+    try:
+        file_system = slow_file_system(source, mountpoint, delay=DELAY, bandwidth=BANDWIDTH)
+        log = file_system.__enter__()
+    except OSError as error:
+        pytest.skip(f"no FUSE here: {error}")
+    yield mountpoint, log
+    file_system.__exit__(None, None, None)
+
+
+def load(
+    folder: Path, loader: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
+    model = nn.ParameterDict({name: torch.zeros_like(each) for name, each in weights().items()})
+    if loader is not None:
+        for parameter in model.values():
+            parameter.weight_loader = loader
+    ptsave.load_model(model, folder)
+    return {name: parameter.detach() for name, parameter in model.items()}
+
+
+def load_by_loaders(folder: Path) -> dict[str, Tensor]:
+    return load(folder, lambda parameter, tensor: parameter.copy_(tensor))
+
+
+def iterate(folder: Path) -> dict[str, Tensor]:
+    return dict(ptsave.iter_weights(folder))
+
+
+def open_and_get(folder: Path) -> dict[str, Tensor]:
+    with ptsave.open(folder) as archive:
+        return {str(name): archive.get_tensor(name) for name in archive}
+
+
+@pytest.mark.parametrize("read", [load, load_by_loaders, iterate, ptsave.load, open_and_get])
+def test_the_wire_is_the_limit(
+    far: tuple[Path, Path], read: Callable[[Path], dict[str, Tensor]]
+) -> None:
+    folder, log = far
+    nbytes = sum(path.stat().st_size for path in folder.iterdir())
+    start = time.monotonic()
+    found = read(folder)
+    seconds = time.monotonic() - start
+    for name, tensor in weights().items():
+        assert torch.equal(found[name], tensor), name
+    limit = 1.2 * nbytes / BANDWIDTH
+    sizes = reads_in(log)
+    assert sum(sizes) <= 1.1 * nbytes  # everything comes once
+    assert sum(sizes) / len(sizes) >= 32 << 10  # not by the pages of faults
+    assert seconds <= limit, f"{seconds:.3f} s of {limit:.3f}: {len(sizes)} requests"
+
+
+def test_slices(far: tuple[Path, Path]) -> None:
+    folder, log = far
+    tensors = weights()
+    with ptsave.open(folder) as archive:
+        before = sum(reads_in(log))
+        rows = archive.get_slice("weight3")[100:200]
+        assert torch.equal(rows, tensors["weight3"][100:200])
+        assert sum(reads_in(log)) - before <= rows.nbytes + (512 << 10)
+
+
+def test_nothing_is_mapped(far: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = far
+    path = next(folder.iterdir())
+    with open(path, "rb", buffering=0) as stream:
+        file = LocalFile(stream, str(path))
+    assert file.is_remote
+    file.read([(0, file.nbytes)])  # it is in the page cache now
+    assert file.map_cached(4096, 1 << 20) is None
+    file.close()
+    with open(__file__, "rb", buffering=0) as stream:
+        here = LocalFile(stream, __file__)
+    assert not here.is_remote
+    here.close()
