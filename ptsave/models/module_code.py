@@ -22,7 +22,7 @@ from ptsave.archive.views import unfilled_tensors
 from ptsave.models.default_loader import fits
 from ptsave.models.filling import Filling, Item
 from ptsave.models.renaming import Renaming
-from ptsave.models.shards import Entry, PickledShard, Read, Shard, ShardReader
+from ptsave.models.shards import Entry, Read, Shard, ShardReader
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.state.copying import CopyNow, Replacement
@@ -59,11 +59,7 @@ def runs_code(model: nn.Module, plan: WeightPlan) -> bool:
 def extra_state_in(plan: WeightPlan) -> list[str]:
     """Return the names of a checkpoint's extra state that is no tensor."""
     return [
-        key
-        for shard in _shards_of(plan)
-        if isinstance(shard, PickledShard)
-        for key in shard.objects
-        if plan.renaming(key) is not None
+        key for shard in _shards_of(plan) for key in shard.objects if plan.renaming(key) is not None
     ]
 
 
@@ -141,12 +137,11 @@ class ModuleLoad:
                 self._state_dict[name] = self._copier.stand_in(name, entry, shape)
         metadata: OrderedDict[str, Any] = OrderedDict()
         for shard in _shards_of(plan):
-            if isinstance(shard, PickledShard):
-                for key, value in shard.objects.items():
-                    new_key = plan.renaming(key)
-                    if new_key is not None:
-                        self._state_dict[new_key] = value
-                metadata.update(_renamed_metadata(shard.metadata, plan.renaming))
+            for key, value in shard.objects.items():
+                new_key = plan.renaming(key)
+                if new_key is not None:
+                    self._state_dict[new_key] = value
+            metadata.update(_renamed_metadata(shard.metadata, plan.renaming))
         if metadata:
             setattr(self._state_dict, METADATA, metadata)
 

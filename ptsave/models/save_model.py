@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ptsave.contents.shard_files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
+from ptsave.models.extra_state import is_extra_state, metadata_of
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
@@ -99,7 +100,8 @@ def save_model(
     -----
     Tensors that are tied (the same memory in the same shape) are stored once: in ``"safetensors"``
     under the first of their names, with the others in the file's metadata, and in ``"pt"`` under
-    all of them.
+    all of them.  Extra state of modules that is no tensor is in the metadata of a safetensors file,
+    where `load_model` finds it.
 
     Shards are written under names that nothing has: where a set is replaced, they contain a tag.
     The index is renamed into place when all of them are complete, and then the files of the older
@@ -125,13 +127,14 @@ def save_model(
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
-    tensors = _tensors_of(state_dict)
+    tensors, objects = _tensors_of(state_dict)
     if packed_modules_mapping is not None:
         model = model_or_state_dict if isinstance(model_or_state_dict, nn.Module) else None
         tensors = unpacked(tensors, PackedModules(packed_modules_mapping), model)
     if format == "safetensors":
         check_safetensors(tensors)
     shards = split(tensors, limit)
+    shards[-1].objects = objects
     with save_errors(folder.name):
         folder.make()
         ShardSet(folder, format, shards, fsync).write()
@@ -142,17 +145,21 @@ def save_model(
 
 @dataclass
 class Shard:
-    """The tensors of one file, each with its other names."""
+    """The tensors of one file, each with its other names, and extra state that is no tensor."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     nbytes: int = 0
+    objects: dict[str, Any] = field(default_factory=dict)
 
 
-def _tensors_of(state_dict: Any) -> dict[str, Tensor]:
+def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a state dict, and the extra state of modules that is none."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"expected a module or a state dict, not {type(state_dict).__name__}")
-    for name, tensor in state_dict.items():
+    objects = {name: value for name, value in state_dict.items() if is_extra_state(name, value)}
+    tensors = {name: value for name, value in state_dict.items() if name not in objects}
+    for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(
                 f"entry {name!r} is {type(tensor).__name__}, not a tensor: "
@@ -160,7 +167,7 @@ def _tensors_of(state_dict: Any) -> dict[str, Tensor]:
             )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise TypeError(f"entry {name!r} is not a dense tensor with memory of its own")
-    return {name: tensor.detach() for name, tensor in state_dict.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}, objects
 
 
 def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
@@ -303,8 +310,8 @@ def _is_of_model(name: str, files: ShardFormat) -> bool:
     return is_shard or name in (files.single, files.index)
 
 
-def _with_aliases(shard: Shard) -> dict[str, Tensor]:
-    tensors = {}
+def _with_aliases(shard: Shard) -> dict[str, Any]:
+    tensors: dict[str, Any] = dict(shard.objects)
     for name, tensor in shard.tensors.items():
         stored = _compact(tensor)
         for each in (name, *shard.aliases.get(name, ())):
@@ -320,7 +327,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool) -> None:
-    metadata = {"format": "pt"}
+    metadata = {"format": "pt", **metadata_of(shard.objects)}
     for name, others in shard.aliases.items():
         metadata.update(dict.fromkeys(others, name))
     write_safetensors(shard.tensors, target, metadata, fsync=fsync)

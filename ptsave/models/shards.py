@@ -28,6 +28,7 @@ from ptsave.contents.shard_files import (
     those_in_index,
 )
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
+from ptsave.models.extra_state import extra_state_in, is_extra_state
 from ptsave.sources.file_limits import identity_of, n_files_to_hold, require_identity
 from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
@@ -36,7 +37,7 @@ from ptsave.state.copying import Copier
 from ptsave.state.nested_state import parts_with_tensors
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
-from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX, METADATA
+from ptsave.support.torch_modules import METADATA
 from ptsave.training.restoring import FileCopier, restoring
 from ptsave.tree.containers import items_of
 from ptsave.tree.expansion import stored_nbytes_of
@@ -95,6 +96,13 @@ class SafetensorsShard:
         The file, open.
     stays_open : bool, default True
         Whether it stays so; otherwise it is opened again when it is read.
+
+    Attributes
+    ----------
+    objects : dict of str to object
+        Extra state of modules that is no tensor, by its name in the state dict.
+    metadata : mapping
+        Versions of modules: the format has none.
     """
 
     def __init__(self, file: LocalFile, *, stays_open: bool = True) -> None:
@@ -102,7 +110,10 @@ class SafetensorsShard:
         self.file = file
         self.close = file.close
         self._identity = identity_of(file.descriptor)
-        tensors = read_header(file).tensors
+        header = read_header(file)
+        tensors = header.tensors
+        self.objects = extra_state_in(header.metadata, self.path)
+        self.metadata: Mapping[str, Any] = {}
         self.entries = [
             Entry(each.name, each.shape, each.dtype, self, each.nbytes, each.nbytes)
             for each in tensors
@@ -167,10 +178,13 @@ class FetchedShard:
 
     def __init__(self, source: RangeSource) -> None:
         self.path = source.name
-        self._contents: SafetensorsContents | None = SafetensorsContents(source)
+        contents = SafetensorsContents(source)
+        self._contents: SafetensorsContents | None = contents
+        self.objects = extra_state_in(contents.metadata, self.path)
+        self.metadata: Mapping[str, Any] = {}
         self.entries = [
             Entry(name, tensor.shape, tensor.dtype, self, tensor.nbytes, tensor.nbytes)
-            for name, tensor in self._contents.obj.items()
+            for name, tensor in contents.obj.items()
         ]
 
     def read(self, reads: Iterable[Read]) -> None:
@@ -290,7 +304,7 @@ class PickledShard:
             )
         if not isinstance(obj, Mapping):
             raise TypeError(f"{self.path} holds {type(obj).__name__}, not a dict of tensors")
-        extra = {key: value for key, value in items_of(obj) if _is_extra_state(key, value)}
+        extra = {key: value for key, value in items_of(obj) if is_extra_state(key, value)}
         if extra and not self.objects:
             assert self._copier is not None
             self._copier.show(extra)
@@ -332,11 +346,6 @@ class PickledShard:
         self._copier = None
         self._open_file.__exit__(*exception)
         self._open_file = ExitStack()
-
-
-def _is_extra_state(key: Any, value: Any) -> bool:
-    is_named_so = isinstance(key, str) and f".{key}".endswith(f".{EXTRA_STATE_KEY_SUFFIX}")
-    return is_named_so and not isinstance(value, Tensor)
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:

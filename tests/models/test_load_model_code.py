@@ -220,7 +220,8 @@ def test_versions_are_those_in_the_files(tmp_path: Path) -> None:
     assert seen == [2]
 
 
-def test_extra_state_that_is_no_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "torch"])
+def test_extra_state_that_is_no_tensor(tmp_path: Path, kind: Any) -> None:
     class Counting(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"count": 3, "values": torch.arange(4)}
@@ -229,7 +230,10 @@ def test_extra_state_that_is_no_tensor(tmp_path: Path) -> None:
             self.seen = state
 
     saved = nn.Sequential(Counting(2, 2))
-    torch.save(saved.state_dict(), tmp_path / "model.pt")
+    if kind == "torch":
+        torch.save(saved.state_dict(), tmp_path / "model.pt")
+    else:
+        ptsave.save_model(saved, tmp_path, format=kind)
     model = nn.Sequential(Counting(2, 2))
     ptsave.load_model(model, tmp_path)
     seen: Any = model[0].seen
