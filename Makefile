@@ -78,6 +78,7 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.appending
 	$(RUN) -m benchmarks.capture
 	$(RUN) -m benchmarks.capture_diff
+	$(RUN) -m benchmarks.integrations
 
 wheel: $(SETUP_STAMP)  ## build a wheel into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .

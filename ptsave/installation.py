@@ -194,8 +194,8 @@ def _exchange(name: str, new: Callable[..., Any]) -> None:
 def _exchange_safetensors(options: _Options) -> None:
     if not options.safetensors and not _current_safetensors:
         return
-    originals = safetensors_functions.originals()
-    for name, original in originals.items():
+    pairs = []
+    for name, original in safetensors_functions.originals().items():
         new = original
         if options.safetensors:
             new = _with_defaults(
@@ -204,5 +204,7 @@ def _exchange_safetensors(options: _Options) -> None:
             )
         old = _current_safetensors.get(name, original)
         if new is not old:
-            safetensors_functions.exchange(old, new)
+            pairs.append((old, new))
             _current_safetensors[name] = new
+    if pairs:
+        safetensors_functions.exchange(*pairs)

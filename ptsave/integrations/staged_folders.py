@@ -264,11 +264,11 @@ def _substitute(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 @contextmanager
 def _in_all_modules(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    safetensors_functions.exchange(old, new)
+    safetensors_functions.exchange((old, new))
     try:
         yield
     finally:
-        safetensors_functions.exchange(new, old)
+        safetensors_functions.exchange((new, old))
 
 
 def _is_in(path: Any, folder: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -140,19 +140,22 @@ def load_file(
     return tensors
 
 
-def exchange(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Put a function in the place of another in all modules that have that by name."""
-    for module, name in list(_holders(old)):
-        setattr(module, name, new)
+def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Put the second function of each pair in the place of the first, whatever module has that.
 
-
-def _holders(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
+    Names of modules only: libraries import these functions by name.
+    """
+    wanted = {id(old): new for old, new in pairs}
     modules: list[object] = list(sys.modules.values())  # which may hold anything
     for module in modules:
-        if isinstance(module, ModuleType) and module.__name__ != __name__:
-            for name, value in list(vars(module).items()):
-                if value is function:
-                    yield module, name
+        if not isinstance(module, ModuleType) or module.__name__ == __name__:
+            continue
+        names = vars(module)
+        if wanted.keys().isdisjoint(map(id, list(names.values()))):
+            continue
+        for name, value in list(names.items()):
+            if id(value) in wanted:
+                setattr(module, name, wanted[id(value)])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:

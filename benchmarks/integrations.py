@@ -1,0 +1,401 @@
+"""Checkpoints of other libraries: as they write them, under install(), and by ptsave's plug-ins.
+
+    python -m benchmarks.integrations                     all workloads, 5 rounds
+    python -m benchmarks.integrations lightning --rounds 7
+    python -m benchmarks.integrations --output benchmarks/results/integrations.md
+    PTSAVE_BENCHMARK_MIB=64 PTSAVE_BENCHMARK_MPARAMS=10 python -m benchmarks.integrations
+
+In each round every workload runs once with every contender, in a shuffled order, each in a fresh
+process that has saved something small before.  Files go to a disk, new names, without fsync unless
+the workload says so; before each figure all that is dirty has been written.
+
+lightning: save_checkpoint and load_checkpoint of a CheckpointIO, 1 GiB of tensors; stock is
+Lightning's own, "installed" is that under ptsave.install().  The load is warm.  Memory is the peak
+of resident memory during the save, above what there was.
+
+trainer: one checkpoint of transformers' Trainer, with AdamW, of a GPT-2 of 300 M parameters: model,
+optimizer, scheduler, random state.  "background" is the time for which training stands still, of
+the second checkpoint of a process; its limit is a memcpy of as many bytes by two threads into
+memory that is there.
+
+save_file: 1 GiB by safetensors.torch.save_file, into the page cache and with fsync (stock: of the
+file and its directory after the call).
+
+share: of the bytes of one checkpoint, those that the engine has written; tiny models.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import importlib
+import itertools
+import os
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import _limits
+from benchmarks._program import TIMES_STOCK, Program, table
+from ptsave.bench.system import (
+    MIB,
+    PeakMemory,
+    fetch_free_memory,
+    make_warm,
+    sync_file_and_directory,
+)
+
+N_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "1024"))
+N_MPARAMS = int(os.environ.get("PTSAVE_BENCHMARK_MPARAMS", "300"))
+STOCK, INSTALLED, PTSAVE, BACKGROUND, LIMIT = "stock", "installed", "ptsave", "background", "limit"
+CONTENDERS = {
+    "lightning": (STOCK, INSTALLED, PTSAVE),
+    "trainer": (STOCK, PTSAVE, BACKGROUND, LIMIT),
+    "save_file": (STOCK, PTSAVE),
+    "save_file_fsync": (STOCK, PTSAVE),
+}
+CLIENTS = ("lightning", "trainer", "accelerate")
+N_FLOATS_OF_TENSOR = 4 * MIB
+GPT2_WIDTH = 1024
+PARAMETERS_OF_LAYER = 12 * GPT2_WIDTH**2  # of attention and feed-forward, about
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    workload: str
+    contender: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured."""
+
+    seconds: dict[str, float] = field(default_factory=dict)  # by what was done
+    peak_nbytes: int = 0
+    nbytes: int = 0
+    share: float = 0.0
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    count = max(N_MIB // 16, 1)
+    return {f"layer.{i:03}.weight": torch.randn(N_FLOATS_OF_TENSOR) for i in range(count)}
+
+
+def timed(action: Callable[[], object]) -> float:
+    os.sync()
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------------------------------- Lightning
+
+
+def checkpoint_io(contender: str) -> Any:
+    if contender == PTSAVE:
+        from ptsave.integrations.lightning import CheckpointIO
+
+        return CheckpointIO()
+    if contender == INSTALLED:
+        import ptsave
+
+        ptsave.install()
+    return importlib.import_module("lightning.fabric.plugins.io.torch_io").TorchCheckpointIO()
+
+
+def measure_lightning(task: Task) -> Figure:
+    plugin, folder = checkpoint_io(task.contender), Path(task.folder)
+    plugin.save_checkpoint({"w": torch.ones(3)}, str(folder / "small.ckpt"))
+    plugin.load_checkpoint(str(folder / "small.ckpt"))
+    path = folder / f"{task.contender}.ckpt"
+    path.unlink(missing_ok=True)
+    checkpoint: dict[str, Any] = {"state_dict": make_tensors(), "epoch": 1}
+    fetch_free_memory(3 * N_MIB * MIB)
+    memory = PeakMemory()
+    save = timed(lambda: plugin.save_checkpoint(checkpoint, str(path)))
+    peak_nbytes = memory.above_baseline()
+    expected = {name: float(each.sum()) for name, each in checkpoint.pop("state_dict").items()}
+    make_warm(path)
+    found: dict[str, Any] = {}
+    load = timed(lambda: found.update(plugin.load_checkpoint(str(path), weights_only=True)))
+    if {name: float(each.sum()) for name, each in found["state_dict"].items()} != expected:
+        raise RuntimeError("other values")
+    path.unlink()
+    return Figure({"save": save, "load": load}, peak_nbytes)
+
+
+# -------------------------------------------------------------------------------------- the Trainer
+
+
+def make_trainer(contender: str, folder: Path, n_layers: int, width: int) -> Any:
+    from ptsave.integrations.transformers import Trainer
+
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.GPT2Config(
+        n_layer=n_layers, n_embd=width, n_head=4, vocab_size=1024, n_positions=64
+    )
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    if contender == STOCK:
+        trainer = transformers.Trainer(model, arguments)
+    else:
+        trainer = Trainer(model, arguments, async_checkpoints=contender == BACKGROUND)
+    trainer.create_optimizer_and_scheduler(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return trainer
+
+
+def save_trainer(trainer: Any, step: int) -> None:
+    trainer.state.global_step = step
+    trainer._save_checkpoint(trainer.model, None)
+
+
+def measure_trainer(task: Task) -> Figure:
+    folder = Path(task.folder) / task.contender
+    save_trainer(make_trainer(task.contender, folder / "small", 1, 16), 1)
+    n_layers = max(N_MPARAMS * 10**6 // PARAMETERS_OF_LAYER, 1)
+    trainer = make_trainer(task.contender, folder, n_layers, GPT2_WIDTH)
+    if task.contender == BACKGROUND:
+        save_trainer(trainer, 1)
+        trainer._saves.wait()
+        shutil.rmtree(folder / "checkpoint-1")
+    fetch_free_memory(3 * N_MPARAMS * 10**6 * 4)
+    memory = PeakMemory()
+    start = time.perf_counter()
+    seconds = {"save": timed(lambda: save_trainer(trainer, 2))}
+    if task.contender == BACKGROUND:
+        trainer._saves.wait()
+        seconds["written"] = time.perf_counter() - start
+    files = [*(folder / "checkpoint-2").iterdir()]
+    nbytes = sum(path.stat().st_size for path in files)
+    shutil.rmtree(folder)
+    return Figure(seconds, memory.above_baseline(), nbytes)
+
+
+# ---------------------------------------------------------------------------------------- save_file
+
+
+def measure_save_file(task: Task) -> Figure:
+    import safetensors.torch
+
+    import ptsave
+
+    durable = task.workload == "save_file_fsync"
+    if task.contender == PTSAVE:
+        ptsave.install(safetensors=True, fsync=durable)
+    path = Path(task.folder) / f"{task.contender}.safetensors"
+    tensors = make_tensors()
+
+    def save() -> None:
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+        if durable and task.contender == STOCK:
+            sync_file_and_directory(path)
+
+    safetensors.torch.save_file({"w": torch.ones(3)}, path)
+    path.unlink()
+    fetch_free_memory(2 * N_MIB * MIB)
+    seconds = {"save": timed(save)}
+    if task.contender == PTSAVE:
+        ptsave.uninstall()
+        stock = path.with_suffix(".stock")
+        safetensors.torch.save_file(tensors, stock, metadata={"format": "pt"})
+        if not filecmp.cmp(path, stock, shallow=False):
+            raise RuntimeError("the files differ")
+        stock.unlink()
+    path.unlink()
+    return Figure(seconds)
+
+
+# -------------------------------------------------------------------------------------------- share
+
+
+def checkpoint_of(client: str, contender: str, folder: Path) -> Callable[[], object]:
+    """Return what writes a checkpoint of a tiny model into a folder."""
+    if client == "lightning":
+        plugin = checkpoint_io(contender)
+        tensors = {"state_dict": {"w": torch.randn(MIB)}}
+        return lambda: plugin.save_checkpoint(tensors, str(folder / "x.ckpt"))
+    if client == "trainer":
+        trainer = make_trainer(contender, folder, 2, 64)
+        return lambda: save_trainer(trainer, 1)
+    from ptsave.integrations.accelerate import enable
+
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    model = torch.nn.Linear(512, 512)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    if contender == PTSAVE:
+        enable(accelerator)
+    return lambda: accelerator.save_state(str(folder / "state"))
+
+
+def measure_share(task: Task) -> Figure:
+    from ptsave.writing.targets import FileWriter
+
+    _, _, client = task.workload.partition(" ")
+    folder = Path(task.folder) / f"{client}-{task.contender}"
+    written = []
+    write = FileWriter.write_path
+
+    def noting(writer: FileWriter, path: str) -> None:
+        written.append(os.path.basename(path))
+        write(writer, path)
+
+    action = checkpoint_of(client, task.contender, folder)
+    FileWriter.write_path = noting  # type: ignore[method-assign, assignment]
+    action()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    nbytes = sum(path.stat().st_size for path in files)
+    by_engine = sum(path.stat().st_size for path in files if path.name in written)
+    shutil.rmtree(folder)
+    return Figure({}, 0, nbytes, by_engine / nbytes)
+
+
+def measure(task: Task) -> Figure:
+    warnings.simplefilter("ignore")
+    if task.workload.startswith("share"):
+        return measure_share(task)
+    measures = {"lightning": measure_lightning, "trainer": measure_trainer}
+    return measures.get(task.workload, measure_save_file)(task)
+
+
+# --------------------------------------------------------------------------------------- the rounds
+
+Figures = dict[tuple[str, str], list[Figure]]  # by workload and contender
+
+
+def run_limit(folder: Path, nbytes: int) -> Figure:
+    _, by_threads = _limits.measure("copy", folder, nbytes)
+    return Figure({"save": by_threads["2"]}, 0, nbytes)
+
+
+def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
+    figures: Figures = {}
+    timed_names = [name for name in names if name != "share"]
+    each = list(itertools.product(range(rounds), timed_names))
+    for _, name in tqdm(each, leave=False, disable=None):
+        # The limit needs to know how much the others have written.
+        contenders = [each for each in CONTENDERS[name] if each != LIMIT]
+        for contender in random.sample(contenders, len(contenders)):
+            figure = Figure(**PROGRAM.run_task(Task(name, contender, str(folder))))
+            figures.setdefault((name, contender), []).append(figure)
+        if LIMIT in CONTENDERS[name]:
+            nbytes = figures[name, STOCK][-1].nbytes
+            figures.setdefault((name, LIMIT), []).append(run_limit(folder, nbytes))
+    if "share" in names:
+        for client, contender in itertools.product(CLIENTS, (STOCK, PTSAVE)):
+            task = Task(f"share {client}", contender, str(folder))
+            figures[task.workload, contender] = [Figure(**PROGRAM.run_task(task))]
+    return figures
+
+
+# ---------------------------------------------------------------------------------------- reporting
+
+
+def ratio(mine: list[Figure], other: list[Figure], what: str) -> float:
+    """Return how many times as long the other takes."""
+    pairs = zip(mine, other, strict=True)
+    return median(b.seconds[what] / a.seconds[what] for a, b in pairs)
+
+
+def time_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
+    for name in names:
+        for contender in CONTENDERS.get(name, ()):
+            ours = figures[name, contender]
+            for what in ours[0].seconds:
+                seconds = [figure.seconds[what] for figure in ours]
+                stock = figures[name, STOCK]
+                times = f"{ratio(ours, stock, what):.2f}" if what in stock[0].seconds else ""
+                peak = max(figure.peak_nbytes for figure in ours) / MIB
+                yield [
+                    name,
+                    contender,
+                    what,
+                    f"{median(seconds):.3f}",
+                    f"{min(seconds):.3f} - {max(seconds):.3f}",
+                    times,
+                    f"{peak:.0f}" if peak and what == "save" else "",
+                ]
+
+
+def share_rows(figures: Figures) -> Iterator[list[str]]:
+    for client in CLIENTS:
+        shares = [figures[f"share {client}", each][0].share for each in (STOCK, PTSAVE)]
+        yield [client, *(f"{100 * share:.1f} %" for share in shares)]
+
+
+def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
+    for name, contender, what, goal in (
+        ("lightning", PTSAVE, "save", 10),
+        ("lightning", PTSAVE, "load", 2.5),
+        ("trainer", PTSAVE, "save", 2.5),
+        ("save_file", PTSAVE, "save", 2),
+        ("save_file_fsync", PTSAVE, "save", 1.6),
+    ):
+        if name in names:
+            times = ratio(figures[name, contender], figures[name, STOCK], what)
+            yield [
+                f"{name}, {what}",
+                f"≥ {goal:g} {TIMES_STOCK}",
+                f"{times:.2f}",
+                met(times >= goal),
+            ]
+    if "lightning" in names:
+        peak = max(figure.peak_nbytes for figure in figures["lightning", PTSAVE]) / MIB
+        yield ["lightning, save", "≤ 64 MiB above the tensors", f"{peak:.0f}", met(peak <= 64)]
+    if "trainer" in names:
+        times = 1 / ratio(figures["trainer", BACKGROUND], figures["trainer", LIMIT], "save")
+        yield ["trainer, background", "≤ 1.3 memcpy", f"{times:.2f}", met(times <= 1.3)]
+    if "share" in names:
+        share = min(figures[f"share {client}", PTSAVE][0].share for client in CLIENTS)
+        yield ["share, the least", "≥ 99 %", f"{100 * share:.1f} %", met(share >= 0.99)]
+
+
+def met(is_met: bool) -> str:
+    return "yes" if is_met else "**no**"
+
+
+def report(names: list[str], rounds: int, folder: Path) -> str:
+    figures = run_rounds(names, rounds, folder)
+    parts = []
+    if names != ["share"]:
+        header = ["workload", "", "", "s", "min - max", TIMES_STOCK, "MiB above what there was"]
+        parts.append(table(header, time_rows(names, figures), n_texts=3))
+    if "share" in names:
+        parts.append(table(["client", STOCK, PTSAVE], share_rows(figures)))
+    parts.append(table(["workload", "goal", PTSAVE, "met"], goal_rows(names, figures), n_texts=2))
+    return "\n\n".join(parts)
+
+
+def run(**task: Any) -> dict[str, Any]:
+    return asdict(measure(Task(**task)))
+
+
+PROGRAM = Program(
+    "integrations",
+    "Benchmark of other libraries' checkpoints",
+    __doc__ or "",
+    run,
+    report,
+    [*CONTENDERS, "share"],
+)
+
+if __name__ == "__main__":
+    PROGRAM.main()
