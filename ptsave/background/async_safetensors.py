@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,12 @@ _abandoned: list[object] = []  # memory of a parent process, which a child must 
 
 
 def async_save_safetensors(
-    tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str], *, fsync: bool = False
+    tensors: Mapping[str, Tensor],
+    path: str,
+    metadata: Mapping[str, str],
+    *,
+    fsync: bool = False,
+    when_full: Literal["wait", "raise"] = "wait",
 ) -> SaveFuture:
     """Copy tensors now, and write them in the bytes of ``safetensors.torch.save_file`` later.
 
@@ -37,7 +42,7 @@ def async_save_safetensors(
         A local file.
     metadata : mapping of str to str
         The ``__metadata__``.
-    fsync : bool, default False
+    fsync, when_full
         As for :func:`ptsave.async_save`.
 
     Returns
@@ -47,6 +52,8 @@ def async_save_safetensors(
 
     Raises
     ------
+    StagingFullError
+        If there is no room for the copies, and ``when_full="raise"``.
     TypeError, ValueError
         If safetensors files cannot hold such a tensor.
     SaveError
@@ -59,7 +66,7 @@ def async_save_safetensors(
     _, storages = pickle_object(list(live.values()), pickle, 2)
     nbytes = sum(each.untyped_storage().nbytes() for each in live.values())
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
-        reservation = background.reserve(nbytes, None, wait=True)
+        reservation = background.reserve(nbytes, None, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _C.Snapshot(storages)
         undo.callback(snapshot.release)

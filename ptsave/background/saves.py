@@ -26,7 +26,8 @@ import functools
 import logging
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ptsave import _C
@@ -38,7 +39,7 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.writing.targets import TargetWriter, name_of
 from ptsave.writing.url_targets import UrlTarget
 
-__all__ = ["BackgroundSave", "default_limit_nbytes", "reserve", "start"]
+__all__ = ["BackgroundSave", "default_limit_nbytes", "reserve", "start", "writes_held_back"]
 
 _FORKED = (
     "this process was forked while the save was unfinished: the parent process writes the file, "
@@ -279,6 +280,27 @@ def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
         raise
     if _writing.closed:
         report_failures()  # there is no later moment
+
+
+@contextmanager
+def writes_held_back() -> Iterator[Callable[[], object]]:
+    """Let saves that begin in the block be written after it, so that none slows down their copies.
+
+    Yields a function that lets them be written at once: for a call that waits for the memory of
+    others, which only their end frees.
+    """
+    released = threading.Event()
+    owner = threading.current_thread()
+
+    def wait() -> None:
+        if threading.current_thread() is not owner:  # which writes if no thread can be started
+            released.wait()
+
+    _writing.put(wait)
+    try:
+        yield released.set
+    finally:
+        released.set()
 
 
 @functools.cache

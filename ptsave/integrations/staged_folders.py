@@ -25,7 +25,8 @@ import torch
 from ptsave.background.async_safetensors import async_save_safetensors, covers_its_storage
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
-from ptsave.errors import add_note
+from ptsave.background.saves import writes_held_back
+from ptsave.errors import StagingFullError, add_note
 from ptsave.installation import installed
 from ptsave.streaming import safetensors_functions
 
@@ -217,17 +218,26 @@ class FolderSaves:
 def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[SaveFuture]]:
     """Let ``torch.save`` and ``save_file`` into a folder return when they have copied the tensors.
 
+    The files are written after the block, unless there is no memory for copies of all of them.
     Files elsewhere, and tensors that the library has to look at, are written by the call.  Yields
     the futures of the others.
     """
     futures: list[SaveFuture] = []
-    with installed(safetensors=True, fsync=fsync):
+    with installed(safetensors=True, fsync=fsync), writes_held_back() as release:
         save, library = torch.save, safetensors_functions.require_library()
         save_file = library.save_file
 
+        def begin(function: Callable[..., SaveFuture], *args: Any) -> None:
+            try:
+                future = function(*args, fsync=fsync, when_full="raise")
+            except StagingFullError:  # until some of them are written
+                release()
+                future = function(*args, fsync=fsync, when_full="wait")
+            futures.append(future)
+
         def save_later(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
             if _is_in(f, folder.path) and not args and not kwargs:
-                futures.append(async_save(obj, f, fsync=fsync))
+                begin(async_save, obj, f)
             else:
                 save(obj, f, *args, **kwargs)
 
@@ -235,8 +245,7 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
             tensors: Any, filename: Any, metadata: Mapping[str, str] | None = None
         ) -> None:
             if _is_in(filename, folder.path) and _can_wait(tensors, filename, metadata):
-                path = os.fspath(filename)
-                futures.append(async_save_safetensors(tensors, path, metadata or {}, fsync=fsync))
+                begin(async_save_safetensors, tensors, os.fspath(filename), metadata or {})
             else:
                 save_file(tensors, filename, metadata)
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,3 +253,35 @@ for number in range(2):
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "c")], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert {ptsave.load(tmp_path / "c" / name)["n"] for name in "ab"} == {0}
+
+
+def test_files_are_written_after_all_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
+    os.makedirs(folder.path)
+    with staged_folders.writes_in_background(folder, fsync=False) as futures:
+        for name in "ab":
+            torch.save({"w": torch.ones(1000)}, f"{folder.path}/{name}")
+        time.sleep(0.1)
+        assert os.listdir(folder.path) == []
+    for future in futures:
+        future.result(20)
+    assert sorted(os.listdir(folder.path)) == ["a", "b"]
+
+
+def test_without_room_files_are_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 4 << 20
+    monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", str(nbytes + (1 << 16)))
+    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
+    os.makedirs(folder.path)
+    with staged_folders.writes_in_background(folder, fsync=False) as futures:
+        for name in "abc":
+            torch.save({"w": torch.ones(nbytes // 4)}, f"{folder.path}/{name}")
+        assert len(futures) == 3
+        assert futures[0].done()
+    FolderSaves().commit(folder, futures[:0], lambda: None)
+    for future in futures:
+        future.result(20)
