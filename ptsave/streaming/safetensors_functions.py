@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import ModuleType
 from typing import Any
 
@@ -146,16 +146,36 @@ def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     Names of modules only: libraries import these functions by name.
     """
     wanted = {id(old): new for old, new in pairs}
+    ours = wanted.keys() | {id(each) for each in originals().values()} | _in_place.keys()
     modules: list[object] = list(sys.modules.values())  # which may hold anything
     for module in modules:
-        if not isinstance(module, ModuleType) or module.__name__ == __name__:
-            continue
-        names = vars(module)
-        if wanted.keys().isdisjoint(map(id, list(names.values()))):
-            continue
-        for name, value in list(names.items()):
-            if id(value) in wanted:
-                setattr(module, name, wanted[id(value)])
+        if isinstance(module, ModuleType) and module.__name__ != __name__:
+            _exchange_in(module, wanted, ours)
+    for old, new in pairs:
+        _in_place.pop(id(old), None)
+        _in_place[id(new)] = new
+
+
+# The functions that modules have now, beside the library's own.
+_in_place: dict[int, Callable[..., Any]] = {}
+# Modules that had none of them, by name: which dict, and how many names, so that all of the others
+# need not be looked at again.  A module gets one by an import, which adds a name.
+_without: dict[str, tuple[int, int]] = {}
+
+
+def _exchange_in(
+    module: ModuleType, wanted: Mapping[int, Callable[..., Any]], ours: Set[int]
+) -> None:
+    names = vars(module)
+    state = id(names), len(names)
+    if _without.get(module.__name__) == state:
+        return
+    if not ours & {id(value) for value in list(names.values())}:
+        _without[module.__name__] = state
+        return
+    for name, value in list(names.items()):
+        if id(value) in wanted:
+            setattr(module, name, wanted[id(value)])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:

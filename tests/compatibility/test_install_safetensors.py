@@ -254,3 +254,17 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ptsave.install(safetensors=True)
     with pytest.raises(RuntimeError, match="not installed"):
         ptsave.uninstall()
+
+
+def test_modules_that_import_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that had none of the functions is looked at again when it has got a name."""
+    library: Any = ModuleType("a_late_library")
+    monkeypatch.setitem(sys.modules, "a_late_library", library)
+    with ptsave.installed(safetensors=True):
+        pass
+    library.load_file = STOCK["load"]
+    with ptsave.installed(safetensors=True):
+        assert library.load_file is not STOCK["load"]
+        library.save_file = st.save_file
+    assert library.load_file is STOCK["load"]
+    assert library.save_file is STOCK["save"]
