@@ -1,4 +1,4 @@
-"""Weights for inference engines: found or downloaded, and read shard by shard."""
+"""Weights for inference engines: found or downloaded, and read ahead in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,40 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptsave.contents.checkpoint_files import find_files
-from ptsave.serialization import load
+from ptsave.models.iterating import iter_weights
 from ptsave.sources.urls import is_url
 
-__all__ = ["DefaultLoaderPart", "ModelLoaderPart", "local_model", "weights_of"]
+__all__ = ["DefaultLoaderPart", "ModelLoaderPart", "local_model"]
 
 _SAFETENSORS = ["*.safetensors", "*.safetensors.index.json"]
 _OTHERS = ["*.bin", "*.pt", "*.bin.index.json"]
-
-
-def weights_of(path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model, on the CPU, with one of its files in memory at a time.
-
-    Parameters
-    ----------
-    path : str
-        A file, a directory of shards, or a URL, as :func:`ptsave.load` takes them.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If a file is damaged.
-    FileNotFoundError
-        If a shard is missing.
-    """
-    files = find_files(path)
-    files.close()
-    for shard in files.paths:
-        tensors = load(shard, "cpu", weights_only=True)
-        while tensors:
-            name = next(iter(tensors))
-            tensor = tensors.pop(name)
-            if files.weight_map is None or files.weight_map.get(name) == shard:
-                yield name, tensor
 
 
 def local_model(
@@ -94,8 +67,8 @@ class _Part:
 class ModelLoaderPart(_Part):
     """Loads the weights of a vLLM model by ptsave: ``--load-format ptsave``.
 
-    Every shard is read by several threads in large requests, past the page cache where the file is
-    not in it, so nothing waits for page faults; checksums of ``.pt`` files are compared.
+    The shards are read by :func:`ptsave.iter_weights`: by several threads, in large requests, ahead
+    of their use and in bounded memory, so nothing waits for page faults.
 
     Parameters
     ----------
@@ -116,7 +89,7 @@ class ModelLoaderPart(_Part):
         """Fill a model with its weights; the model says where each goes."""
         path = self._local(_weights_name(model_config), model_config.revision)
         load_weights: Any = model.load_weights
-        load_weights(weights_of(path))
+        load_weights(iter_weights(path))
 
 
 def _weights_name(model_config: Any) -> str:
@@ -151,4 +124,4 @@ class DefaultLoaderPart(_Part):
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
         path = self._local(source.model_or_path, source.revision)
-        return ((source.prefix + name, tensor) for name, tensor in weights_of(path))
+        return ((source.prefix + name, tensor) for name, tensor in iter_weights(path))

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import ptsave
-from ptsave.integrations import served_weights
 
 VLLM = "vllm.model_executor.model_loader"
 SGLANG = "sglang.srt.model_loader.loader"
@@ -177,11 +176,3 @@ def test_download(folder: Path, loader_of: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(model.seen) == 4
     assert calls[0][0] == "some/model"
     assert calls[0][1]["ignore_patterns"] == ["original/**/*"]
-
-
-def test_one_shard_at_a_time(folder: Path) -> None:
-    names = [name for name, _ in served_weights.weights_of(str(folder))]
-    assert sorted(names) == sorted(Model().state_dict())
-    ptsave.save(Model().state_dict(), folder.parent / "one.bin")
-    names = [name for name, _ in served_weights.weights_of(str(folder.parent / "one.bin"))]
-    assert names == list(Model().state_dict())
