@@ -160,10 +160,9 @@ def load_model(
     Buffers that state dicts leave out may be missing.  Lazy buffers
     (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and are None where it has no
     such tensor.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions, extra state
-    and lazy modules do what they do in :meth:`torch.nn.Module.load_state_dict`: the entries of a
-    module with such code, and those of its children, are in memory until it is loaded, and all
-    others are read straight into place.  CRCs are verified for files of :func:`torch.save`;
-    safetensors files have none.
+    and lazy modules do what they do in :meth:`torch.nn.Module.load_state_dict`: what such code asks
+    for is in memory until its module is loaded, and all else is read straight into place.  CRCs are
+    verified for files of :func:`torch.save`; safetensors files have none.
 
     Examples
     --------

@@ -3,14 +3,15 @@
 Hooks, overridden ``_load_from_state_dict``, migrations of versions, extra state and lazy modules
 see a state dict.  It is made of stand-ins, tensors without memory; the code that loads any state
 dict says which of them is copied where, and those copies become reads.  Before code that is not
-torch's runs, the entries that it can reach are read: those of its module, which are let go of
-behind it.
+torch's runs, the entries of its module are read, and those of children when they are asked for;
+they are let go of behind it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,9 @@ from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.state.copying import CopyNow, Replacement
 from ptsave.state.modules import check_module, load_module
 from ptsave.state.plain_copies import Mismatch
-from ptsave.state.trusted_loading import has_code_of_its_own
+from ptsave.state.trusted_loading import has_code_of_its_own, overrides_load_state_dict
 from ptsave.support.torch_distributed import is_distributed_tensor
-from ptsave.support.torch_modules import METADATA
+from ptsave.support.torch_modules import METADATA, IncompatibleKeys
 
 __all__ = ["ModuleLoad", "runs_code"]
 
@@ -50,7 +51,7 @@ class LoadOptions:
 def runs_code(model: nn.Module, plan: WeightPlan) -> bool:
     """Whether filling a model is more than copying tensors."""
     names = {plan.renaming(entry.name) for entry in plan.entries}
-    return any(
+    return overrides_load_state_dict(model) or any(
         has_code_of_its_own(module, f"{prefix}." if prefix else "", names)
         for prefix, module in model.named_modules(remove_duplicate=False)
     )
@@ -176,7 +177,7 @@ class ModuleLoad:
         """
         self._add_present(self._state_dict)  # which may be others, now that the model has moved
         self._copier.begin(filling, reader)
-        keys = load_module(
+        keys: IncompatibleKeys | None = load_module(
             self._model,
             self._state_dict,
             self._options.strict,
@@ -185,7 +186,10 @@ class ModuleLoad:
             ignore_mismatched_sizes=self._options.ignore_mismatched_sizes,
             check_first=True,
         )
+        self._copier.read_kept()
         report = self._plan.report
+        if keys is None:  # from an override that returns nothing
+            return self._copier.pending
         report.missing_keys[:] = keys.missing_keys
         report.unexpected_keys[:] = keys.unexpected_keys
         mismatched: Sequence[Mismatch] = getattr(keys, "mismatched_keys", ())
@@ -224,6 +228,88 @@ def _renamed_metadata(
             yield f".{name}".removesuffix(marker).removeprefix("."), dict(versions)
 
 
+class _ReadWhenAsked(OrderedDict[str, Any]):
+    """A state dict for other people's code, whose stand-ins become values when they are asked for.
+
+    Parameters
+    ----------
+    entries : dict
+        The state dict.
+    read : callable
+        Gets a dict, in which it puts values in the places of stand-ins.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
+        self._read = read
+        super().__init__()
+        for key, value in entries.items():
+            super().__setitem__(key, value)
+
+    def unread_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is there, with stand-ins for what nobody has asked for."""
+        return ((key, super(_ReadWhenAsked, self).__getitem__(key)) for key in self)
+
+    def read_all(self) -> None:
+        """Put values in the places of all stand-ins."""
+        found = dict(self.unread_items())
+        self._read(found)
+        for key, value in found.items():
+            super().__setitem__(key, value)
+
+    def __getitem__(self, key: str) -> Any:
+        found = {key: super().__getitem__(key)}
+        self._read(found)
+        super().__setitem__(key, found[key])
+        return found[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self, last: bool = True) -> tuple[str, Any]:
+        key = next(reversed(self) if last else iter(self), None)
+        return super().popitem(last) if key is None else (key, self.pop(key))
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def copy(self) -> Any:
+        return OrderedDict(self.items())
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.copy() == other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of any dict
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
 class ShardCopier(CopyNow):
     """A `Copier` for stand-ins of tensors in open files.
 
@@ -243,6 +329,7 @@ class ShardCopier(CopyNow):
         self.check_only = False
         self._stand_ins: dict[int, tuple[Tensor, str, Entry]] = {}
         self._replacements: list[Replacement] = []
+        self._shown: list[weakref.ref[_ReadWhenAsked]] = []
         self._filling: Filling | None = None
         self._reader: ShardReader | None = None
 
@@ -294,7 +381,8 @@ class ShardCopier(CopyNow):
                 tensor, _, entry = found
                 state_dict[key] = torch.empty(tensor.shape, dtype=entry.dtype, device="cpu")
                 reads.append(Read(entry, state_dict[key]))
-        self._reader.read(reads)
+        if reads:
+            self._reader.read(reads)
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         if self.check_only:
@@ -302,6 +390,22 @@ class ShardCopier(CopyNow):
         self._finish()
         if METADATA not in state_dict:
             self.lend(state_dict)
+
+    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
+        if self.check_only:
+            return entries
+        self._finish()
+        lazily = _ReadWhenAsked(entries, self.lend)
+        self._shown.append(weakref.ref(lazily))
+        return lazily
+
+    def read_kept(self) -> None:
+        """Read all of the dicts that somebody keeps."""
+        for reference in self._shown:
+            kept = reference()
+            if kept is not None:
+                kept.read_all()
+        self._shown.clear()
 
     def put(self) -> None:
         """Let new buffers, which are filled, be the model's."""

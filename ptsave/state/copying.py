@@ -79,6 +79,12 @@ class Copier(Protocol):
         returns.  A copier whose tensors are stand-ins puts others in their places in the dict.
         """
 
+    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """Do what `show` does, and return the dict for that code, which may edit it.
+
+        It may be one that reads an entry when it is asked for.
+        """
+
 
 class CopyNow:
     """Copies at once, as torch does."""
@@ -109,6 +115,10 @@ class CopyNow:
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Do nothing: everything is always there."""
+
+    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
+        self.show(entries)
+        return entries
 
 
 class CopyLater(CopyNow):

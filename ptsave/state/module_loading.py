@@ -83,16 +83,16 @@ class StateDictPart:
         """Return the entries under `child_prefix`: a new dict, in this one's order."""
         groups = self.groups(foreign_runs)
         if groups is None or type(name) is not str or "." in name:
-            return {
-                key: entry for key, entry in self.entries.items() if key.startswith(child_prefix)
-            }
+            items = getattr(self.entries, "unread_items", self.entries.items)()
+            return {key: entry for key, entry in items if key.startswith(child_prefix)}
         return groups.pop(name, {})  # what it is given to lets go of it
 
 
 def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
     groups: dict[str, dict[str, Any]] = {}
     start = len(prefix)
-    for key, entry in entries.items():
+    # Of a dict that reads what is asked for, its children get what it has.
+    for key, entry in getattr(entries, "unread_items", entries.items)():
         if type(key) is not str:
             return None
         end = key.find(".", start)
@@ -315,7 +315,9 @@ class Loading:
         self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]
     ) -> bool:
         """Load a module's own entries by code of its own."""
-        self._show(part.entries)
+        self.check_first()
+        part.entries = self.copier.show_dict(part.entries)
+        self._note_foreign_run()
         self._call_torch(module, part, metadata)
         return True
 
@@ -329,6 +331,9 @@ class Loading:
     def _show(self, entries: dict[str, Any]) -> None:
         self.check_first()
         self.copier.show(entries)
+        self._note_foreign_run()
+
+    def _note_foreign_run(self) -> None:
         self._lazy_buffers.clear()  # the planned tensors are in place
         self.foreign_runs += 1
 

@@ -247,6 +247,10 @@ class FileCopier:
         self._fill(records)
         self._shown |= records
 
+    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
+        self.show(entries)
+        return entries
+
     def _records_of(self, state_dict: Mapping[Any, Any]) -> set[int]:
         found = self._reader.engine.records_of(tensors_in(state_dict))
         return {record for record in found if record is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ptsave
+from ptsave.models import module_code
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
@@ -275,6 +277,91 @@ def test_one_module_is_in_memory_at_a_time(tmp_path: Path, suffix: str) -> None:
     assert_equal(model.state_dict(), tensors)
     assert len(alive) == 8
     assert max(alive) <= 1
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_model_with_a_load_state_dict_of_its_own(tmp_path: Path, returns: bool) -> None:
+    class Doubling(nn.Linear):
+        def load_state_dict(self, state_dict: Any, *arguments: Any, **options: Any) -> Any:
+            doubled = {name: 2 * tensor for name, tensor in state_dict.items()}
+            keys = super().load_state_dict(doubled, *arguments, **options)
+            return keys if returns else None
+
+    tensors = dict(nn.Linear(2, 3).state_dict())
+    write_file(tmp_path / "model.safetensors", tensors)
+    model = Doubling(2, 3)
+    assert ptsave.load_model(model, tmp_path) == ([], [], [], {})
+    assert_equal(model.state_dict(), {name: 2 * tensor for name, tensor in tensors.items()})
+
+
+ACCESSES: dict[str, Callable[[Any, str], Any]] = {
+    "getitem": lambda d, key: d[key],
+    "get": lambda d, key: d.get(key),
+    "pop": lambda d, key: d.pop(key),
+    "items": lambda d, key: dict(d.items())[key],
+    "values": lambda d, key: list(d.values())[list(d).index(key)],
+    "dict": lambda d, key: dict(d)[key],
+    "star": lambda d, key: {**d}[key],
+    "copy": lambda d, key: d.copy()[key],
+    "shallow copy": lambda d, key: copy.copy(d)[key],
+    "deep copy": lambda d, key: copy.deepcopy(d)[key],
+    "or": lambda d, key: (d | {})[key],
+    "ror": lambda d, key: ({} | d)[key],
+    "setdefault": lambda d, key: d.setdefault(key, 3),
+    "popitem": lambda d, key: dict([d.popitem() for _ in range(len(d))])[key],
+    "update": lambda d, key: (other := {}, other.update(d), other)[2][key],
+}
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_every_way_to_an_entry_finds_its_values(tmp_path: Path, access: str) -> None:
+    tensors = {"0.weight": torch.randn(3, 2), "1.weight": torch.randn(2, 3)}
+    write_file(tmp_path / "model.safetensors", tensors)
+    model: Any = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    found: list[Any] = []
+    kept: list[Any] = []
+
+    def look(state_dict: Any, *_: Any) -> None:
+        kept.append(state_dict)
+        assert list(state_dict) == list(tensors)
+        assert "absent" not in state_dict
+        assert state_dict.get("absent", 5) == 5
+        assert state_dict.pop("absent", 6) == 6
+        found.append(ACCESSES[access](state_dict, "1.weight"))
+
+    model._register_load_state_dict_pre_hook(look)
+    ptsave.load_model(model, tmp_path, strict=False)
+    assert type(found[0]) is Tensor
+    assert torch.equal(found[0], tensors["1.weight"])
+    for name, tensor in kept[0].items():  # also when the files are closed
+        assert torch.equal(tensor, tensors[name])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_hook_of_the_whole_model_leaves_others_in_the_file(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"{i}.weight": torch.randn(256, 256) for i in range(6)}
+    old = {f"old.{name}" if name == "3.weight" else name: each for name, each in tensors.items()}
+    write_file(tmp_path / f"model{suffix}", old)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+
+    def rename(state_dict: Any, prefix: str, *_: Any) -> None:
+        state_dict[prefix + "3.weight"] = state_dict.pop(prefix + "old.3.weight")
+
+    model._register_load_state_dict_pre_hook(rename)
+    read: list[str] = []
+    lend = module_code.ShardCopier.lend
+
+    def count(self: Any, entries: Any) -> None:
+        before = dict(entries)
+        lend(self, entries)
+        read.extend(key for key in before if entries[key] is not before[key])
+
+    monkeypatch.setattr(module_code.ShardCopier, "lend", count)
+    ptsave.load_model(model, tmp_path)
+    assert_equal(model.state_dict(), tensors)
+    assert read == ["old.3.weight"]
 
 
 def test_loaders_and_packed_parts_beside_code(tmp_path: Path) -> None:
