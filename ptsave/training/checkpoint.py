@@ -170,10 +170,13 @@ def _load_state(
     return target.load_state_dict(state)
 
 
-def _check_state(target: Any, state: Any, strict: bool, copier: Copier) -> None:
+def _check_state(
+    target: Any, state: Any, strict: bool, copier: Copier, *, ignore_mismatched_sizes: bool = False
+) -> None:
     """Raise the errors that `_load_state` is certain to raise, changing nothing."""
     if isinstance(target, nn.Module):
-        check_module(target, state, strict, copier)
+        ignore = ignore_mismatched_sizes
+        check_module(target, state, strict, copier, ignore_mismatched_sizes=ignore)
     elif isinstance(target, Optimizer):
         check_optimizer(target, state)
     elif isinstance(target, Mapping):
@@ -255,10 +258,12 @@ def load_checkpoint(
     /,
     *,
     strict: bool = True,
+    assign: bool = False,
     map_location: Any = None,
     weights_only: bool | None = None,
     verify: bool = True,
     progress: bool = False,
+    ignore_mismatched_sizes: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     **targets: Any,
 ) -> dict[str, Any]:
@@ -275,6 +280,8 @@ def load_checkpoint(
         for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
     strict, map_location, weights_only, verify, progress, storage_options
         As for :func:`ptsave.load_into`.
+    assign, ignore_mismatched_sizes
+        As for :func:`ptsave.load_into`, for the modules among the targets.
     **targets : object
         The objects to restore, under the names of the file's entries.
 
@@ -305,6 +312,7 @@ def load_checkpoint(
     """
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options.update(strict=strict, map_location=map_location, storage_options=storage_options)
+    options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes)
     check_restoring("ptsave.load_checkpoint", targets, **options)
     return restore_entries(f, targets, **options)
 
@@ -314,16 +322,20 @@ def restore_entries(
     targets: Mapping[str, Any],
     *,
     strict: bool = True,
+    assign: bool = False,
     map_location: Any = None,
     weights_only: bool | None = None,
     verify: bool = True,
     progress: bool = False,
+    ignore_mismatched_sizes: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load as :func:`load_checkpoint` does, for targets of any name."""
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options["storage_options"] = storage_options
-    with restoring(f, map_location, **options) as (obj, copier, locations):
+    ignore = ignore_mismatched_sizes
+    # Tensors that are assigned are those of the file: their own place is their last.
+    with restoring(f, map_location, deferred=not assign, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
             for name in targets:
@@ -333,9 +345,16 @@ def restore_entries(
             if moves:
                 check_locations(moves)
             for name, target in targets.items():
-                _check_state(target, obj[name], strict, copier)
+                _check_state(target, obj[name], strict, copier, ignore_mismatched_sizes=ignore)
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
-                _load_state(targets[name], obj[name], copier, strict)
+                _load_state(
+                    targets[name],
+                    obj[name],
+                    copier,
+                    strict,
+                    assign=assign,
+                    ignore_mismatched_sizes=ignore,
+                )
         finally:
             del obj
         if not moves:

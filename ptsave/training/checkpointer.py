@@ -279,7 +279,20 @@ class AsyncCheckpointer:
         """
         return self._directory.path_of(_checked(step, "step", 0))
 
-    def restore(self, step: int | None = None, /, **targets: Any) -> dict[str, Any]:
+    def restore(
+        self,
+        step: int | None = None,
+        /,
+        *,
+        strict: bool = True,
+        assign: bool = False,
+        map_location: Any = None,
+        weights_only: bool | None = None,
+        verify: bool = True,
+        progress: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **targets: Any,
+    ) -> dict[str, Any]:
         """Restore objects in place, and return the other entries of the checkpoint.
 
         Parameters
@@ -288,6 +301,8 @@ class AsyncCheckpointer:
             Step of the checkpoint; None is the latest complete one (call :meth:`wait` before if
             saves are pending).  If another process removes that one before it is open, the choice
             is made again.  Positional only:  ``restore(1000, model=model)``.
+        strict, assign, map_location, weights_only, verify, progress, ignore_mismatched_sizes
+            As for :func:`ptsave.load_checkpoint`.
         **targets : object
             The objects to restore, under the names they were saved with.
 
@@ -301,10 +316,9 @@ class AsyncCheckpointer:
         FileNotFoundError
             There is no checkpoint (of that step).
         TypeError
-            A target is an option of :func:`ptsave.load_checkpoint` (``strict=False``).
+            A target has the name of an option, or is an option of another function.
         KeyError, RuntimeError, CorruptCheckpointError
-            As from :func:`ptsave.load_checkpoint`, which also has options for entries that do not
-            fit or are not trusted: ``load_checkpoint(checkpointer.latest(), strict=False, ...)``.
+            As from :func:`ptsave.load_checkpoint`.
 
         Examples
         --------
@@ -322,14 +336,18 @@ class AsyncCheckpointer:
                 "step=... names something to restore; the number of a checkpoint is given first: "
                 f"restore({targets['step']}, ...)"
             )
-        check_restoring("AsyncCheckpointer.restore", targets)
+        options: dict[str, Any] = {"strict": strict, "assign": assign, "verify": verify}
+        options.update(map_location=map_location, weights_only=weights_only, progress=progress)
+        options["ignore_mismatched_sizes"] = ignore_mismatched_sizes
+        check_restoring("AsyncCheckpointer.restore", targets, **options)
         step = None if step is None else _checked(step, "step", 0)
         with self._directory.opened(step) as source:
             if isinstance(source, str):
-                options = self._staging["storage_options"]
-                return restore_entries(source, targets, storage_options=options)
+                options["storage_options"] = self._staging["storage_options"]
+                return restore_entries(source, targets, **options)
             # torch maps paths only, if it is told to map by default.
-            return restore_entries(source.name if torch_config.load.mmap else source, targets)
+            path = source.name if torch_config.load.mmap else source
+            return restore_entries(path, targets, **options)
 
     # ---------------------------------------------------------------------------------- the end
 

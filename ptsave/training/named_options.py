@@ -48,8 +48,8 @@ _OPTIONS = {
     "map_location": _Option("ptsave.load_checkpoint", (str, torch.device)),
     "weights_only": _Option("ptsave.load_checkpoint", (bool, _NONE)),
     "verify": _Option("ptsave.load_checkpoint", (bool,)),
-    "assign": _Option("ptsave.load_into", (bool,)),
-    "ignore_mismatched_sizes": _Option("ptsave.load_into", (bool,)),
+    "assign": _Option("ptsave.load_checkpoint", (bool,)),
+    "ignore_mismatched_sizes": _Option("ptsave.load_checkpoint", (bool,)),
 }
 
 

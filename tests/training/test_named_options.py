@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -106,7 +107,8 @@ def test_objects_called_as_options_of_others_are_entries(
     assert_same_object(stock_load(path), saved)
 
 
-OWN_OF_LOAD_CHECKPOINT = {"strict", "map_location", "weights_only", "verify"}
+OWN_OF_LOADING = {"strict", "map_location", "weights_only", "verify", "assign"}
+OWN_OF_LOADING |= {"ignore_mismatched_sizes"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ OWN_OF_LOAD_CHECKPOINT = {"strict", "map_location", "weights_only", "verify"}
     [
         ("fsync", True),
         ("atomic", False),
-        *(pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOAD_CHECKPOINT),
+        *(pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING),
     ],
     ids=str,
 )
@@ -127,8 +129,10 @@ def test_load_checkpoint_takes_no_options_of_others(tmp_path: Path, name: str, v
     assert_same_object(dict(model.state_dict()), before)
 
 
-@pytest.mark.parametrize(("name", "value"), OTHER_VALUES, ids=str)
-def test_restore_takes_no_options(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING], ids=str
+)
+def test_restore_takes_no_options_of_others(tmp_path: Path, name: str, value: Any) -> None:
     checkpointer = ptsave.AsyncCheckpointer(tmp_path)
     checkpointer.save(1, model=nn.Linear(2, 2)).result()
     with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
@@ -286,3 +290,60 @@ def test_all_three_reach_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert options["fsync"]
     assert not options["atomic"]
     assert options["progress"] is not None
+
+
+def load_by_name(folder: Path, objects: dict[str, Any], **options: Any) -> Any:
+    ptsave.save_checkpoint(folder / "c.pt", **objects)
+    return partial(ptsave.load_checkpoint, folder / "c.pt", **options)
+
+
+def restore_step(folder: Path, objects: dict[str, Any], **options: Any) -> Any:
+    with ptsave.AsyncCheckpointer(folder / "steps") as checkpointer:
+        checkpointer.save(1, **objects)
+    return partial(checkpointer.restore, 1, **options)
+
+
+LOADERS = [load_by_name, restore_step]
+Loader = Callable[..., Any]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_entries_that_do_not_fit(tmp_path: Path, loader: Loader) -> None:
+    saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5), nn.Linear(5, 1))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        loader(tmp_path, {"model": saved})(model=model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        loader(tmp_path, {"model": saved}, strict=False)(model=model)
+    kept = model.state_dict()["1.weight"].clone()
+    options = {"strict": False, "ignore_mismatched_sizes": True}
+    loader(tmp_path, {"model": saved}, **options)(model=model)
+    now = model.state_dict()
+    assert torch.equal(now["0.weight"], saved.state_dict()["0.weight"])
+    assert torch.equal(now["1.weight"], kept)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_modules_are_assigned_beside_optimizers(tmp_path: Path, loader: Loader) -> None:
+    saved = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(saved.parameters())
+    saved(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with torch.device("meta"):
+        model = nn.Linear(2, 3)
+    fresh = torch.optim.AdamW(nn.Linear(2, 3).parameters())
+    restore = loader(tmp_path, {"model": saved, "optimizer": optimizer, "epoch": 3}, assign=True)
+    assert restore(model=model, optimizer=fresh) == {"epoch": 3}
+    assert_same_object(model.state_dict(), saved.state_dict())
+    assert_same_object(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_what_is_not_trusted_needs_weights_only(tmp_path: Path, loader: Loader) -> None:
+    objects = {"model": nn.Linear(1, 1), "args": argparse.Namespace(lr=1)}
+    with pytest.raises(pickle.UnpicklingError):
+        loader(tmp_path, objects)(model=nn.Linear(1, 1))
+    rest = loader(tmp_path, objects, weights_only=False)(model=nn.Linear(1, 1))
+    assert rest == {"args": argparse.Namespace(lr=1)}
+    located = loader(tmp_path, {"x": torch.ones(1)}, map_location="meta")()
+    assert located["x"].is_meta
