@@ -25,6 +25,7 @@ from ptsave.models.weight_slices import WeightSlice
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.torch_distributed import is_distributed_tensor
 
 __all__ = ["Filling", "Item", "items_of"]
 
@@ -87,6 +88,9 @@ def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> l
         loader = loaders.get(each.name)
         if loader is not None:
             items.append(Item(each.entry, each.name, tensor, Part(shape), loader, each.shard_id))
+            continue
+        if each.place is None and not is_distributed_tensor(tensor):
+            items.append(Item(each.entry, each.name, tensor, Part(shape)))
             continue
         target = target_of(tensor, shape, each.place)
         if target is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 __all__ = ["is_distributed_tensor", "local_part_of"]
+
+_PLAIN_TYPES = (Tensor, Parameter)
 
 
 def is_distributed_tensor(tensor: Any) -> bool:
@@ -15,6 +18,8 @@ def is_distributed_tensor(tensor: Any) -> bool:
     >>> is_distributed_tensor(Tensor())
     False
     """
+    if type(tensor) in _PLAIN_TYPES:  # which answer slowly that they have no such attribute
+        return False
     # What torch.distributed.checkpoint asks for; importing the class takes a second.
     return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "to_local")
 
