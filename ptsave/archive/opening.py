@@ -156,22 +156,22 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
     except _C.FormatError as error:
         _raise_corrupt(error, source.name, source.head)
     except CorruptCheckpointError as error:
-        _advise(error, source.head)
+        _advised(error, source.head)
         raise
     return RecordReader(engine, source.name, limits, verify=verify)
 
 
 def _raise_corrupt(error: _C.FormatError, path: str, head: bytes) -> NoReturn:
-    found = corrupt(error, path)
-    _advise(found, head)
-    raise found from None
+    # In no local variable: the error's traceback would hold itself, and the file's bytes.
+    raise _advised(corrupt(error, path), head) from None
 
 
-def _advise(error: CorruptCheckpointError, head: bytes) -> None:
+def _advised(error: CorruptCheckpointError, head: bytes) -> CorruptCheckpointError:
     """Add to an error about a missing end how to read the file, if it is one that grew."""
     is_cut = any(sign in str(error) for sign in _SIGNS_OF_A_CUT)
     if is_cut and _begins_as_one_that_grows(head):
         error.args = (f"{error}: {RECOVERY_ADVICE}",)
+    return error
 
 
 def _begins_as_one_that_grows(head: bytes) -> bool:
