@@ -68,6 +68,9 @@ class LateBytes(TorchDispatchMode):
     def replace(self, replacement: object) -> None:
         raise AssertionError("only modules have buffers")
 
+    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("only code of modules edits a dict")
+
     def note_assigned(self, state_dict: object) -> None:
         raise AssertionError("only modules are assigned to")
 
