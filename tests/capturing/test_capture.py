@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from captured_runs import Run, assert_bit_identical, captured, tensors_in
+from captured_runs import Run, assert_bit_identical, assert_same_bits, captured, tensors_in
 from hypothesis import given, settings
 from random_modules import build, first_tensor, trees
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def test_random_trees(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> No
     names = [name for name in run.names("forward") if run.values[name].kind == "tensor"]
     assert sorted(names) == sorted(expected)
     for name, clone in expected.items():
-        assert torch.equal(run.tensor(name), clone)
+        assert_same_bits(run.tensor(name), clone)
         statistics = run.values[name].statistics
         assert statistics is not None
         assert statistics.numel == clone.numel()

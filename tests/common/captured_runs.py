@@ -14,7 +14,7 @@ import ptsave
 from ptsave.tree.capture_schema import CapturedCall, CapturedValue, parse_name
 from ptsave.tree.captured_run import CapturedRun
 
-__all__ = ["Run", "assert_bit_identical", "captured", "tensors_in"]
+__all__ = ["Run", "assert_bit_identical", "assert_same_bits", "captured", "tensors_in"]
 
 
 class Run:
@@ -57,6 +57,13 @@ def tensors_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
             yield from tensors_in(item, (*path, str(i)))
 
 
+def assert_same_bits(one: Tensor, other: Tensor) -> None:
+    """Compare two tensors; a training that diverges has NaN in both."""
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
 def assert_bit_identical(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], path: Path, **options: Any
 ) -> Run:
@@ -82,5 +89,5 @@ def assert_bit_identical(
         results.append(found)
     assert len(results[0]) == len(results[1])
     for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+        assert_same_bits(one, other)
     return Run(path)
