@@ -40,6 +40,7 @@ from ptsave.state.modules import IncompatibleKeys, load_state_dict
 from ptsave.state.optimizer_groups import UnmatchedParameters
 from ptsave.state.optimizers import load_optimizer_state_dict
 from ptsave.state.prefixes import add_prefix, strip_prefix
+from ptsave.state.unsaved import unsaved_tensors
 from ptsave.training.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ptsave.training.checkpointer import AsyncCheckpointer
 from ptsave.tree.capture_schema import CapturedCall, CapturedValue
@@ -100,4 +101,5 @@ __all__ = [
     "save_model",
     "strip_prefix",
     "uninstall",
+    "unsaved_tensors",
 ]

@@ -162,7 +162,7 @@ PUBLIC = """
     capture compact compare compare_captures convert default_weight_loader install installed
     iter_weights load load_checkpoint load_into load_model load_optimizer_state_dict
     load_state_dict open register_lazy_buffer release_staging_memory save save_checkpoint
-    save_model strip_prefix uninstall
+    save_model strip_prefix uninstall unsaved_tensors
 """
 
 
