@@ -177,13 +177,18 @@ void AppendedArchive::close(std::string_view pickle, bool compute_crcs, bool dur
   out.write_at(records_.end(), rest.data(), rest.size());
   out.truncate(records_.end() + rest.size());  // a batch that failed may have gone further
   file().commit(durable);
+  discard();
+}
+
+void AppendedArchive::discard() {
+  buffers_.release();
   file_.reset();
 }
 
 void AppendedArchive::keep() {
   if (file_ == nullptr) return;
   file_->keep();
-  file_.reset();
+  discard();
 }
 
 std::string AppendedArchive::temporary_name() const {

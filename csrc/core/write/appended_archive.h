@@ -89,7 +89,7 @@ class AppendedArchive {
   // Lets go of the temporary file: it stays with the records that it has.
   void keep();
   // Removes it.
-  void discard() { file_.reset(); }
+  void discard();
   // The name of the temporary file in its directory.
   std::string temporary_name() const;
 
