@@ -24,23 +24,29 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as the others do, and installs ptsave when it has been imported."""
+    """Finds torch and ptsave as the others do; installs ptsave after the first import of either.
+
+    A program may import ptsave first.  That imports torch, in the middle of which ptsave's own
+    modules are half made, so nothing can be installed until ptsave itself has been imported.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch":
+        if fullname not in ("torch", "ptsave"):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        others = [each for each in sys.meta_path if each is not self]
+        specs = (each.find_spec(fullname, path, target) for each in others)
+        spec = next((each for each in specs if each is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _InstallingLoader(spec.loader)
+            spec.loader = _InstallingLoader(spec.loader, self)
         return spec
 
 
 class _InstallingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, finder: _AfterTorch) -> None:
         self._loader = loader
+        self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -50,8 +56,18 @@ class _InstallingLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _install()
+        # Not when the spec is found: libraries ask for torch's before anybody imports it.
+        is_first = self._finder in sys.meta_path
+        if is_first:
+            sys.meta_path.remove(self._finder)
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            if is_first:
+                sys.meta_path.insert(0, self._finder)
+            raise
+        if is_first:
+            _install()
 
 
 def _install() -> None:

@@ -69,6 +69,18 @@ def test_modules_options_and_another_sitecustomize(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "first",
+    ["import ptsave", "from ptsave.errors import SaveError", "importlib.util.find_spec('torch')"],
+)
+def test_before_torch(first: str, tmp_path: Path) -> None:
+    """Also if something else than torch is imported, or if torch is only looked for."""
+    (tmp_path / "program.py").write_text(
+        f"import importlib.util\n{first}\nimport torch, ptsave\nprint(torch.save is ptsave.save)\n"
+    )
+    assert run(tmp_path / "program.py") == "True\n"
+
+
 def test_nothing_to_run() -> None:
     result = CliRunner().invoke(commands, ["run"])
     assert result.exit_code == 2
