@@ -4,12 +4,17 @@ The directory comes last, and sizes are only there and in the descriptors behind
 the file is read once for all signatures: a payload ends where there is a descriptor with exactly
 its size.  Then the records are followed from the beginning, and where damage breaks the chain, from
 the next local header on.  The file is read in pieces, never mapped: it may become shorter.
+
+A hostile file may consist of signatures.  So of headers only the offsets are kept, no name reaches
+past the next header, and a header that begins in the fixed part of another one takes its place:
+there are fewer than a thirtieth of the file's bytes.
 """
 
 from __future__ import annotations
 
 import re
 import struct
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -32,7 +37,7 @@ _KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # and: the name is UTF-8
 _PIECE_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CutRecord:
     """A record, as far as it is there."""
 
@@ -49,7 +54,8 @@ class CutRecord:
 class _Header(NamedTuple):
     """A local header, or bytes that look like one."""
 
-    full_name: str
+    name_begin: int
+    name_end: int
     payload_offset: int
     is_plain: bool  # of a record as torch writes it: neither compressed nor encrypted
     descriptor: struct.Struct | None  # None: size and checksum are in the header
@@ -91,13 +97,13 @@ class CutArchive:
     def __init__(self, source: RangeSource) -> None:
         self._source = _Window(source)
         self.nbytes = source.nbytes
-        self._headers: dict[int, _Header] = {}  # by their offsets, in order
-        # By the offsets of payloads: the form of the descriptor to look for, and what was found.
-        self._awaited: dict[int, struct.Struct | None] = {}
-        self._ends: dict[int, _End] = {}
+        self._offsets = array("Q")  # of headers, in order
+        # By the offsets of payloads: the form of the descriptor to look for, and what was found,
+        # which is the descriptor's offset above the 32 bits of its checksum.
+        self._awaited: dict[int, struct.Struct] = {}
+        self._descriptors: dict[int, int] = {}
         for begin in range(0, self.nbytes, _PIECE_NBYTES):
             self._find_signatures(begin, min(begin + _PIECE_NBYTES, self.nbytes))
-        self._offsets = list(self._headers)
         self.root, self.records = _of_one_folder(self._followed())
 
     # ---------------------------------------------------------------------------- signatures
@@ -112,8 +118,10 @@ class CutArchive:
             if found[0] == _LOCAL:
                 header = _parsed(piece, at, begin + at)
                 if header is not None and header.payload_offset <= self.nbytes:
-                    self._headers[begin + at] = header
-                    self._awaited[header.payload_offset] = header.descriptor
+                    self._offsets.append(begin + at)
+                    self._awaited.pop(header.payload_offset, None)
+                    if header.descriptor is not None:
+                        self._awaited[header.payload_offset] = header.descriptor
             else:
                 self._take_descriptor(piece, at, begin + at)
 
@@ -123,7 +131,7 @@ class CutArchive:
                 _, crc, nbytes, _ = layout.unpack_from(piece, at)
                 if self._awaited.get(offset - nbytes) is layout:
                     del self._awaited[offset - nbytes]
-                    self._ends[offset - nbytes] = _End(offset, crc, offset + layout.size)
+                    self._descriptors[offset - nbytes] = offset << 32 | crc
 
     # ------------------------------------------------------------------------------- records
 
@@ -133,7 +141,7 @@ class CutArchive:
         offset, follows = 0, True
         chain = 0  # how many records there are in front of the last damage
         while True:
-            header = self._headers.get(offset)
+            header = self._header_at(offset)
             if header is not None:
                 end = self._end_of(offset, header)
                 found.append(self._record(offset, header, end, follows))
@@ -151,6 +159,15 @@ class CutArchive:
             offset, follows, chain = following, False, len(found)
         return found
 
+    def _header_at(self, offset: int) -> _Header | None:
+        """Return the header that was found at an offset; None if there was none."""
+        if self._next_header(offset) != offset:
+            return None
+        name_begin = offset + _LOCAL_HEADER.size
+        fields = _LOCAL_HEADER.unpack(self._source.read(offset, name_begin))
+        piece = self._source.read(offset, name_begin + fields[-2] + 2 * len(_ZIP64_ID))
+        return _parsed(piece, 0, offset)
+
     def _next_header(self, offset: int) -> int | None:
         i = bisect_left(self._offsets, offset)
         return self._offsets[i] if i < len(self._offsets) else None
@@ -158,10 +175,11 @@ class CutArchive:
     def _record(
         self, offset: int, header: _Header, end: _End | None, follows: bool
     ) -> tuple[str, CutRecord]:
-        root, _, name = header.full_name.partition("/")
+        limit = self._limit(offset + 1)
+        full_name = self._source.read(header.name_begin, min(header.name_end, limit))
+        root, _, name = full_name.decode("utf-8", "replace").partition("/")
         begin = header.payload_offset
         if end is None:  # what the header says may be wrong, too: the next one counts
-            limit = self._limit(offset + 1)
             nbytes = max(limit - begin, 0)
             return root, CutRecord(name, offset, begin, nbytes, False, 0, limit, follows)
         is_whole = header.is_plain and self.crc(begin, end.end) == end.crc
@@ -176,7 +194,11 @@ class CutArchive:
             return None
         if header.descriptor is None:
             return self._stored_end(header)
-        return self._ends.get(begin) or self._implied_end(begin, header.descriptor)
+        found = self._descriptors.get(begin)
+        if found is None:
+            return self._implied_end(begin, header.descriptor)
+        end, crc = found >> 32, found & 0xFFFFFFFF
+        return _End(end, crc, end + header.descriptor.size)
 
     def _stored_end(self, header: _Header) -> _End | None:
         """Return the end that the header has: of empty records, or by other programs."""
@@ -235,9 +257,11 @@ class CutArchive:
 
 
 def _parsed(piece: bytes, at: int, offset: int) -> _Header | None:
-    """Return the local header at a place; None if it is cut off."""
+    """Return the local header at a place; None if it is cut off, or another one begins in it."""
     name_begin = at + _LOCAL_HEADER.size
     if name_begin > len(piece):
+        return None
+    if piece.find(_LOCAL, at + len(_LOCAL), name_begin + len(_LOCAL) - 1) >= 0:
         return None
     fields = _LOCAL_HEADER.unpack_from(piece, at)
     _, _, flags, method, _, _, crc, nbytes, _, name_nbytes, extra_nbytes = fields
@@ -247,7 +271,8 @@ def _parsed(piece: bytes, at: int, offset: int) -> _Header | None:
     if flags & _HAS_DESCRIPTOR:
         descriptor = _ZIP64_DESCRIPTOR if is_zip64 else _DESCRIPTOR
     return _Header(
-        piece[name_begin:name_end].decode("utf-8", "replace"),
+        offset + (name_begin - at),
+        offset + (name_end - at),
         offset + (name_end - at) + extra_nbytes,
         method == 0 and not flags & ~_KNOWN_FLAGS,
         descriptor,

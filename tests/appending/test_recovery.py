@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -246,6 +247,21 @@ def test_a_file_that_becomes_shorter(path: Path) -> None:
         os.truncate(leftover, 4 * MIB)
         with pytest.raises(OSError, match="the file has changed"):
             CutArchive(source)
+
+
+@pytest.mark.parametrize("step", [4, 30, 34])
+def test_a_file_of_signatures_takes_little_memory(step: int) -> None:
+    """Each header is followed by others, in what it calls its name."""
+    header = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, 8, 0, 0, 0, 0, 0, 0, 0xFF00, 0)
+    content = (header + b"name")[:step] * (218_000 // step)
+    tracemalloc.start()
+    try:
+        found = CutArchive(Buffer(io.BytesIO(content), "hostile"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 << 20
+    assert sum(len(record.name) for record in found.records) <= len(content)
 
 
 def test_hostile_journals(path: Path) -> None:
