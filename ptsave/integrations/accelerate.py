@@ -48,6 +48,9 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     complete; accelerate's own goes first.  Where it takes a random state that cannot be read for
     one that is not there, a damaged file is an error here.
 
+    ``save_state`` into a directory that exists leaves in it what it does not write, as accelerate's
+    own does: notes, logs.  They are moved into the new directory once that has its name.
+
     Files that DeepSpeed, FSDP and Megatron write by themselves are theirs.  All processes have to
     see the same file system.
 
@@ -90,7 +93,7 @@ def _save_state(
     if output_dir is None:
         return type(accelerator).save_state(accelerator, None, *args, **kwargs)  # which says why
     final = os.path.expanduser(os.fspath(output_dir))
-    folder = StagedFolder(final, fsync=fsync)
+    folder = StagedFolder(final, fsync=fsync, keeps_others=True)
     if accelerator.is_main_process:
         folder.discard()  # what a killed process has left
         os.makedirs(os.path.dirname(folder.root), exist_ok=True)

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from ptsave.streaming import safetensors_functions
 __all__ = ["FolderSaves", "StagedFolder", "in_place_of", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
+_OLD = ".old"  # beside what is written, which may have any other name
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -42,9 +43,11 @@ class StagedFolder:
     Parameters
     ----------
     final : str
-        Path of the directory.
+        Path of the directory; a symbolic link is followed.
     fsync : bool
         Whether its files and its name are on the disk when it has that name.
+    keeps_others : bool, default False
+        Whether entries of a directory of that name go into the new one, if that has none of theirs.
 
     Attributes
     ----------
@@ -54,9 +57,10 @@ class StagedFolder:
         Where its files are written.  The same for all processes of a job.
     """
 
-    def __init__(self, final: str, *, fsync: bool) -> None:
-        self.final = os.path.abspath(final)
+    def __init__(self, final: str, *, fsync: bool, keeps_others: bool = False) -> None:
+        self.final = os.path.realpath(final)
         self._fsync = fsync
+        self._keeps_others = keeps_others
         parent, name = os.path.split(self.final)
         self.root = os.path.join(parent, f".{name}{_SUFFIX}")
         self.path = os.path.join(self.root, name)
@@ -71,26 +75,47 @@ class StagedFolder:
         """
         if self._fsync:
             _sync_tree(Path(self.path))
-        if not os.path.lexists(self.final):
-            os.rename(self.path, self.final)
-        elif not _exchange(self.path, self.final):
-            self._replace_in_two_steps()
+        old = self._take_name()
         if self._fsync:
             _sync(Path(self.final).parent)
+        if self._keeps_others and old is not None:
+            _move_missing(old, self.final)
+            if self._fsync:
+                _sync(Path(self.final))
         self.discard()  # with what had the name before
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove what was written; what had the name before a killed process gets it back."""
+        old = self._old
+        if os.path.lexists(old) and not os.path.lexists(self.final):
+            os.rename(old, self.final)
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _replace_in_two_steps(self) -> None:
-        old = os.path.join(self.root, "old")
-        os.rename(self.final, old)
+    @property
+    def _old(self) -> str:
+        return os.path.join(self.root, _OLD)
+
+    def _take_name(self) -> str | None:
+        """Rename it; returns where the directory is that had the name, if there was any."""
+        if not os.path.lexists(self.final):
+            os.rename(self.path, self.final)
+            return None
+        if _exchange(self.path, self.final):
+            return self.path
+        os.rename(self.final, self._old)
         try:
             os.rename(self.path, self.final)
         except BaseException:
-            os.rename(old, self.final)
+            os.rename(self._old, self.final)
             raise
+        return self._old
+
+
+def _move_missing(old: str, new: str) -> None:
+    """Move the entries of a directory that another one lacks into that."""
+    for name in os.listdir(old):
+        if not os.path.lexists(os.path.join(new, name)):
+            os.rename(os.path.join(old, name), os.path.join(new, name))
 
 
 def _exchange(path: str, other: str) -> bool:
@@ -133,14 +158,18 @@ class FolderSaves:
         self._failures: list[Exception] = []
 
     def remove_leftovers(self, directory: str, prefix: str) -> None:
-        """Remove what killed processes have left in a directory of checkpoints."""
+        """Remove what killed processes have left in a directory of checkpoints.
+
+        A checkpoint that had given up its name, and whose successor did not get it, gets it back.
+        """
         with self._changed:
             own = {folder.root for folder in self._pending}
         with suppress(FileNotFoundError), os.scandir(directory) as entries:
             for entry in list(entries):
                 is_staged = entry.name.startswith(f".{prefix}") and entry.name.endswith(_SUFFIX)
-                if is_staged and os.path.abspath(entry.path) not in own:
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                if is_staged and os.path.realpath(entry.path) not in own:
+                    name = entry.name[1 : -len(_SUFFIX)]
+                    StagedFolder(os.path.join(directory, name), fsync=False).discard()
 
     def commit(
         self,
@@ -192,7 +221,7 @@ class FolderSaves:
         future: Future[None],
     ) -> None:
         """Count a save that has ended; runs on the thread that wrote."""
-        error = future.exception() if not future.cancelled() else None
+        error = CancelledError() if future.cancelled() else future.exception()
         if error is not None:
             errors.append(error)
         with self._changed:
@@ -220,9 +249,21 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
 
     The files are written after the block, unless there is no memory for copies of all of them.
     Files elsewhere, and tensors that the library has to look at, are written by the call.  Yields
-    the futures of the others.
+    the futures of the others.  After an error in the block none of them is being written: they are
+    cancelled, or have ended.
     """
     futures: list[SaveFuture] = []
+    try:
+        with _held_back(folder, futures, fsync=fsync):
+            yield futures
+    except BaseException:
+        for future in [each for each in futures if not each.cancel()]:
+            future.exception()
+        raise
+
+
+@contextmanager
+def _held_back(folder: StagedFolder, futures: list[SaveFuture], *, fsync: bool) -> Iterator[None]:
     with installed(safetensors=True, fsync=fsync), writes_held_back() as release:
         save, library = torch.save, safetensors_functions.require_library()
         save_file = library.save_file
@@ -250,7 +291,7 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
                 save_file(tensors, filename, metadata)
 
         with in_place_of(save, save_later), _in_all_modules(save_file, save_file_later):
-            yield futures
+            yield
 
 
 @contextmanager

@@ -122,6 +122,19 @@ def test_failed_save_changes_nothing(
     assert os.listdir(tmp_path) == ["state"]
 
 
+def test_other_files_stay(accelerate: Any, tmp_path: Path) -> None:
+    logs = tmp_path / "state" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "log").write_text("loss")
+    (tmp_path / "state" / "optimizer.bin").touch()
+    (tmp_path / "link").symlink_to("state")
+    prepared(accelerate)[0].save_state(tmp_path / "link")
+    assert (logs / "log").read_text() == "loss"
+    assert (tmp_path / "state" / "optimizer.bin").stat().st_size
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "state"]
+
+
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
 def test_damaged_file(name: str, accelerate: Any, tmp_path: Path) -> None:
     """Also where accelerate goes on without what it cannot read."""

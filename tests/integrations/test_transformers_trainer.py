@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -255,15 +257,15 @@ for number in range(2):
     assert {ptsave.load(tmp_path / "c" / name)["n"] for name in "ab"} == {0}
 
 
-def test_files_are_written_after_all_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_after_all_copies(tmp_path: Path) -> None:
     folder = StagedFolder(str(tmp_path / "c"), fsync=False)
     os.makedirs(folder.path)
     with staged_folders.writes_in_background(folder, fsync=False) as futures:
         for name in "ab":
             torch.save({"w": torch.ones(1000)}, f"{folder.path}/{name}")
-        time.sleep(0.1)
+        other = ptsave.async_save(torch.ones(1), io.BytesIO())  # written in the order of the calls
+        with pytest.raises(FutureTimeoutError):
+            other.exception(0.2)
         assert os.listdir(folder.path) == []
     for future in futures:
         future.result(20)
@@ -282,6 +284,61 @@ def test_without_room_files_are_written_meanwhile(
             torch.save({"w": torch.ones(nbytes // 4)}, f"{folder.path}/{name}")
         assert len(futures) == 3
         assert futures[0].done()
-    FolderSaves().commit(folder, futures[:0], lambda: None)
-    for future in futures:
-        future.result(20)
+    saves = FolderSaves()
+    saves.commit(folder, futures, lambda: None)
+    saves.wait()
+    assert sorted(os.listdir(tmp_path / "c")) == ["a", "b", "c"]
+
+
+def test_cancelled_save_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
+    os.makedirs(folder.path)
+    saves = FolderSaves()
+    with staged_folders.writes_in_background(folder, fsync=False) as futures:
+        torch.save({"w": torch.ones(1000)}, f"{folder.path}/a")
+        saves.commit(folder, futures, lambda: None)
+        assert futures[0].cancel()
+    with pytest.raises(CancelledError):
+        saves.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_error_in_the_block_ends_its_saves(tmp_path: Path) -> None:
+    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
+    os.makedirs(folder.path)
+    begun: list[ptsave.SaveFuture] = []
+
+    def save_and_fail() -> None:
+        with staged_folders.writes_in_background(folder, fsync=False) as futures:
+            for name in "ab":
+                torch.save({"w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
+            begun.extend(futures)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        save_and_fail()
+    assert [future.done() for future in begun] == [True, True]
+
+
+def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
+    folder = StagedFolder(str(tmp_path / "checkpoint-1"), fsync=False)
+    os.makedirs(folder.path)
+    os.makedirs(folder.final)
+    Path(folder.final, "old").touch()
+    rename = os.rename
+
+    def killed(path: str, other: str) -> None:
+        if folder.final in (path, other) and not os.path.exists(folder.final):
+            os._exit(9)
+        rename(path, other)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "rename", killed)
+        folder.publish()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not os.path.exists(folder.final)
+    FolderSaves().remove_leftovers(str(tmp_path), "checkpoint-")
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+    assert os.listdir(folder.final) == ["old"]
