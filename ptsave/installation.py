@@ -19,7 +19,7 @@ from ptsave.support import torch_serialization as stock
 __all__ = ["install", "installed", "uninstall"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each call is one, whatever it says
 class _Options:
     """The arguments of :func:`install`; None is what the function itself does by default."""
 
@@ -104,6 +104,14 @@ def uninstall() -> None:
         _apply()
 
 
+def _end(options: _Options) -> None:
+    """Undo one call, the latest or not; nothing if somebody has undone it."""
+    with _lock:
+        if options in _calls:
+            _calls.remove(options)
+            _apply()
+
+
 @contextmanager
 def installed(
     *,
@@ -120,11 +128,12 @@ def installed(
     >>> with ptsave.installed():
     ...     torch.save(torch.ones(2), io.BytesIO())
     """
-    _begin(_Options(safetensors, fsync, atomic, verify))
+    options = _Options(safetensors, fsync, atomic, verify)
+    _begin(options)
     try:
         yield
     finally:
-        uninstall()
+        _end(options)
 
 
 def _begin(options: _Options) -> None:

@@ -122,9 +122,9 @@ def _save_state(
 
 def _remove_oldest(directory: str, limit: int | None) -> None:
     matches = map(_NUMBERED.fullmatch, os.listdir(directory))
-    numbers = sorted(int(match[1]) for match in matches if match)
-    for number in numbers[: max(len(numbers) - limit, 0)] if limit is not None else []:
-        shutil.rmtree(os.path.join(directory, f"checkpoint_{number}"))
+    numbered = sorted((int(match[1]), match[0]) for match in matches if match)
+    for _, name in numbered[: max(len(numbered) - limit, 0)] if limit is not None else []:
+        shutil.rmtree(os.path.join(directory, name))
 
 
 def _load_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ def local_model(
     revision: str | None,
     *,
     download_dir: str | None,
-    ignore_patterns: str | Sequence[str] | None,
+    ignore_patterns: str | list[str] | None,
 ) -> str:
     """Return where a model is; one of the Hugging Face hub is downloaded."""
     if os.path.exists(model) or is_url(model):
@@ -36,10 +36,11 @@ def local_model(
             revision=revision,
             cache_dir=download_dir,
             allow_patterns=patterns,
-            ignore_patterns=ignore_patterns if ignore_patterns is None else [*ignore_patterns],
+            ignore_patterns=ignore_patterns,
         )
         suffixes = tuple(each.removeprefix("*") for each in patterns)
-        if any(name.endswith(suffixes) for name in os.listdir(folder)):
+        # Nothing is made where no file of the model matches.
+        if os.path.isdir(folder) and any(name.endswith(suffixes) for name in os.listdir(folder)):
             break
     return folder
 

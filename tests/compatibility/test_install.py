@@ -447,3 +447,16 @@ def test_a_patch_over_options_is_kept() -> None:
         assert functions()[1:] == STOCK[1:]
     finally:
         torch.save = stock_save
+
+
+def test_blocks_that_overlap() -> None:
+    """Each ends its own call, as blocks of several threads do that end in any order."""
+    first, second = ptsave.installed(verify=False), ptsave.installed(fsync=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    try:
+        assert torch.load is ptsave.load
+        assert torch.save is not ptsave.save  # which is not durable by default
+    finally:
+        second.__exit__(None, None, None)

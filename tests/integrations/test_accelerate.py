@@ -161,3 +161,12 @@ def test_automatic_names(accelerate: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already exists"):
         parts[0].save_state()
     shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_oldest_is_removed_by_its_real_name(accelerate: Any, tmp_path: Path) -> None:
+    project = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1, iteration=8
+    )
+    (tmp_path / "checkpoints" / "checkpoint_007").mkdir(parents=True)
+    prepared(accelerate, project_config=project)[0].save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_8"]

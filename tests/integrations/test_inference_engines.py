@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ptsave
+from ptsave.integrations.served_weights import local_model
 
 VLLM = "vllm.model_executor.model_loader"
 SGLANG = "sglang.srt.model_loader.loader"
@@ -176,3 +177,18 @@ def test_download(folder: Path, loader_of: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(model.seen) == 4
     assert calls[0][0] == "some/model"
     assert calls[0][1]["ignore_patterns"] == ["original/**/*"]
+
+
+def test_download_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's library makes no folder where no file matches."""
+    ignored: list[Any] = []
+
+    def snapshot_download(model: str, **options: Any) -> str:
+        ignored.append(options["ignore_patterns"])
+        return str(tmp_path / "none")
+
+    hub = pytest.importorskip("huggingface_hub", reason="pip install huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    found = local_model("some/model", None, download_dir=None, ignore_patterns="*.bin")
+    assert found == str(tmp_path / "none")
+    assert ignored == ["*.bin", "*.bin"]
