@@ -207,7 +207,7 @@ def _recovery(source: RangeSource) -> Recovery | None:
         end = _C.closing_bytes(cut.root, _ALIGNMENT, found, data)
     except ValueError:  # a folder of a name that no archive can have
         return None
-    storages = [f"{_DATA}{number}" for number in sorted(lost, key=int)]
+    storages = [f"{_DATA}{number}" for number in sorted(lost, key=lambda n: (len(n), n))]
     completed = _CompletedFile(source, at, end, patches)
     return Recovery(completed, storages, lost_journals, entries)
 

@@ -1,13 +1,15 @@
 """Leaves entries out of the pickle of a dict: those that need storages that are lost.
 
 The pickle is read without a single import: functions and classes are names, what they would make is
-the call itself.  Without the entries it is written again, with all that they had in common.
+the call itself.  Without the entries it is written again, with all that they had in common, and
+without recursion: entries may be nested as deep as those that can be saved.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,9 +55,7 @@ def without_entries(
     if not names:
         return data, [], []
     kept = {key: value for key, value in obj.items() if not lost[key]}
-    stream = BytesIO()
-    _Writer(stream, _PROTOCOL).dump(kept)
-    return stream.getvalue(), list(map(str, names)), sorted(set().union(*lost.values()))
+    return _Writer().written(kept), list(map(str, names)), sorted(set().union(*lost.values()))
 
 
 class _Global:
@@ -108,24 +108,14 @@ class _Made:
             yield from pair
 
 
-if TYPE_CHECKING:  # the parts of the standard library's machines that typeshed does not have
+if TYPE_CHECKING:  # the parts of the standard library's machine that typeshed does not have
 
     class _PythonUnpickler(pickle.Unpickler):
         dispatch: ClassVar[dict[int, Callable[[Any], None]]]
         stack: list[Any]
 
-    class _PythonPickler(pickle.Pickler):
-        memo: Any
-
-        def save(self, obj: Any, save_persistent_id: bool = True) -> None: ...
-        def write(self, data: bytes) -> None: ...
-        def get(self, i: int) -> bytes: ...
-        def memoize(self, obj: Any) -> None: ...
-        def _batch_appends(self, items: Iterable[Any]) -> None: ...
-        def _batch_setitems(self, items: Iterable[tuple[Any, Any]]) -> None: ...
-
 else:
-    _PythonUnpickler, _PythonPickler = pickle._Unpickler, pickle._Pickler
+    _PythonUnpickler = pickle._Unpickler
 
 
 class _Reader(_PythonUnpickler):
@@ -146,36 +136,136 @@ class _Reader(_PythonUnpickler):
     dispatch[pickle.NEWOBJ[0]] = load_newobj
 
 
-class _Writer(_PythonPickler):
-    """Python's pickler, for what `_Reader` has read."""
+class _Writer:
+    """Writes what `_Reader` has read as a pickle.
 
-    def persistent_id(self, obj: Any) -> Any:
-        return obj.pid if type(obj) is _Stored else None
+    Each container is an iterator that writes its opcodes and yields its contents, to be written in
+    between: the stack of these takes the place of recursion.
+    """
 
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        if type(obj) not in (_Global, _Made):
-            super().save(obj, save_persistent_id)
-            return
-        known = self.memo.get(id(obj))
-        if known is not None:
-            self.write(self.get(known[0]))
-        elif type(obj) is _Global:
-            text = f"{obj.module}\n{obj.name}\n"
-            self.write(pickle.GLOBAL + text.encode())
-            self.memoize(obj)
+    def __init__(self) -> None:
+        self._stream = BytesIO()
+        self._numbers: dict[int, int] = {}  # in the pickle's memo, by the ids of objects
+        self._open_sets: set[int] = set()
+
+    def written(self, obj: Any) -> bytes:
+        """Return the pickle of an object, which stays alive meanwhile.
+
+        Raises
+        ------
+        ValueError
+            If a set holds itself, which the protocol cannot say.
+        """
+        self._write(pickle.PROTO + bytes([_PROTOCOL]))
+        pending = [iter([obj])]
+        while pending:
+            for each in pending[-1]:
+                if not self._write_known(each):
+                    pending.append(self._parts(each))
+                    break
+            else:
+                pending.pop()
+        self._write(pickle.STOP)
+        return self._stream.getvalue()
+
+    def _write(self, data: bytes) -> None:
+        self._stream.write(data)
+
+    def _write_known(self, obj: Any) -> bool:
+        """Write an object that has been written before from the memo; return whether it has."""
+        number = self._numbers.get(id(obj))
+        if number is None:
+            return False
+        self._write(pickle.LONG_BINGET + struct.pack("<I", number))
+        return True
+
+    def _memoize(self, obj: Any) -> None:
+        number = self._numbers[id(obj)] = len(self._numbers)
+        self._write(pickle.LONG_BINPUT + struct.pack("<I", number))
+
+    def _parts(self, obj: Any) -> Iterator[Any]:
+        """Write an object, and yield its parts where they belong."""
+        kind = type(obj)
+        if kind is _Made:
+            yield from self._made(obj)
+        elif kind is _Global:
+            self._write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+            self._memoize(obj)
+        elif kind is _Stored:
+            yield obj.pid
+            self._write(pickle.BINPERSID)
+        elif kind is dict:
+            self._write(pickle.EMPTY_DICT)
+            self._memoize(obj)
+            yield from self._items(obj.items())
+        elif kind is list:
+            self._write(pickle.EMPTY_LIST)
+            self._memoize(obj)
+            yield from self._elements(obj)
+        elif kind is tuple:
+            yield from self._tuple(obj)
+        elif kind in (set, frozenset):
+            yield from self._set(obj)
         else:
-            self._save_made(obj)
+            self._write_plain(obj)
 
-    def _save_made(self, obj: _Made) -> None:
-        self.save(obj.function)
-        self.save(obj.args)
-        self.write(obj.opcode)
-        self.memoize(obj)
-        self._batch_appends(obj.elements)
-        self._batch_setitems(obj.items)
+    def _made(self, obj: _Made) -> Iterator[Any]:
+        yield obj.function
+        yield obj.args
+        if id(obj) in self._numbers:  # a container among the arguments holds it
+            self._write(pickle.POP * 2)
+            self._write_known(obj)
+            return
+        self._write(obj.opcode)
+        self._memoize(obj)
+        yield from self._elements(obj.elements)
+        yield from self._items(obj.items)
         for state in obj.states:
-            self.save(state)
-            self.write(pickle.BUILD)
+            yield state
+            self._write(pickle.BUILD)
+
+    def _elements(self, elements: Collection[Any]) -> Iterator[Any]:
+        if elements:  # tensors have no method for that
+            self._write(pickle.MARK)
+            yield from elements
+            self._write(pickle.APPENDS)
+
+    def _items(self, items: Collection[tuple[Any, Any]]) -> Iterator[Any]:
+        if items:
+            self._write(pickle.MARK)
+            for pair in items:
+                yield from pair
+            self._write(pickle.SETITEMS)
+
+    def _tuple(self, obj: tuple[Any, ...]) -> Iterator[Any]:
+        self._write(pickle.MARK)
+        yield from obj
+        if id(obj) in self._numbers:  # a container in it holds it
+            self._write(pickle.POP_MARK)
+            self._write_known(obj)
+            return
+        self._write(pickle.TUPLE)
+        self._memoize(obj)
+
+    def _set(self, obj: set[Any] | frozenset[Any]) -> Iterator[Any]:
+        if id(obj) in self._open_sets:
+            raise ValueError("a set in it holds itself")
+        self._open_sets.add(id(obj))
+        self._write(pickle.GLOBAL + f"__builtin__\n{type(obj).__name__}\n".encode())
+        self._write(pickle.MARK + pickle.EMPTY_LIST)
+        yield from self._elements(obj)
+        self._write(pickle.TUPLE + pickle.REDUCE)
+        self._memoize(obj)
+
+    def _write_plain(self, obj: Any) -> None:
+        """Write an object that holds no other one with Python's pickler, without its memo."""
+        stream = BytesIO()
+        pickler = pickle.Pickler(stream, _PROTOCOL)
+        pickler.fast = True
+        pickler.dump(obj)
+        self._write(stream.getvalue()[2 : -len(pickle.STOP)])  # behind PROTO
+        if type(obj) is str:
+            self._memoize(obj)
 
 
 def _missing_in(value: Any, is_there: Callable[[str], bool]) -> set[str]:

@@ -186,6 +186,51 @@ def test_damaged_records_are_named(path: Path) -> None:
     assert_same_object(found, {**entries, "late": 1})
 
 
+def test_entries_behind_damage_may_be_nested_deeply(path: Path) -> None:
+    """As deep as those that can be saved, which is more than Python's pickler bears."""
+    deep: Any = torch.arange(3)
+    for _ in range(400):
+        deep = [deep]
+    shared = {"set": {1, "a"}, "big": 1 << 80, "text": "\ud800", "none": (None, (), 1.5, b"b")}
+    tied: list[Any] = [shared, shared]
+    tied.append((tied,))
+    leftover = unfinished(path, {"lost": torch.ones(3), "deep": deep, "tied": tied})
+    damage(leftover, "data/0")
+    with pytest.warns(ptsave.CheckpointWarning, match="without the entries lost"):
+        found = recovered(leftover)
+    assert list(found) == ["deep", "tied"]
+    assert found["tied"][0] is found["tied"][1]
+    assert found["tied"][0] == shared
+    assert found["tied"][2][0] is found["tied"]
+    for _ in range(400):
+        (found["deep"],) = found["deep"]
+    assert torch.equal(found["deep"], torch.arange(3))
+
+
+def test_a_lost_storage_may_have_any_key(path: Path) -> None:
+    leftover = unfinished(path, {"lost": torch.ones(3), "there": torch.ones(2)})
+    content = leftover.read_bytes()
+    (record,) = (each for each in records_of(content) if each.name == ".journal/0")
+    begin, end = record.payload_offset, record.payload_offset + record.nbytes
+    journal = content[begin:end].replace(b"X\1\0\0\0000", b"X\1\0\0\0a")
+    assert journal != content[begin:end]
+    rest = content[end:].replace(_C.crc32(content[begin:end]).to_bytes(4, "little"),
+                                 _C.crc32(journal).to_bytes(4, "little"))  # fmt: skip
+    leftover.write_bytes(content[:begin] + journal + rest)
+    damage(leftover, "data/0")
+    with pytest.warns(ptsave.CheckpointWarning, match="damaged: data/a; without the entries lost"):
+        assert list(recovered(leftover)) == ["there"]
+
+
+def test_a_set_that_holds_itself_cannot_be_written_again() -> None:
+    """A pickle of protocol 4 can say that, one of torch's files cannot."""
+    made = b"cos\nsystem\n(\x8f\x94tR\x94"  # a call with a set, to which its result is added
+    pickle = b"\x80\x04}(X\1\0\0\0k" + made + b"0h\0(h\1\x90X\1\0\0\0l(X\7\0\0\0storage"
+    pickle += b"X\1\0\0\0cX\1\0\0\0000X\3\0\0\0cpuK\1tQu."
+    with pytest.raises(ValueError, match="a set in it holds itself"):
+        without_entries(pickle, lambda _: False)
+
+
 def test_a_damaged_journal_is_named(path: Path) -> None:
     leftover = unfinished(path, ENTRIES)
     damage(leftover, ".journal/1")
