@@ -18,12 +18,18 @@ __all__ = ["Hooks"]
 
 
 class _ModuleHooks:
-    """The two hooks of a module.  While they run nothing is compiled, even below torch.compile."""
+    """The two hooks of a module.  While they run nothing is compiled, even below torch.compile.
+
+    Those of a copy of the module, or of one that was saved whole, do nothing: it is not captured.
+    """
 
     def __init__(self, hooks: Hooks, site: Site) -> None:
         self._hooks = hooks
         self._recorder = hooks.recorder
         self._site = site
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return idle_hooks, ()
 
     @never_compiled
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,6 +56,19 @@ class _ModuleHooks:
             hooks.record_late(self._site)
 
 
+class _Idle:
+    """In the place of a recorder."""
+
+    recording = False
+
+
+def idle_hooks() -> _ModuleHooks:
+    """Return hooks that do nothing.  Modules that were saved whole name this function."""
+    hooks = object.__new__(_ModuleHooks)
+    vars(hooks)["_recorder"] = _Idle
+    return hooks
+
+
 class Hooks:
     """Installs hooks, and removes all of them."""
 
@@ -65,7 +84,8 @@ class Hooks:
         self._sites = list(sites)
         self._handles: list[Any] = []
         self._hooked: dict[int, tuple[Tensor, list[tuple[Site, str]]]] = {}
-        self._counts: dict[tuple[Site, str], int] = {}
+        self._counts: dict[tuple[Site, str], int] = {}  # of gradients, in one step
+        self._counted_step = -1
         self._is_watched = False
 
     def install(self) -> None:
@@ -97,7 +117,6 @@ class Hooks:
     def begin_step(self) -> None:
         """Record the parameters, before the first call of a step."""
         self.step = self.recorder.step
-        self._counts.clear()
         for site in self._sites:
             site.counts.clear()
         self._hook_parameters()
@@ -148,6 +167,9 @@ class Hooks:
         recorder = self.recorder
         if not recorder.recording or parameter.grad is None:
             return
+        if self._counted_step != recorder.step:  # a backward can come before the first forward
+            self._counted_step = recorder.step
+            self._counts.clear()
         # By names: FSDP2 has two parameters of one, with a gradient each.
         for site, name in owners:
             number = self._counts.get((site, name), 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import math
 import os
 import subprocess
@@ -687,3 +689,40 @@ def test_memory_stays_within_the_budget(path: Path) -> None:
 def test_freed_memory_of_the_model_is_used_again(path: Path) -> None:
     more_nbytes, stored_nbytes = memory_and_file(path, 48 << 20)
     assert more_nbytes < stored_nbytes / 3
+
+
+def test_copies_and_whole_files_of_the_model_are_not_captured(path: Path) -> None:
+    model, x = network(), torch.ones(2, 4)
+    with ptsave.capture(model, path):
+        copied = copy.deepcopy(model)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        loaded = torch.load(stream, weights_only=False)
+        model(x)
+        for other in (copied, average, loaded):
+            other(x).sum().backward()
+    assert len(Run(path).calls) == 4
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("steps", [None, [1]])
+def test_a_backward_that_began_before_has_names_of_its_own(path: Path, steps: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    x = torch.ones(1, 2)
+    loss = model(x).sum() if steps is None else None
+    with ptsave.capture(model, path, steps=steps) as capture:
+        if loss is None:
+            loss = model(x).sum()
+            capture.step()
+        loss.backward()
+        model.zero_grad()
+        (5 * model(x).sum()).backward()
+    run = Run(path)
+    grads = {name: run.tensor(name) for name in run.names("grads") if name.endswith("/weight")}
+    assert [grad.mean().item() for grad in grads.values()] == [1.0, 5.0]
+    for name, grad in grads.items():
+        statistics = run.values[name].statistics
+        assert statistics is not None
+        assert statistics.mean == grad.mean()
