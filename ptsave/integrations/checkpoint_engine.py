@@ -54,6 +54,7 @@ class CheckpointEngine:
         self._verify = verify
         self._commit_info: Any = None
         self._paths: list[str] = []
+        self._written: list[str] = []  # by futures, which sync the files themselves
         self._futures: list[SaveFuture] = []
 
     def create(self, info: Any) -> None:
@@ -71,6 +72,7 @@ class CheckpointEngine:
         """Save one file of it."""
         if self._in_background:
             self._futures.append(async_save(state_dict, path, fsync=self._fsync))
+            self._written.append(path)
         else:
             save(state_dict, path)
             self._paths.append(path)
@@ -113,12 +115,16 @@ class CheckpointEngine:
     def _finish(self) -> None:
         futures, self._futures = self._futures, []
         paths, self._paths = self._paths, []
+        written, self._written = self._written, []
         for future in futures:  # all of them, so that none is being written after an error
             future.exception()
         for future in futures:
             future.result()
         if self._fsync:
-            for path in [*paths, *sorted({os.path.dirname(os.path.abspath(p)) for p in paths})]:
+            folders = {os.path.dirname(os.path.abspath(path)) for path in [*paths, *written]}
+            # DeepSpeed makes the directory of a tag, whose own name is in the one above it.
+            above = {os.path.dirname(folder) for folder in folders}
+            for path in [*paths, *sorted(folders | above)]:
                 _sync(path)
 
 

@@ -146,11 +146,14 @@ def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     Names of modules only: libraries import these functions by name.
     """
     wanted = {id(old): new for old, new in pairs}
-    ours = wanted.keys() | {id(each) for each in originals().values()} | _in_place.keys()
+    stock = {id(each) for each in originals().values()}
+    ours = wanted.keys() | stock | _in_place.keys()
+    # A module may have bound ptsave's function to a name that it had: none of these may stay.
+    looks_at_all = not wanted.keys() <= stock
     modules: list[object] = list(sys.modules.values())  # which may hold anything
     for module in modules:
         if isinstance(module, ModuleType) and module.__name__ != __name__:
-            _exchange_in(module, wanted, ours)
+            _exchange_in(module, wanted, ours, looks_at_all=looks_at_all)
     for old, new in pairs:
         _in_place.pop(id(old), None)
         _in_place[id(new)] = new
@@ -164,11 +167,15 @@ _without: dict[str, tuple[int, int]] = {}
 
 
 def _exchange_in(
-    module: ModuleType, wanted: Mapping[int, Callable[..., Any]], ours: Set[int]
+    module: ModuleType,
+    wanted: Mapping[int, Callable[..., Any]],
+    ours: Set[int],
+    *,
+    looks_at_all: bool,
 ) -> None:
     names = vars(module)
     state = id(names), len(names)
-    if _without.get(module.__name__) == state:
+    if not looks_at_all and _without.get(module.__name__) == state:
         return
     if not ours & {id(value) for value in list(names.values())}:
         _without[module.__name__] = state

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -460,3 +461,15 @@ def test_blocks_that_overlap() -> None:
         assert torch.save is not ptsave.save  # which is not durable by default
     finally:
         second.__exit__(None, None, None)
+
+
+def test_rebound_name_of_a_safetensors_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that was looked at before, and has had a name of that number of names since."""
+    library = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+    module = ModuleType("rebinding")
+    vars(module)["write"] = None
+    monkeypatch.setitem(sys.modules, "rebinding", module)
+    stock = library.save_file
+    with ptsave.installed(safetensors=True):
+        vars(module)["write"] = library.save_file
+    assert vars(module)["write"] is stock

@@ -128,7 +128,8 @@ def test_commit_makes_all_files_durable(
     monkeypatch.setattr(checkpoint_engine, "_sync", synced.append)
     engine = engine_class()
     save_as_deepspeed(engine, tmp_path, "t", {"a": [1], "b": [2]})
-    assert synced == [str(tmp_path / "t" / "a"), str(tmp_path / "t" / "b"), str(tmp_path / "t")]
+    files = [str(tmp_path / "t" / name) for name in "ab"]
+    assert synced == [*files, str(tmp_path), str(tmp_path / "t")]  # a new tag's name, too
     synced.clear()
     save_as_deepspeed(engine_class(fsync=False), tmp_path, "t", {"a": [1]})
     assert synced == []
@@ -142,6 +143,7 @@ def test_commit_makes_all_files_durable(
     monkeypatch.setattr(checkpoint_engine, "async_save", noting)
     save_as_deepspeed(engine_class(in_background=True), tmp_path, "t", {"a": [1]})
     assert seen == [{"fsync": True}]
+    assert synced == [str(tmp_path), str(tmp_path / "t")]
 
 
 def test_a_failed_file_fails_the_commit(engine: Any, tmp_path: Path) -> None:
