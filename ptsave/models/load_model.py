@@ -189,8 +189,10 @@ def load_model(
         tensors_of_model = ModelTensors(model, lazy_buffers)
         plan = WeightPlan(tensors_of_model, packed, entries, renaming, ignore_mismatched_sizes)
         options = LoadOptions(strict, ignore_mismatched_sizes, assign, device, dtype, progress)
-        fill = _fill_by_code if runs_code(model, plan) else _fill_by_names
-        fill(model, plan, lazy_buffers, options)
+        if runs_code(model, plan):
+            _fill_by_code(model, plan, options)
+        else:
+            _fill_by_names(model, plan, lazy_buffers, options)
         note_parts(_tensors_of(model), plan.deliveries)
     return plan.report
 
@@ -225,7 +227,7 @@ def _fill_by_names(
         assignment.put()
 
 
-def _fill_by_code(model: nn.Module, plan: WeightPlan, _: LazyBuffers, options: LoadOptions) -> None:
+def _fill_by_code(model: nn.Module, plan: WeightPlan, options: LoadOptions) -> None:
     """Fill a model in whose loading code of its modules takes part, as lazy buffers' does."""
     load = ModuleLoad(model, plan, options)
     tied_names = plan.tied_names()

@@ -149,8 +149,8 @@ class ModuleLoad:
     def _names_elsewhere(self) -> list[str]:
         """Return the names that the state dict need not have: others fill their tensors."""
         names = []
+        delivered = {each.name for each in self._plan.deliveries}
         for group in self._plan.tensors.groups():
-            delivered = {each.name for each in self._plan.deliveries}
             if any(name in delivered or name in self._state_dict for name in group):
                 names += [
                     name

@@ -272,9 +272,8 @@ def test_two_captures_of_one_path(path: Path) -> None:
 def test_a_capture_beside_another_process(path: Path) -> None:
     model = nn.Identity()
     child = Child(functools.partial(train_for_ever, path, 0))
-    while not list(path.parent.iterdir()):
+    while not rivals_of(str(path.parent / f".{path.name}.{'0' * 16}.ptsave")):  # it has its lock
         time.sleep(0.01)
-    time.sleep(0.1)
     with pytest.raises(
         RuntimeError, match=r"another process.* is writing this file, as .*\.ptsave"
     ):
