@@ -37,12 +37,19 @@ class SaveFuture(concurrent.futures.Future[None]):
     True
     """
 
-    def __init__(self, target: str, nbytes: int, withdraw: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        target: str,
+        nbytes: int,
+        withdraw: Callable[[], bool],
+        before_wait: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__()
         self._target = target
         self._nbytes = nbytes
         self._nbytes_written = 0
         self._withdraw: Callable[[], bool] | None = withdraw
+        self._before_wait = before_wait
         self._staged = threading.Event()
         self._staging_error: BaseException | None = None
         self._number = next(_numbers)
@@ -105,6 +112,7 @@ class SaveFuture(concurrent.futures.Future[None]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the file; returns the error of writing it, or None."""
+        self._before_wait()
         error = super().exception(timeout)
         self._observe()
         return error

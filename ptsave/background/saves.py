@@ -34,6 +34,7 @@ from ptsave import _C
 from ptsave.background.save_future import SaveFuture, forget_failures, report_failures
 from ptsave.background.staging_budget import Reservation, StagingBudget
 from ptsave.background.worker_lane import WorkerLane
+from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.writing.targets import TargetWriter, name_of
@@ -99,7 +100,7 @@ class BackgroundSave:
         name = f"<{type(target).__name__}>"
         if isinstance(target, (str, UrlTarget)):
             name = name_of(target)
-        self.future = SaveFuture(name, plan.nbytes, self._withdraw)
+        self.future = SaveFuture(name, plan.nbytes, self._withdraw, _release_own)
         self._plan = plan
         self._snapshot = snapshot
         self._reservation = reservation
@@ -237,6 +238,11 @@ def reserve(
     Without a limit it is `default_limit_nbytes`, and while other saves hold some, also half of the
     memory that is free.
     """
+    if wait and _held:
+        try:
+            return reserve(nbytes, limit, wait=False, option=option)
+        except StagingFullError:
+            _release_own()
     # A callback runs on the thread that makes room.
     help_out = _writing.run_next if _writing.runs_here() else None
     if limit is not None:
@@ -287,20 +293,33 @@ def writes_held_back() -> Iterator[Callable[[], object]]:
     """Let saves that begin in the block be written after it, so that none slows down their copies.
 
     Yields a function that lets them be written at once: for a call that waits for the memory of
-    others, which only their end frees.
+    others, which only their end frees.  The thread of the block lets them when it waits for one.
     """
     released = threading.Event()
+    held = threading.get_ident(), released
     owner = threading.current_thread()
 
     def wait() -> None:
         if threading.current_thread() is not owner:  # which writes if no thread can be started
             released.wait()
 
+    _held.append(held)
     _writing.put(wait)
     try:
         yield released.set
     finally:
         released.set()
+        _held.remove(held)
+
+
+_held: list[tuple[int, threading.Event]] = []  # the threads of such blocks
+
+
+def _release_own() -> None:
+    """Let the writes go on that this thread holds back: it waits for them."""
+    for ident, released in list(_held):
+        if ident == threading.get_ident():
+            released.set()
 
 
 @functools.cache

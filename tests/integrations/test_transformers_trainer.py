@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
@@ -264,8 +264,8 @@ def test_files_are_written_after_all_copies(tmp_path: Path) -> None:
         for name in "ab":
             torch.save({"w": torch.ones(1000)}, f"{folder.path}/{name}")
         other = ptsave.async_save(torch.ones(1), io.BytesIO())  # written in the order of the calls
-        with pytest.raises(FutureTimeoutError):
-            other.exception(0.2)
+        with ThreadPoolExecutor(1) as thread, pytest.raises(FutureTimeoutError):
+            thread.submit(other.exception, 0.2).result()
         assert os.listdir(folder.path) == []
     for future in futures:
         future.result(20)
@@ -288,6 +288,12 @@ def test_without_room_files_are_written_meanwhile(
     saves.commit(folder, futures, lambda: None)
     saves.wait()
     assert sorted(os.listdir(tmp_path / "c")) == ["a", "b", "c"]
+
+
+def test_wait_in_the_block_lets_files_be_written(tmp_path: Path) -> None:
+    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
+    with staged_folders.writes_in_background(folder, fsync=False):
+        ptsave.async_save(torch.ones(1), tmp_path / "other").result(20)
 
 
 def test_cancelled_save_is_no_checkpoint(tmp_path: Path) -> None:
