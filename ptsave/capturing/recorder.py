@@ -22,7 +22,13 @@ from torch.nn.parameter import is_lazy
 from ptsave.capturing.blocks import MAX_VALUES, SMALL_NBYTES, Block, Blocks, Staged
 from ptsave.capturing.items import AS_TEXT, MAX_TEXT, PLAIN, items_of, keyword_part
 from ptsave.capturing.selection import class_name
-from ptsave.capturing.tensors import PLAIN_TYPES, is_compact, local_values, statistics_of
+from ptsave.capturing.tensors import (
+    PLAIN_TYPES,
+    is_compact,
+    is_freed,
+    local_values,
+    statistics_of,
+)
 from ptsave.support.torch_capture import (
     StopRecomputationError,
     graph_task_id,
@@ -336,6 +342,11 @@ class Recorder:
         except NotImplementedError as error:  # a wrapper
             stored, found, staged = "", None, None
             note = f"no values: {str(error).splitlines()[0]}"[:MAX_TEXT]
+        except RuntimeError:
+            if not is_freed(tensor):
+                raise
+            stored, found, staged = "", None, None
+            note = "its memory was freed: no values"
         row = (
             name,
             self._event(),
@@ -376,7 +387,7 @@ class Recorder:
                 note = f"{tensor.dtype}: no statistics"
         if not self._tensors or note.endswith("no values"):
             return "", note, found, None
-        is_other = values is not None and note.startswith(("DTensor", "mkldnn"))
+        is_other = values is not None and note.startswith(("DTensor", "mkldnn", "subclass"))
         kept = values if values is not None and is_other else tensor
         why_not = self._blocks.store(name, kept, _nbytes(kept))
         return ("", why_not, found, None) if why_not else (name, note, found, None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ptsave import _C
 from ptsave.support.torch_tensors import parts_of_sparse_coo
 
-__all__ = ["PLAIN_TYPES", "is_compact", "local_values", "statistics_of"]
+__all__ = ["PLAIN_TYPES", "is_compact", "is_freed", "local_values", "statistics_of"]
 
 PLAIN_TYPES = {Tensor, nn.Parameter, nn.Buffer}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -32,6 +32,14 @@ def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
 def is_compact(tensor: Tensor) -> bool:
     """Return whether a tensor is its whole storage."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor's storage was freed below it, as FSDP does."""
+    try:
+        return tensor.untyped_storage().nbytes() == 0 < tensor.numel()
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
@@ -66,6 +74,7 @@ def _values_of_subclass(tensor: Tensor) -> tuple[Tensor | None, str]:
         return tensor.detach().values(), "nested: statistics of all its values"
     if nn.parameter.is_lazy(tensor):
         return None, "uninitialized: no values"
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return tensor.detach().as_subclass(Tensor), ""
-    return None, f"{kind}: no statistics"
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if is_plain and tensor.layout == torch.strided and not tensor.is_quantized:
+        return tensor.detach().as_subclass(Tensor), f"subclass {kind}: as a plain tensor"
+    return None, f"{kind}: no values"  # a file that has it could not be read without its code

@@ -24,6 +24,7 @@ from captured_runs import Run, assert_bit_identical, assert_same_bits, captured,
 from hypothesis import given, settings
 from random_modules import build, first_tensor, trees
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 from torch.utils.checkpoint import checkpoint
 
 import ptsave
@@ -502,7 +503,7 @@ class Unsavable(Tensor):
 
 @pytest.mark.parametrize("n", [10, 100_000])
 def test_a_tensor_that_cannot_be_saved(path: Path, n: int) -> None:
-    """Is left out with a note; all others are there, also those that are added with it."""
+    """Its values are kept as those of a plain tensor."""
     model = nn.Identity()
     x = torch.ones(n)
 
@@ -515,9 +516,9 @@ def test_a_tensor_that_cannot_be_saved(path: Path, n: int) -> None:
     for i in range(3):
         assert torch.equal(found.tensor(f"0/forward/#{2 * i}/inputs/0"), x * i)
         value = found.values[f"0/forward/#{2 * i + 1}/inputs/0"]
-        assert (value.type, value.stored) == ("Unsavable", "")
-        assert value.note == "cannot be saved: no such thing"
-    assert found.entries["capture/end"]["dropped"] == 3
+        assert value.type == "Unsavable"
+        assert torch.equal(found.tensor(value.name), x * i)
+    assert found.entries["capture/end"]["dropped"] == 0
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -726,3 +727,29 @@ def test_a_backward_that_began_before_has_names_of_its_own(path: Path, steps: An
         statistics = run.values[name].statistics
         assert statistics is not None
         assert statistics.mean == grad.mean()
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a type that files are not read with."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("tensors", [False, True])
+def test_tensors_that_are_freed_or_of_a_type_of_somebody(path: Path, tensors: bool) -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    model = nn.Sequential(nn.Identity())
+    with ptsave.capture(model, path, tensors=tensors, what=("outputs",), include="0"):
+        model(freed)
+        model(torch.ones(2).as_subclass(Subclass))
+        model(masked_tensor(torch.ones(2), torch.tensor([True, False])))
+        model(torch.ones(2))
+    with ptsave.open(path) as run:
+        values = {value.name: value for value in run.captured_values()}
+        notes = [value.note for value in values.values()]
+        assert notes[0] == "its memory was freed: no values"
+        assert notes[1] == "subclass Subclass: as a plain tensor"
+        assert "no values" in (notes[2] or "")
+        if tensors:
+            for number in (1, 3):
+                assert torch.equal(run.tensor(f"0/forward/0#{number}/outputs"), torch.ones(2))
