@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from ptsave.errors import CorruptPickleError
 from ptsave.serialization import load, save
 from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX
 
-__all__ = ["extra_state_in", "is_extra_state", "metadata_of"]
+__all__ = ["ExtraState", "is_extra_state", "metadata_of", "require_loadable"]
 
 _PREFIX = "ptsave.extra_state."
 
@@ -36,31 +36,77 @@ def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
     Examples
     --------
     >>> metadata = metadata_of({"layer._extra_state": {"count": 3}})
-    >>> extra_state_in(metadata, "model.safetensors")
+    >>> dict(ExtraState(metadata, "model.safetensors"))
     {'layer._extra_state': {'count': 3}}
     """
-    texts = {}
+    return {
+        _PREFIX + name: base64.b64encode(_saved(value)).decode() for name, value in objects.items()
+    }
+
+
+def require_loadable(objects: Mapping[str, Any]) -> None:
+    """Refuse extra state that could not be loaded again, before anything is written.
+
+    Raises
+    ------
+    TypeError
+        If ``weights_only=True`` would refuse it.
+    """
     for name, value in objects.items():
-        stream = io.BytesIO()
-        save(value, stream)
-        texts[_PREFIX + name] = base64.b64encode(stream.getvalue()).decode()
-    return texts
+        try:
+            _loaded(_saved(value))
+        except Exception as error:  # torch's unpickler stumbles in every way
+            reason = str(error).strip().splitlines()[0]
+            raise TypeError(
+                f"entry {name!r} could not be loaded from a model's files, which are read without "
+                f"running code: {reason}: let get_extra_state() return tensors and plain values"
+            ) from error
 
 
-def extra_state_in(metadata: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return the extra state in a file's metadata, loaded with ``weights_only=True``.
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    save(value, stream)
+    return stream.getvalue()
+
+
+def _loaded(data: bytes) -> Any:
+    return load(io.BytesIO(data), "cpu", weights_only=True)
+
+
+class ExtraState(Mapping[str, Any]):
+    """The extra state in a file's metadata, each loaded when it is asked for.
+
+    Parameters
+    ----------
+    metadata : mapping of str to str
+        Of a safetensors file.
+    path : str
+        The file, for errors.
 
     Raises
     ------
     CorruptPickleError
-        If it cannot be.
+        By what gets a value, if it cannot be loaded with ``weights_only=True``.
     """
-    found = {}
-    for name, text in metadata.items():
-        if name.startswith(_PREFIX):
-            try:
-                stream = io.BytesIO(base64.b64decode(text, validate=True))
-                found[name.removeprefix(_PREFIX)] = load(stream, weights_only=True)
-            except Exception as error:  # torch's unpickler stumbles in every way
-                raise CorruptPickleError(f"{path}: {name}: {error}", path=path) from error
-    return found
+
+    def __init__(self, metadata: Mapping[str, str], path: str) -> None:
+        self._path = path
+        self._texts = {
+            name.removeprefix(_PREFIX): text
+            for name, text in metadata.items()
+            if name.startswith(_PREFIX)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        text = self._texts[name]
+        try:
+            return _loaded(base64.b64decode(text, validate=True))
+        except Exception as error:  # torch's unpickler stumbles in every way
+            message = f"{self._path}: {name}: {error}"
+            raise CorruptPickleError(message, path=self._path) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)

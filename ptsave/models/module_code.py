@@ -138,10 +138,10 @@ class ModuleLoad:
                 self._state_dict[name] = self._copier.stand_in(name, entry, shape)
         metadata: OrderedDict[str, Any] = OrderedDict()
         for shard in _shards_of(plan):
-            for key, value in shard.objects.items():
+            for key in shard.objects:
                 new_key = plan.renaming(key)
                 if new_key is not None:
-                    self._state_dict[new_key] = value
+                    self._state_dict[new_key] = shard.objects[key]
             metadata.update(_renamed_metadata(shard.metadata, plan.renaming))
         if metadata:
             setattr(self._state_dict, METADATA, metadata)

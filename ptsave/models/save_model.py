@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ptsave.contents.shard_files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
-from ptsave.models.extra_state import is_extra_state, metadata_of
+from ptsave.models.extra_state import is_extra_state, metadata_of, require_loadable
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
@@ -128,6 +128,7 @@ def save_model(
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
     tensors, objects = _tensors_of(state_dict)
+    require_loadable(objects)
     if packed_modules_mapping is not None:
         model = model_or_state_dict if isinstance(model_or_state_dict, nn.Module) else None
         tensors = unpacked(tensors, PackedModules(packed_modules_mapping), model)

@@ -28,7 +28,7 @@ from ptsave.contents.shard_files import (
     those_in_index,
 )
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
-from ptsave.models.extra_state import extra_state_in, is_extra_state
+from ptsave.models.extra_state import ExtraState, is_extra_state
 from ptsave.sources.file_limits import identity_of, n_files_to_hold, require_identity
 from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
@@ -99,7 +99,7 @@ class SafetensorsShard:
 
     Attributes
     ----------
-    objects : dict of str to object
+    objects : mapping of str to object
         Extra state of modules that is no tensor, by its name in the state dict.
     metadata : mapping
         Versions of modules: the format has none.
@@ -112,7 +112,7 @@ class SafetensorsShard:
         self._identity = identity_of(file.descriptor)
         header = read_header(file)
         tensors = header.tensors
-        self.objects = extra_state_in(header.metadata, self.path)
+        self.objects = ExtraState(header.metadata, self.path)
         self.metadata: Mapping[str, Any] = {}
         self.entries = [
             Entry(each.name, each.shape, each.dtype, self, each.nbytes, each.nbytes)
@@ -180,7 +180,7 @@ class FetchedShard:
         self.path = source.name
         contents = SafetensorsContents(source)
         self._contents: SafetensorsContents | None = contents
-        self.objects = extra_state_in(contents.metadata, self.path)
+        self.objects = ExtraState(contents.metadata, self.path)
         self.metadata: Mapping[str, Any] = {}
         self.entries = [
             Entry(name, tensor.shape, tensor.dtype, self, tensor.nbytes, tensor.nbytes)
@@ -243,7 +243,7 @@ class PickledShard:
 
     Attributes
     ----------
-    objects : dict of str to object
+    objects : mapping of str to object
         Extra state of modules that is no tensor, by its name in the state dict.
     metadata : mapping
         Versions of modules, if the state dict has them.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import datetime
+import io
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _weights import assert_equal, write_file
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ptsave
@@ -245,6 +248,37 @@ def test_extra_state_that_is_no_tensor(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(RuntimeError, match="_extra_state"):
         ptsave.load_model(plain, tmp_path)
     assert ptsave.load_model(plain, tmp_path, strict=False).unexpected_keys == ["0._extra_state"]
+
+
+class Dated(nn.Linear):
+    """A module with extra state that no file is read for."""
+
+    def get_extra_state(self) -> Any:
+        return datetime.date(2026, 1, 1)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take anything."""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_extra_state_that_could_not_be_loaded(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"_extra_state.*could not be loaded.*get_extra_state"):
+        ptsave.save_model(nn.Sequential(Dated(2, 2)), tmp_path, format=kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_beside_extra_state_that_cannot_be_loaded(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(datetime.date(2026, 1, 1), stream)
+    metadata = {"ptsave.extra_state.0._extra_state": base64.b64encode(stream.getvalue()).decode()}
+    saved = nn.Sequential(nn.Linear(2, 2))
+    save_file(saved.state_dict(), tmp_path / "model.safetensors", metadata)
+    assert [name for name, _ in ptsave.iter_weights(tmp_path)] == ["0.bias", "0.weight"]
+    plain = nn.Sequential(nn.Linear(2, 2))
+    ptsave.load_model(plain, tmp_path, strict=False)
+    assert_equal(plain.state_dict(), saved.state_dict())
+    with pytest.raises(ptsave.CorruptCheckpointError, match="_extra_state"):
+        ptsave.load_model(nn.Sequential(Dated(2, 2)), tmp_path)
 
 
 class Wide(nn.Module):
