@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.installation import installed
 from ptsave.integrations.staged_folders import StagedFolder, in_place_of
 
@@ -108,16 +109,31 @@ def _save_state(
     finally:
         project.automatic_checkpoint_naming = is_named
     accelerator.wait_for_everyone()  # all have written their files
+    error = None
     if accelerator.is_main_process:
         try:
             folder.publish()
-        except BaseException:
+        except BaseException as caught:
             folder.discard()
-            raise
-        if is_named:
-            _remove_oldest(directory, project.total_limit)
-    accelerator.wait_for_everyone()
+            error = caught
+    _raise_on_all(error, final, accelerator)
+    if is_named and accelerator.is_main_process:
+        _remove_oldest(directory, project.total_limit)  # nobody waits for that
     return Path(final) if isinstance(result, Path) else result
+
+
+def _raise_on_all(error: BaseException | None, path: str, accelerator: Any) -> None:
+    """Raise the main process's error there, and one that quotes it on all other processes."""
+    utils = importlib.import_module("accelerate.utils")
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    (of_main,) = utils.broadcast_object_list([text])
+    if of_main is None:
+        return
+    with suppress(RuntimeError):  # a process that ends now would take the message along
+        accelerator.wait_for_everyone()
+    if error is not None:
+        raise error
+    raise SaveError(f"{path}: the main process could not complete the checkpoint: {of_main}")
 
 
 def _remove_oldest(directory: str, limit: int | None) -> None:

@@ -170,3 +170,34 @@ def test_oldest_is_removed_by_its_real_name(accelerate: Any, tmp_path: Path) -> 
     (tmp_path / "checkpoints" / "checkpoint_007").mkdir(parents=True)
     prepared(accelerate, project_config=project)[0].save_state()
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_8"]
+
+
+def test_all_processes_learn_that_the_main_one_failed(
+    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = prepared(accelerate)
+
+    def fail(folder: StagedFolder) -> None:
+        raise OSError(28, "No space left on device")
+
+    texts: list[Any] = []
+
+    def broadcast(objects: list[Any]) -> list[Any]:
+        texts.extend(objects)
+        return objects
+
+    monkeypatch.setattr(StagedFolder, "publish", fail)
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", broadcast)
+    with pytest.raises(OSError, match="No space left"):
+        parts[0].save_state(tmp_path / "step")
+    assert os.listdir(tmp_path) == []
+    (text,) = texts
+    assert "No space left on device" in text
+
+    class Other(type(parts[0])):  # type: ignore[misc]
+        is_main_process = False
+
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda _: [text])
+    parts[0].__class__ = Other
+    with pytest.raises(ptsave.SaveError, match=r"step: the main process could not.*No space left"):
+        parts[0].save_state(tmp_path / "step")
