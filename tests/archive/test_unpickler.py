@@ -137,6 +137,14 @@ def test_mutations(subjects: dict[str, Subject]) -> None:
     assert n_accepted > _N_MUTATIONS // 20  # or the comparison of results has not been tested
 
 
+@pytest.mark.parametrize("shape", [b"K\x05\x85", b"K\xff\x85", b"K\x05K\x05\x86"])
+def test_tensors_without_values(shape: bytes, subjects: dict[str, Subject]) -> None:
+    """What a call leaves uninitialized does not count as a difference."""
+    for _ in range(20):
+        _reused = [torch.rand(25) for _ in range(100)]
+        assert disagreement(subjects["sets"], b"\x80\x02ctorch\nTensor\n" + shape + b"R.") is None
+
+
 @pytest.mark.parametrize("name", ["tensors", "optimizer", "plain"])
 def test_every_truncation(name: str, subjects: dict[str, Subject]) -> None:
     data = subjects[name].pickle

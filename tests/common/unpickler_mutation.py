@@ -219,10 +219,13 @@ class Subject:
         value, error = None, None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            torch.use_deterministic_algorithms(True)  # which fill what Tensor(3) leaves as it is
             try:
                 value = torch.serialization._load(self.reader, None, module, encoding="utf-8")
             except Exception as raised:
                 error = raised
+            finally:
+                torch.use_deterministic_algorithms(False)
         torch.serialization._serialization_tls.map_location = None
         torch._utils._sparse_tensors_to_validate.clear()
         # What torch says once in a process is only for the machine that comes first.
