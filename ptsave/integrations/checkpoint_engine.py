@@ -8,6 +8,7 @@ from typing import Any
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.serialization import load, save
+from ptsave.support.syncing import sync_path
 
 __all__ = ["CheckpointEngine"]
 
@@ -125,12 +126,4 @@ class CheckpointEngine:
             # DeepSpeed makes the directory of a tag, whose own name is in the one above it.
             above = {os.path.dirname(folder) for folder in folders}
             for path in [*paths, *sorted(folders | above)]:
-                _sync(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                sync_path(path)

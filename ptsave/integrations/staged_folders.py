@@ -29,6 +29,7 @@ from ptsave.background.saves import writes_held_back
 from ptsave.errors import StagingFullError, add_note
 from ptsave.installation import installed
 from ptsave.streaming import safetensors_functions
+from ptsave.support.syncing import sync_path
 
 __all__ = ["FolderSaves", "StagedFolder", "in_place_of", "writes_in_background"]
 
@@ -140,13 +141,8 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    if path.is_symlink():
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if not path.is_symlink():
+        sync_path(path)
 
 
 class FolderSaves:

@@ -20,6 +20,7 @@ from typing import Any
 
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
+from ptsave.support.syncing import sync_path
 
 __all__ = ["CheckpointDirectory", "create_directory"]
 
@@ -62,11 +63,7 @@ def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
 
 def _sync(path: Path) -> None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EINVAL):
             raise

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from ptsave import _C
+from ptsave.support.syncing import sync_path
 from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = ["Folder", "LocalFolder", "UrlFolder", "resolve_folder"]
@@ -66,11 +67,7 @@ class LocalFolder:
 
     def sync(self) -> None:
         """Let the names of its files survive power loss."""
-        descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(self.name)
 
 
 class UrlFolder:

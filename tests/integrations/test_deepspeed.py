@@ -125,7 +125,7 @@ def test_commit_makes_all_files_durable(
     engine_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(checkpoint_engine, "_sync", synced.append)
+    monkeypatch.setattr(checkpoint_engine, "sync_path", synced.append)
     engine = engine_class()
     save_as_deepspeed(engine, tmp_path, "t", {"a": [1], "b": [2]})
     files = [str(tmp_path / "t" / name) for name in "ab"]
