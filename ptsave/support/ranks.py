@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import distributed
 
 from ptsave.support.config import read_integer
 
-__all__ = ["check_rank_is_named", "check_rank_of_file", "check_rank_saves"]
+__all__ = ["check_rank_is_named", "check_rank_of_file", "check_rank_saves", "group_of_job"]
+
+
+def group_of_job() -> Any:
+    """Return torch.distributed's default group if all ranks of the job are in it; else None."""
+    if _has_group() and distributed.get_world_size() > 1:
+        return distributed.group.WORLD
+    return None
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:
@@ -34,8 +43,8 @@ def check_rank_is_named(directory: str, rank: int | None) -> None:
             f"{directory}: of the {n_ranks} ranks of this job, each would replace the others' "
             "checkpoints, which have the same names: if all have the same values (DDP), make "
             "AsyncCheckpointer(directory, rank=0) on all of them and call save() on rank 0 only; "
-            "if each has its own, give each a directory, AsyncCheckpointer(f'{directory}/rank-"
-            "{rank}', rank=rank)"
+            "if each has its own, call torch.distributed.init_process_group() first, or say "
+            "which part each saves: AsyncCheckpointer(directory, rank=rank, world_size=n)"
         )
 
 

@@ -16,7 +16,8 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,11 +26,12 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
-from ptsave.errors import CheckpointWarning, add_note
-from ptsave.support.ranks import check_rank_is_named, check_rank_saves
+from ptsave.errors import CheckpointWarning, SaveError, add_note
+from ptsave.support.ranks import check_rank_saves
 from ptsave.training.checkpoint import entries_of, restore_entries
 from ptsave.training.directory import CheckpointDirectory
 from ptsave.training.named_options import check_restoring, check_saving
+from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.training.url_directory import directory_opener
 
 __all__ = ["AsyncCheckpointer"]
@@ -52,7 +54,11 @@ class AsyncCheckpointer:
         None keeps all.
     rank : int, optional
         In a job of several ranks: whose checkpoints these are.  Only that rank saves, and all may
-        restore.  Ranks that have different values need a directory each.
+        restore.  With `world_size`: which of that many ranks this process is.
+    world_size : int, optional
+        How many ranks save a part each of one checkpoint, without a process group.
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks that save a part each; by default all, if there is a process group and no `rank`.
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
         False it survives the death of the process, not that of the machine.
@@ -65,10 +71,11 @@ class AsyncCheckpointer:
         An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
         URL that fsspec cannot write to.
     TypeError, ValueError
-        `keep` is neither None nor at least 1, or `rank` neither None nor at least 0.
+        `keep` is neither None nor at least 1, or `rank` neither None nor at least 0, or the ranks
+        are named twice or by half; ranks without a process group would meet at a URL.
     RuntimeError
-        The job has several ranks, by torch.distributed or by ``WORLD_SIZE`` in the environment, and
-        no `rank` is given.
+        The job has several ranks, by ``WORLD_SIZE`` in the environment, and there is neither a
+        process group nor a `rank`; or another process has this rank.
 
     Notes
     -----
@@ -84,9 +91,15 @@ class AsyncCheckpointer:
 
     With DistributedDataParallel all ranks have the same values.  Each makes
     ``AsyncCheckpointer(directory, rank=0)`` and restores from it, before the first save, and rank 0
-    calls :meth:`save`.  Where each rank has values of its own (parts of a sharded model), it makes
-    ``AsyncCheckpointer(f"{directory}/rank-{rank}", rank=rank)`` and saves there; the ranks then
-    agree on the step that all of them have before they restore it.
+    calls :meth:`save`.
+
+    Where each rank has values of its own (a sharded model), all make the object with a process
+    group, or with their `rank` and the `world_size`.  Each saves its part, the file
+    ``step-<number>.<save>.rank-<rank>-of-<world size>.pt``, and a step counts when the parts of all
+    are there.  Making the object, :meth:`latest`, :meth:`restore`, :meth:`wait` and :meth:`close`
+    are collective then: all ranks call them, and an error on one is an error on all.  :meth:`save`
+    exchanges nothing.  As many ranks as saved restore; ``torch.distributed.checkpoint`` is for
+    other numbers.
 
     The interpreter waits for pending saves before it exits, whether or not :meth:`close` is called.
     In a forked process no save is pending.
@@ -115,6 +128,8 @@ class AsyncCheckpointer:
         keep: int | None = 3,
         *,
         rank: int | None = None,
+        world_size: int | None = None,
+        process_group: Any = None,
         fsync: bool = True,
         staging: Literal["blocking", "background"] = "blocking",
         max_staged_bytes: int | None = None,
@@ -123,7 +138,8 @@ class AsyncCheckpointer:
     ) -> None:
         self._keep = None if keep is None else _checked(keep, "keep", 1)
         self._rank = None if rank is None else _checked(rank, "rank", 0)
-        check_rank_is_named(os.fsdecode(directory), self._rank)
+        world_size = None if world_size is None else _checked(world_size, "world_size", 1)
+        check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         self._fsync = bool(fsync)
         self._staging: dict[str, Any] = {
             "staging": staging,
@@ -132,8 +148,10 @@ class AsyncCheckpointer:
             "storage_options": storage_options,
         }
         self._closed = False
+        self._last_step: int | None = None
         self._announced: int | None = None  # the highest step of which a warning was given
-        self._open_directory = directory_opener(directory, storage_options, fsync=fsync)
+        place, self._open_directory = directory_opener(directory, storage_options, fsync=fsync)
+        self._parts = rank_parts(place, self._rank, world_size, process_group)
         self._start_afresh()
         self._directory.remove_leftovers()
 
@@ -198,27 +216,42 @@ class AsyncCheckpointer:
         step = _checked(step, "step", 0)
         if self._closed:
             raise RuntimeError("the checkpointer is closed: make another one to save more")
-        check_rank_saves(os.fspath(self._directory.path), self._rank)
+        if self._parts is None:
+            check_rank_saves(os.fspath(self._directory.path), self._rank)
+        else:
+            self._parts.begin()
         options: dict[str, Any] = {
             "fsync": self._fsync if fsync is None else fsync,
             "atomic": atomic,
             "progress": progress,
         }
         check_saving("AsyncCheckpointer.save", objects, **options)
-        future = self._begin(step, entries_of(objects), options)
-        with self._changed:
-            self._pending[future] = step
-        # Not the future's own method: then somebody would count as knowing the outcome.
-        Future.add_done_callback(future, lambda _: self._finish(step, future))
-        return future
-
-    def _begin(self, step: int, entries: dict[str, Any], options: dict[str, Any]) -> SaveFuture:
+        entries = entries_of(objects)
         try:
             path, highest = self._directory.place(step)
-            self._warn_if_lower(step, highest)
-            return async_save(entries, os.fspath(path), **options, **self._staging)
         except OSError as error:  # the directory is gone: no reason to end a training here
+            path, future = self._directory.path, _failed_save(str(self._directory.path), error)
+        else:
+            self._warn_if_lower(step, highest)
+            future = self._begin(path, entries, options)
+        with self._changed:
+            self._pending[future] = step
+            self._last_step = step
+        # Not the future's own method: then somebody would count as knowing the outcome.
+        Future.add_done_callback(future, lambda _: self._finish(step, str(path), future))
+        return future
+
+    def _begin(self, path: Path | Any, entries: dict[str, Any], options: Any) -> SaveFuture:
+        if self._parts is not None:
+            self._parts.note(str(path))
+        try:
+            return async_save(entries, os.fspath(path), **options, **self._staging)
+        except OSError as error:
             return _failed_save(str(self._directory.path), error)
+        except Exception as error:
+            if self._parts is not None:
+                self._parts.fail(str(path), error)
+            raise
 
     def _warn_if_lower(self, step: int, highest: int | None) -> None:
         with self._changed:
@@ -230,22 +263,26 @@ class AsyncCheckpointer:
                 f"latest() and restore() will not be step {step}, which is being saved. To go on "
                 "from here, remove the checkpoints of higher steps"
             )
-            warnings.warn(message, CheckpointWarning, stacklevel=4)
+            warnings.warn(message, CheckpointWarning, stacklevel=3)
 
-    def _finish(self, step: int, future: SaveFuture) -> None:
+    def _finish(self, step: int, path: str, future: SaveFuture) -> None:
         """Clean up after a save; runs on the thread that writes."""
-        failed = not future.cancelled() and Future.exception(future) is not None
+        error = CancelledError() if future.cancelled() else Future.exception(future)
         try:
-            if not (failed or future.cancelled()):
+            if error is None:
                 self._tidy(step)
+            elif self._parts is not None:
+                self._parts.fail(path, error)
         finally:
             with self._changed:
                 del self._pending[future]
-                if failed:
+                if not (error is None or future.cancelled()):
                     self._failed.append(future)
                 self._changed.notify_all()
 
     def _tidy(self, step: int) -> None:
+        if self._parts is not None and not self._parts.tidies:
+            return
         try:
             if self._keep is not None:
                 self._directory.prune(self._keep, step)
@@ -266,8 +303,17 @@ class AsyncCheckpointer:
         It is a :class:`pathlib.Path`, or a str if the directory is a URL.
         A save that is pending does not count yet.  Another process that saves to the directory may
         remove the file at any time: :meth:`restore` chooses again then.
+
+        Of several ranks, each gets its part of one step: the highest one that rank 0 sees.
         """
-        return self._directory.latest()
+        self._check_process()
+        if self._parts is None:
+            return self._directory.latest()
+        try:
+            name = self._parts.agreed(lambda: self._directory.choose(None)[1])
+        except FileNotFoundError:
+            return None
+        return self._directory.place_of(name)
 
     def path(self, step: int, /) -> Path | Any:
         """Return the path (or the URL, a str) of a step's checkpoint, whether or not it is there.
@@ -341,7 +387,16 @@ class AsyncCheckpointer:
         options["ignore_mismatched_sizes"] = ignore_mismatched_sizes
         check_restoring("AsyncCheckpointer.restore", targets, **options)
         step = None if step is None else _checked(step, "step", 0)
-        with self._directory.opened(step) as source:
+        if self._parts is None:
+            return self._restored(self._directory.opened(step), targets, options)
+        name = self._parts.agreed(lambda: self._directory.choose(step)[1])
+        with self._parts.together():
+            return self._restored(self._directory.open_file(name), targets, options)
+
+    def _restored(
+        self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: dict[str, Any]
+    ) -> dict[str, Any]:
+        with opened as source:
             if isinstance(source, str):
                 options["storage_options"] = self._staging["storage_options"]
                 return restore_entries(source, targets, **options)
@@ -361,17 +416,38 @@ class AsyncCheckpointer:
             future, or here); another call raises the next one.
         """
         self._check_process()
+        unknown = self._wait_here()
+        elsewhere = None if self._parts is None else self._settle(self._parts)
+        if unknown is not None:
+            unknown.result()
+        if elsewhere is not None:
+            raise elsewhere
+
+    def _settle(self, parts: RankParts) -> SaveError | None:
+        """Wait for the other ranks, clean up, and return what failed on one of them."""
+        error = parts.settle()
+        for name in parts.take_lost():
+            with suppress(OSError):  # it may not have been written
+                self._directory.remove(name)
+        if parts.is_first and self._last_step is not None:
+            self._tidy(self._last_step)
+        parts.meet()
+        return error
+
+    def _wait_here(self) -> SaveFuture | None:
+        """Wait for the saves of this process; return the first failed one that nobody knows of."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
             unknown = [future for future in self._failed if not future.observed()]
             self._failed[:] = unknown[1:]
-        if unknown:
-            unknown[0].result()
+        return unknown[0] if unknown else None
 
     def close(self) -> None:
         """Refuse further saves, and :meth:`wait`.  The checkpoints can still be restored."""
         self._closed = True
         self.wait()
+        if self._parts is not None:
+            self._parts.release()
 
     def __enter__(self) -> AsyncCheckpointer:
         return self
@@ -385,26 +461,39 @@ class AsyncCheckpointer:
         if error is None:
             self.close()
             return
-        while True:  # collect the errors of saves; the block's own error came first, and is raised
-            try:
-                self.close()
-                return
-            except Exception as failure:
-                if failure is not error:
-                    add_note(error, f"a checkpoint was not saved either: {failure}")
+        self._closed = True
+        # Collect the errors of saves; the block's own error came first, and is raised.  Other ranks
+        # may have none, and do something else now: nobody waits for them.
+        while (future := self._wait_here()) is not None:
+            failure = future.exception()
+            if failure is not error:
+                add_note(error, f"a checkpoint was not saved either: {failure}")
+        if self._parts is not None:
+            self._parts.release()
 
     # -------------------------------------------------------------------------------------- fork
 
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
-        self._directory: CheckpointDirectory = self._open_directory()
+        naming = self._parts.naming if self._parts is not None else None
+        self._directory: CheckpointDirectory = self._open_directory(naming)
         self._changed = threading.Condition()
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []
 
     def _check_process(self) -> None:
-        """Forget the saves and the locks of the process that this one was forked from."""
+        """Forget the saves and the locks of the process that this one was forked from.
+
+        Raises
+        ------
+        RuntimeError
+            That was one of several ranks, which this process is not.
+        """
         if self._pid != os.getpid():
+            if self._parts is not None:
+                raise RuntimeError(
+                    "a process that was forked from a rank is none: make another AsyncCheckpointer"
+                )
             self._start_afresh()
 
 

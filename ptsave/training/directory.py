@@ -1,8 +1,6 @@
-"""The checkpoints in a directory: names, listing, pruning, locks.
+"""The checkpoints in a directory: listing, pruning, locks.
 
-The directory is the only record: no index could disagree with it.  A file called
-``step-<number>.pt`` is a complete checkpoint, because only a rename makes one.  The number counts,
-however many zeros are before it.
+The directory is the only record: no index could disagree with it.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -21,14 +18,13 @@ from typing import Any
 from ptsave import _C
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support.syncing import sync_path
+from ptsave.training.naming import Naming, WholeFiles
 
 __all__ = ["CheckpointDirectory", "create_directory"]
 
-_NAME = re.compile(r"step-([0-9]+)\.pt")
 # Errors of opening a file that another process, or another host, has removed.
 _GONE = {errno.ENOENT, errno.ESTALE}
 _MAX_TRIES = 100  # each fails only if another checkpoint was written and pruned meanwhile
-_MIN_N_DIGITS = 8  # so that for a hundred million steps the order of names is that of steps
 
 
 def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
@@ -71,18 +67,21 @@ def _sync(path: Path) -> None:
 
 
 class CheckpointDirectory:
-    """The files ``step-<number>.pt`` of one directory.  Other files in it are not looked at.
+    """The checkpoints of one directory.  Files of other names in it are not looked at.
 
     Parameters
     ----------
     path : Path
         The directory.  While it does not exist it has no checkpoints.
+    naming : Naming, optional
+        Which files they are; by default one for each step.
     """
 
     path: Path | str
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, naming: Naming | None = None) -> None:
         self.path = path
+        self._naming = naming or WholeFiles()
         # Between a restore that chooses a checkpoint and the removal of old ones.
         self._lock = threading.Lock()
         self._held: list[int] = []
@@ -92,17 +91,18 @@ class CheckpointDirectory:
 
     def latest(self) -> Path | Any | None:
         names = self._names()
-        return self._place_of(names[max(names)][0]) if names else None
+        return self.place_of(names[max(names)][0]) if names else None
 
     def path_of(self, step: int) -> Path | Any:
         """Return where the checkpoint of a step is, or would be."""
-        return self.place(step)[0]
+        names = self._names().get(step)
+        return self.place_of(names[0] if names else self._naming.name_of(step))
 
     def place(self, step: int) -> tuple[Path | Any, int | None]:
-        """Return where a step is, or would be, and the highest step that is there."""
+        """Return where to save a step, and the highest step that is there."""
         names = self._names()
-        name = names[step][0] if step in names else _name(step)
-        return self._place_of(name), max(names, default=None)
+        name = self._naming.new_name(step, names.get(step, []))
+        return self.place_of(name), max(names, default=None)
 
     @contextmanager
     def opened(self, step: int | None) -> Iterator[Any]:
@@ -132,16 +132,31 @@ class CheckpointDirectory:
     def _held_back(self, step: int | None) -> Iterator[Path | Any]:
         """Yield the path of a step, which this object does not prune meanwhile."""
         with self._lock:
-            names = self._names()
-            chosen = max(names, default=None) if step is None else step
-            if chosen is None or chosen not in names:
-                raise self._no_checkpoint(step, sorted(names))
+            chosen, name = self.choose(step)
             self._held.append(chosen)
         try:
-            yield self._place_of(names[chosen][0])
+            yield self.place_of(name)
         finally:
             with self._lock:
                 self._held.remove(chosen)
+
+    def choose(self, step: int | None) -> tuple[int, str]:
+        """Return a step (None: the highest one), and the name of its file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such checkpoint.
+        """
+        names = self._names()
+        chosen = max(names, default=None) if step is None else step
+        if chosen is None or chosen not in names:
+            raise self._no_checkpoint(step, sorted(names))
+        return chosen, names[chosen][0]
+
+    def open_file(self, name: str) -> AbstractContextManager[Any]:
+        """Open the file of a name that `choose` has returned, here or in another process."""
+        return self._open(self.place_of(name))
 
     def prune(self, keep: int, written: int) -> None:
         """Remove the lowest steps until `keep` are left, after the step `written` was saved.
@@ -149,7 +164,7 @@ class CheckpointDirectory:
         That one stays, and so does the highest: after going back to an earlier step both are
         somebody's newest.  A file that cannot be removed is a `CheckpointWarning`.  While another
         process is at it, nothing is done: each would keep another one, and together they would keep
-        fewer.
+        fewer.  A step whose parts are not all there yet does not count.
         """
         with self._lock, self._locked() as alone:
             if not alone:
@@ -162,39 +177,44 @@ class CheckpointDirectory:
                     self._remove_or_warn(name)
 
     def remove_leftovers(self) -> None:
-        """Remove temporary files of killed processes that were writing checkpoints."""
+        """Remove what killed processes have left that were writing checkpoints."""
+        self.remove_temporary_files()
+        with self._lock:
+            for name in self._naming.dead(self._files()):
+                with suppress(FileNotFoundError):  # another rank was faster
+                    self.remove(name)
+
+    def remove_temporary_files(self) -> None:
+        """Remove temporary files that nobody is writing."""
         with suppress(FileNotFoundError):
             targets = {_C.target_of_temporary(name) for name in os.listdir(os.fsencode(self.path))}
             for target in targets:
-                if _NAME.fullmatch(os.fsdecode(target)):
+                if self._naming.is_checkpoint(os.fsdecode(target)):
                     _C.remove_leftovers(os.path.join(os.fsencode(self.path), target))
 
     def _names(self) -> dict[int, list[str]]:
-        """Return the names of each step's files: one, unless somebody has made others."""
-        names: dict[int, list[str]] = {}
-        for name in self._files():
-            match = _NAME.fullmatch(name)
-            if match:
-                names.setdefault(int(match[1]), []).append(name)
-        return {step: _own_first(step, several) for step, several in names.items()}
+        """Return the names of each step's files, the one to read first."""
+        return self._naming.checkpoints(self._files())
 
     def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         some = ", ".join(map(str, steps[-8:]))
         there = f"only of {'..., ' if len(steps) > 8 else ''}{some}" if steps else "nor any other"
         message = f"there is {wanted}" + ("" if step is None else f", {there}")
+        message += self._naming.remark(self._files())
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
 
     def _remove_or_warn(self, name: str) -> None:
         try:
-            self._remove(name)
+            self.remove(name)
         except OSError as error:
             message = f"an old checkpoint cannot be removed, so it stays: {error}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
 
     # ------------------------------------------------------------------------ the file system
 
-    def _place_of(self, name: str) -> Path | Any:
+    def place_of(self, name: str) -> Path | Any:
+        """Return where the file of a name is."""
         return Path(self.path, name)
 
     def _files(self) -> list[str]:
@@ -206,22 +226,13 @@ class CheckpointDirectory:
     def _open(self, path: Path | Any) -> AbstractContextManager[Any]:
         return open(os.fspath(path), "rb")
 
-    def _remove(self, name: str) -> None:
+    def remove(self, name: str) -> None:
+        """Remove the file of a name."""
         _C.remove_file(os.path.join(os.fsencode(self.path), os.fsencode(name)))
 
     def _locked(self) -> AbstractContextManager[bool]:
         """Return a context that yields whether no other process prunes."""
         return _locked(Path(self.path))
-
-
-def _name(step: int) -> str:
-    return f"step-{step:0{_MIN_N_DIGITS}d}.pt"
-
-
-def _own_first(step: int, names: list[str]) -> list[str]:
-    if len(names) == 1:
-        return names
-    return sorted(names, key=lambda name: (name != _name(step), name))
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from ptsave.training.directory import CheckpointDirectory, create_directory
+from ptsave.training.naming import Naming
 from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = ["directory_opener"]
@@ -19,8 +21,8 @@ __all__ = ["directory_opener"]
 
 def directory_opener(
     directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, fsync: bool
-) -> Callable[[], CheckpointDirectory]:
-    """Make a directory for checkpoints, and return a function that opens it, in any process.
+) -> tuple[Path | str, Callable[[Naming | None], CheckpointDirectory]]:
+    """Make a directory for checkpoints, and return its place and what opens it, in any process.
 
     Raises
     ------
@@ -34,13 +36,13 @@ def directory_opener(
         target.make_directory()
         url = target.url
         # Once for each process: connections do not survive a fork.
-        return lambda: UrlCheckpointDirectory(url, storage_options)
+        return url, lambda naming: UrlCheckpointDirectory(url, storage_options, naming)
     path = create_directory(target, fsync=fsync)
-    return lambda: CheckpointDirectory(path)
+    return path, lambda naming: CheckpointDirectory(path, naming)
 
 
 class UrlCheckpointDirectory(CheckpointDirectory):
-    """The files ``step-<number>.pt`` of one directory of a file system that fsspec knows.
+    """The checkpoints of one directory of a file system that fsspec knows.
 
     Parameters
     ----------
@@ -48,18 +50,22 @@ class UrlCheckpointDirectory(CheckpointDirectory):
         The directory.  While it does not exist it has no checkpoints.
     storage_options : mapping or None
         Arguments of the file system.
+    naming : Naming, optional
+        Which files are checkpoints.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
-        super().__init__(url)
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None, naming: Naming | None = None
+    ) -> None:
+        super().__init__(url, naming)
         target = resolve(url, storage_options)
         assert isinstance(target, UrlTarget)
         self._target = target
 
-    def remove_leftovers(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Do nothing: whether somebody is writing a temporary file cannot be seen."""
 
-    def _place_of(self, name: str) -> str:
+    def place_of(self, name: str) -> str:
         return self._target.child(name).url
 
     def _files(self) -> list[str]:
@@ -68,7 +74,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
     def _open(self, path: Any) -> AbstractContextManager[Any]:
         return nullcontext(path)  # a client opens one connection or many, as it reads
 
-    def _remove(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         self._target.child(name).remove()
 
     def _locked(self) -> AbstractContextManager[bool]:

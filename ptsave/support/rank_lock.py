@@ -1,0 +1,140 @@
+"""Locks a file per rank in a directory, for as long as the rank's process lives.
+
+A file is locked before it gets its name, so one that is there and not locked is a dead process's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["RankLock", "is_held", "new_token", "token_of"]
+
+_N_TOKEN_DIGITS = 16
+
+
+def new_token() -> str:
+    """Return 16 hexadecimal digits, higher than those of an earlier millisecond."""
+    return f"{time.time_ns() // 1_000_000:011x}{secrets.randbits(20):05x}"
+
+
+class RankLock:
+    """Holds the file of a rank.
+
+    Parameters
+    ----------
+    folder : Path
+        The directory.
+    rank, size : int
+        Whose file it is, of how many ranks.
+
+    Attributes
+    ----------
+    token : str
+        What the file says.
+
+    Raises
+    ------
+    RuntimeError
+        Another process, or another object of this one, holds it.
+    OSError
+        The file cannot be made or locked.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lock = RankLock(pathlib.Path(folder), 0, 2)
+    ...     print(is_held(pathlib.Path(folder), 0, 2))
+    ...     lock.release()
+    ...     print(is_held(pathlib.Path(folder), 0, 2))
+    True
+    False
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._descriptor: int | None = None
+        self._path = _path(folder, rank, size)
+        if is_held(folder, rank, size):
+            raise RuntimeError(
+                f"{folder}: another process saves as rank {rank} of {size} here: end it, or give "
+                "this job a directory of its own"
+            )
+        self.token = new_token()
+        self._descriptor = _locked_file(self._path, self.token)
+        _held.add(self)
+        if token_of(folder, rank, size) != self.token:
+            self._close()
+            raise RuntimeError(f"{folder}: two processes began to save as rank {rank} of {size}")
+
+    def release(self) -> None:
+        """Remove the file, and let others have the number."""
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        """Give the lock up, or leave it to the process that this one was forked from."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self._close()
+
+
+_held: weakref.WeakSet[RankLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_held):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def is_held(folder: Path, rank: int, size: int) -> bool:
+    """Return whether a process holds the file of a rank."""
+    return token_of(folder, rank, size) != ""
+
+
+def token_of(folder: Path, rank: int, size: int) -> str:
+    """Return what the file of a rank says, if a process holds it; else the empty string."""
+    try:
+        descriptor = os.open(_path(folder, rank, size), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(descriptor, _N_TOKEN_DIGITS).decode("ascii", "replace")
+    else:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def _locked_file(path: Path, token: str) -> int:
+    temporary = path.with_name(f"{path.name}.{token}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o666)
+    try:
+        os.write(descriptor, token.encode())
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(temporary, path)
+    except BaseException:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return descriptor
+
+
+def _path(folder: Path, rank: int, size: int) -> Path:
+    return folder / f".rank-{rank}-of-{size}"

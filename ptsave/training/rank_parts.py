@@ -1,0 +1,219 @@
+"""Makes the checkpoints of several ranks one: who they are, which step they restore, what failed.
+
+Nothing is exchanged when a step is saved.  A step counts once the parts of all ranks are there, so
+a rank that dies leaves the step before as the latest one.
+"""
+
+from __future__ import annotations
+
+import errno
+import posixpath
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ptsave.errors import SaveError
+from ptsave.support.rank_groups import FileRanks, GroupRanks, Ranks
+from ptsave.support.rank_lock import RankLock
+from ptsave.support.ranks import check_rank_is_named, group_of_job
+from ptsave.training.naming import Parts
+
+__all__ = ["RankParts", "check_ranks", "rank_parts"]
+
+
+def check_ranks(directory: str, rank: int | None, world_size: int | None, group: Any) -> None:
+    """Refuse ranks that are named half, twice or not at all.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The arguments do not go together.
+    RuntimeError
+        The job has several ranks, and nobody says which this is.
+    """
+    if group is not None and (rank is not None or world_size is not None):
+        raise TypeError("a process group says what rank and world_size are: leave them out")
+    if world_size is not None and rank is None:
+        raise TypeError(f"world_size={world_size} needs a rank: which of them is this process?")
+    if world_size is not None and rank is not None and rank >= world_size:
+        raise ValueError(f"rank must be below world_size, {world_size}, not {rank}")
+    if group is None and world_size is None and group_of_job() is None:
+        check_rank_is_named(directory, rank)
+
+
+def rank_parts(
+    place: Path | str, rank: int | None, world_size: int | None, group: Any
+) -> RankParts | None:
+    """Return the ranks that save parts to a directory; None if a checkpoint is one file.
+
+    Collective: it waits for the other ranks.  The arguments are those of `check_ranks`.
+
+    Raises
+    ------
+    RuntimeError
+        As from :class:`FileRanks`.
+    ValueError
+        Ranks without a process group would meet at a URL.
+    """
+    if rank is not None and world_size is None:
+        return None
+    if group is None and world_size is None:
+        group = group_of_job()
+        if group is None:
+            return None
+    if world_size == 1:
+        return None
+    if world_size is None:
+        return RankParts(GroupRanks(group), place)
+    if isinstance(place, str):
+        raise ValueError(
+            f"{place}: ranks that have no process group meet in a directory, not at a URL: call "
+            "torch.distributed.init_process_group() first, and leave rank and world_size out"
+        )
+    assert rank is not None
+    return RankParts(FileRanks(place, rank, world_size), place)
+
+
+class RankParts:
+    """The parts that this rank saves, and those of the others.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks.
+    place : Path or str
+        The directory of the checkpoints, or its URL.
+    """
+
+    def __init__(self, ranks: Ranks, place: Path | str) -> None:
+        self._ranks = ranks
+        self._place = place
+        self._lock: RankLock | None = None
+        # Since the ranks have last waited for each other:
+        self._saved: list[str] = []
+        self._failures: list[tuple[str, str]] = []
+        self._lost: list[str] = []
+        self.naming = Parts(ranks.rank, ranks.size, ranks.session)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._ranks.rank == 0
+
+    def begin(self) -> None:
+        """Keep other jobs from saving here.
+
+        Raises
+        ------
+        RuntimeError
+            Another job does.
+        """
+        if self._lock is None and isinstance(self._place, Path):
+            own = self._ranks.lock if isinstance(self._ranks, FileRanks) else None
+            self._lock = own or RankLock(self._place, self._ranks.rank, self._ranks.size)
+
+    @property
+    def tidies(self) -> bool:
+        """Whether this rank removes old checkpoints: where nothing can be locked, one does."""
+        return self.is_first or isinstance(self._place, Path)
+
+    def note(self, path: str) -> None:
+        """Remember a part whose save begins."""
+        self._saved.append(posixpath.basename(path))
+
+    def fail(self, path: str, error: BaseException) -> None:
+        """Remember a part that was not saved; from any thread."""
+        message = str(error) or type(error).__name__
+        self._failures.append((posixpath.basename(path), message))
+
+    def agreed(self, choose: Callable[[], str]) -> str:
+        """Return the name of this rank's part of the save of which rank 0 chooses a part.
+
+        Raises
+        ------
+        OSError
+            What `choose` raised on rank 0.
+        """
+        try:
+            choice: list[Any] = [choose() if self.is_first else None]
+        except OSError as error:
+            choice = [error.errno, error.strerror, error.filename]
+        choice = self._ranks.gather(choice)[0]
+        if len(choice) > 1:
+            raise OSError(*choice)
+        return self.naming.own(choice[0])
+
+    def settle(self) -> SaveError | None:
+        """Wait until all ranks have come, and return what has failed on one of the others.
+
+        It is an error as well if a save was begun on some of them only.
+
+        Raises
+        ------
+        RuntimeError
+            A rank has ended.
+        """
+        saved, failures = self._saved, self._failures
+        self._saved, self._failures = [], []
+        everyone = self._ranks.gather({"saved": saved, "failures": failures})
+        messages = self._messages(everyone)
+        self._lost = [name for name in saved if self.naming.save_of(name) in messages]
+        known = {self.naming.save_of(name) for name, _ in failures}
+        unknown = [message for save, message in messages.items() if save not in known]
+        return self._error(unknown[0]) if unknown else None
+
+    def _messages(self, everyone: list[Any]) -> dict[str, str]:
+        """Return what is to say of each save that is not complete."""
+        messages = {
+            self.naming.save_of(name): f"the part of rank {rank}, {name}, was not saved: {message}"
+            for rank, theirs in enumerate(everyone)
+            for name, message in theirs["failures"]
+        }
+        saves = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
+        for rank, theirs in enumerate(saves):
+            for save in sorted(saves[0] ^ theirs):
+                there, absent = (0, rank) if save in saves[0] else (rank, 0)
+                messages.setdefault(
+                    save,
+                    f"{save} was saved on rank {there} and not on rank {absent}: all ranks have to "
+                    "call save() for the same steps",
+                )
+        return messages
+
+    def take_lost(self) -> list[str]:
+        """Return this rank's parts of saves that other ranks have no part of."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def meet(self) -> None:
+        """Wait until all ranks have come."""
+        self._ranks.gather(None)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the block on all ranks, and raise on all if it raises on one.
+
+        Raises
+        ------
+        RuntimeError
+            The block raised on another rank.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._ranks.gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, message in enumerate(self._ranks.gather(None)):
+            if message is not None:
+                raise RuntimeError(
+                    f"{self._place}: rank {rank} could not restore its part: {message}"
+                )
+
+    def _error(self, message: str) -> SaveError:
+        return SaveError(errno.EIO, message[0].upper() + message[1:], str(self._place))
+
+    def release(self) -> None:
+        """Let other jobs save here."""
+        if self._lock is not None:
+            self._lock.release()
