@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -66,15 +67,19 @@ py::object add(AppendBatch& batch, const NumberedStorages& storages, const py::b
     found = without_gil(
         [&] { return batch.add(fresh, storages.first_number(), copy, n_threads, element); });
   }
-  batch.add_pickle(part);
+  batch.end_group(part);
   if (!found) return py::none();
   return fields_of(*found, type);
 }
 
-std::uint64_t write(AppendBatch& batch, AppendedArchive& archive, const std::string& journal_name,
-                    bool direct, const WriteOptions& options, const py::object& callback) {
+std::pair<std::uint64_t, std::uint64_t> write(AppendBatch& batch, AppendedArchive& archive,
+                                              const std::string& journal_name, std::size_t n_groups,
+                                              bool direct, const WriteOptions& options,
+                                              const py::object& callback) {
   const Poll poll = make_poll([&] { return archive.nbytes_written(); }, callback);
-  return without_gil([&] { return batch.write(archive, journal_name, direct, options, poll); });
+  const AppendBatch::Parts parts = without_gil(
+      [&] { return batch.write(archive, journal_name, n_groups, direct, options, poll); });
+  return {parts.offset, parts.nbytes};
 }
 
 // Name, offset of its header, size, CRC, end.
@@ -108,10 +113,11 @@ void bind_appending(py::module_& module) {
            py::kw_only(), py::arg("slab_nbytes"))
       .def("add", &add, py::arg("storages"), py::arg("pickle"), py::kw_only(), py::arg("copy"),
            py::arg("n_threads"), py::arg("measured") = py::none())
-      .def_property_readonly("pickle_nbytes", &AppendBatch::pickle_nbytes)
+      .def_property_readonly("n_groups", &AppendBatch::n_groups)
+      .def("n_groups_within", &AppendBatch::n_groups_within, py::arg("nbytes"))
       .def_property_readonly("is_staged", &AppendBatch::is_staged)
       .def("write", &write, py::arg("archive"), py::arg("journal_name"), py::kw_only(),
-           py::arg("direct"), py::arg("options"), py::arg("progress"))
+           py::arg("n_groups"), py::arg("direct"), py::arg("options"), py::arg("progress"))
       .def("release", [](AppendBatch& self) { without_gil([&] { self.release(); }); })
       .def("abandon", &AppendBatch::abandon);
   py::class_<AppendedArchive>(module, "AppendedArchive")

@@ -210,19 +210,37 @@ c10::Storage AppendBatch::copy_on_device(const c10::Storage& storage) {
   }
 }
 
-std::uint64_t AppendBatch::write(AppendedArchive& archive, const std::string& journal_name,
-                                 bool direct, WriteOptions options, const Poll& poll) {
-  const std::size_t n = records_.size();
-  GroupedStager stager(stagers_, n);
+void AppendBatch::end_group(std::string_view part) {
+  pickle_ += part;
+  groups_.push_back({records_.size(), pickle_.size()});
+}
+
+std::size_t AppendBatch::n_groups_within(std::uint64_t nbytes) const {
+  std::size_t n_records = 0;
+  std::uint64_t total = 0;
+  const auto end = std::ranges::find_if(groups_, [&](const Group& group) {
+    for (; n_records < group.n_records; ++n_records) total += records_[n_records].nbytes;
+    return total + group.pickle_nbytes > nbytes;
+  });
+  return static_cast<std::size_t>(end - groups_.begin());
+}
+
+AppendBatch::Parts AppendBatch::write(AppendedArchive& archive, const std::string& journal_name,
+                                      std::size_t n_groups, bool direct, WriteOptions options,
+                                      const Poll& poll) {
+  const Group& last = groups_.at(n_groups - 1);
+  const std::size_t n = last.n_records;
+  GroupedStager stager(stagers_, records_.size());
   if (is_staged()) options.stager = &stager;
-  const std::string journal = pickle_ + kStop;
-  std::vector<RecordSpec> records(records_);
+  const std::string journal = pickle_.substr(0, last.pickle_nbytes) + kStop;
+  std::vector<RecordSpec> records(records_.begin(),
+                                  records_.begin() + static_cast<std::ptrdiff_t>(n));
   records.push_back({journal_name, journal.size()});
   const auto* const journal_bytes = reinterpret_cast<const std::byte*>(journal.data());
   archive.append(
       records, [&](std::size_t i) { return i < n ? payloads_[i] : journal_bytes; }, direct, options,
       poll);
-  return archive.payload_offset(n) + kDictHead.size();
+  return {archive.payload_offset(n) + kDictHead.size(), last.pickle_nbytes - kDictHead.size()};
 }
 
 void AppendBatch::release() {
@@ -231,6 +249,7 @@ void AppendBatch::release() {
   slabs_.clear();
   records_.clear();
   payloads_.clear();
+  groups_.clear();
 }
 
 void AppendBatch::abandon() {

@@ -41,17 +41,25 @@ class AppendBatch {
   // statistics of a single storage are taken beside its copy, if one is made in CPU memory.
   std::optional<Statistics> add(const StorageList& storages, std::uint32_t first_number, bool copy,
                                 std::size_t n_threads, std::optional<Element> element = {});
-  // Adds a part of a pickle.
-  void add_pickle(std::string_view part) { pickle_ += part; }
+  // Ends a group: the records since the last one, and the part of a pickle that names them.
+  void end_group(std::string_view part);
 
   bool is_staged() const { return !stagers_.empty(); }
 
-  // Appends the records, and behind them one of this name: the pickle of a dict with the parts.
-  // Returns where these begin in the file.
-  std::uint64_t write(AppendedArchive& archive, const std::string& journal_name, bool direct,
-                      WriteOptions options, const Poll& poll);
-  // Of the parts.
-  std::uint64_t pickle_nbytes() const { return pickle_.size() - kDictHead.size(); }
+  std::size_t n_groups() const { return groups_.size(); }
+  // How many of the first groups have no more than this many bytes of records.
+  std::size_t n_groups_within(std::uint64_t nbytes) const;
+
+  // A place in a file.
+  struct Parts {
+    std::uint64_t offset;
+    std::uint64_t nbytes;
+  };
+
+  // Appends the first groups, and behind their records one of this name: the pickle of a dict with
+  // their parts.  Returns where these are.
+  Parts write(AppendedArchive& archive, const std::string& journal_name, std::size_t n_groups,
+              bool direct, WriteOptions options, const Poll& poll);
   void release();
   // In a forked child, instead of release(): memory of accelerators must not be touched there.
   void abandon();
@@ -61,6 +69,11 @@ class AppendBatch {
     std::byte* target;
     const std::byte* source;
     std::size_t nbytes;
+  };
+  // What had been added when it ended.
+  struct Group {
+    std::size_t n_records;
+    std::size_t pickle_nbytes;
   };
   class GroupedStager;
   using Stagers = std::vector<std::unique_ptr<Stager>>;
@@ -78,6 +91,7 @@ class AppendBatch {
   std::vector<c10::Storage> kept_;
   Stagers stagers_;
   std::string pickle_{kDictHead};
+  std::vector<Group> groups_;
 };
 
 }  // namespace ptsave

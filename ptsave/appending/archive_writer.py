@@ -8,11 +8,13 @@ process leaves can be read; `data.pkl` is all of them, one behind the other.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import operator
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -52,6 +54,9 @@ _FORKED = (
     "this process was forked while the archive was being written: only the parent process can add "
     "to it"
 )
+
+# Where the first entries of a batch may find room, though not all of them do.
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _log = logging.getLogger(__name__)
 _open_writers: set[ArchiveWriter] = set()
@@ -198,7 +203,19 @@ class ArchiveWriter:
         copy, when_full
             As for :meth:`add`, and so are results and errors.
         """
+        if not isinstance(entries, Mapping):
+            raise TypeError(
+                "entries must be a mapping of names to values, such as a dict, not "
+                f"{type(entries).__name__}"
+            )
         return self._add(dict(entries), copy, when_full)
+
+    def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
+        """Add an entry that may be larger than the budget, which it then gets all of.
+
+        Arguments and results are as of :meth:`add` with ``copy=False``; "wait" always ends.
+        """
+        return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
 
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
         """Add a tensor as it is now, and take its statistics while it is copied.
@@ -212,7 +229,7 @@ class ArchiveWriter:
             apart: it is not all of its storage, or that is in the file already.
         """
         found: list[tuple[Any, ...] | None] = []
-        added = self._add({name: tensor}, True, None, tensor, found)
+        added = self._add({name: tensor}, True, None, measured=tensor, found=found)
         return added, found[0] if found else None
 
     def _add(
@@ -220,8 +237,10 @@ class ArchiveWriter:
         entries: dict[str, object],
         copy: bool,
         when_full: WhenFull | None,
+        *,
         measured: Tensor | None = None,
         found: list[tuple[Any, ...] | None] | None = None,
+        max_room_nbytes: int | None = None,
     ) -> bool:
         self._refuse_forked()
         when_full = when_full or self._when_full
@@ -232,7 +251,8 @@ class ArchiveWriter:
             try:
                 pickle = pickle_group(entries, self._storages)
                 nbytes = self._storages.fresh_nbytes + len(pickle)
-                batch = self._batch_for(nbytes, when_full)
+                room_nbytes = nbytes if max_room_nbytes is None else min(nbytes, max_room_nbytes)
+                batch = self._batch_for(room_nbytes, when_full)
                 if batch is None:
                     self._storages.rollback()
                     return False
@@ -246,7 +266,7 @@ class ArchiveWriter:
                     )
                     if found is not None:
                         found.append(statistics)
-                    batch.use(nbytes, len(entries))
+                    batch.use(nbytes, room_nbytes, len(entries))
                     self._storages.commit()
                     self._names.update(entries)
                 finally:
@@ -299,6 +319,28 @@ class ArchiveWriter:
     # ------------------------------------------------------------------------------- writing
 
     def _write(self, batch: Batch) -> None:
+        try:
+            self._write_groups(batch, batch.engine.n_groups)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                self._write_beginning(batch)
+            raise
+
+    def _write_beginning(self, batch: Batch) -> None:
+        """Write those of the first entries that there is room for on a full disk."""
+        n_groups = batch.engine.n_groups // 2
+        with suppress(OSError):
+            disk = os.statvfs(os.path.dirname(self._target))
+            n_groups = batch.engine.n_groups_within(disk.f_bavail * disk.f_frsize)
+        while n_groups:
+            with suppress(OSError):
+                self._write_groups(batch, n_groups)
+                return
+            n_groups //= 2  # of quotas and limits of a file nobody tells how much is left
+
+    def _write_groups(self, batch: Batch, n_groups: int) -> None:
+        if not n_groups:  # of a batch whose only entry could not be copied
+            return
         direct = (
             self._limits.direct_io
             and wants_direct(batch.nbytes, fsync=True)
@@ -314,10 +356,10 @@ class ArchiveWriter:
             max_pinned_nbytes=self._limits.max_pinned_nbytes,
         )
         name = f"{JOURNAL_PREFIX}{len(self._journals)}"
-        offset = batch.engine.write(
-            self._archive, name, direct=direct, options=options, progress=None
+        journal = batch.engine.write(
+            self._archive, name, n_groups=n_groups, direct=direct, options=options, progress=None
         )
-        self._journals.append((offset, batch.engine.pickle_nbytes))
+        self._journals.append(journal)
 
     def _chunk_nbytes(self, n_threads: int) -> int:
         """Return the size of a thread's buffer: all of them are a small part of the budget."""
@@ -351,8 +393,9 @@ class ArchiveWriter:
         Raises
         ------
         SaveError
-            If anything could not be written.  The temporary file stays if it has entries; the
-            message names it.
+            If anything could not be written.  The temporary file stays if it has entries, and the
+            message names it or says that there are none.  Of a full disk it has the first ones, as
+            many as there was room for.
         """
         self._refuse_forked()
         with self._adding:
@@ -464,14 +507,13 @@ class ArchiveWriter:
         if isinstance(error, OSError):
             failure = SaveError.from_os_error(error, self._path)
             leftover = self.temporary_path
+            kept = "none of the entries could be kept"
             if self._journals and leftover:
-                failure = SaveError(
-                    failure.errno or 0,
-                    f"{failure.strerror}; the entries written before are in {leftover}, for "
-                    "ptsave.open with recover=True",
-                    self._path,
+                kept = (
+                    f"the entries written before are in {leftover}, for ptsave.open with "
+                    "recover=True"
                 )
-            error = failure
+            error = SaveError(failure.errno or 0, f"{failure.strerror}; {kept}", self._path)
         self._failure = error
         return error
 
@@ -485,9 +527,15 @@ class ArchiveWriter:
         self._archive.keep()
 
 
-def _checked_path(path: str | os.PathLike[str]) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}")
+def _checked_path(path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise TypeError(f"path must be a str or os.PathLike of one, not {type(text).__name__}")
+    if "\0" in text:
+        raise ValueError(f"path must not have a NUL character, as {text!r} has")
+    if not os.path.basename(text) and "://" not in text:
+        reason = "the path names a directory: give the name of a file in it"
+        raise SaveError(errno.EISDIR, reason, text)
     target = resolve_target(path)
     if not isinstance(target, str):
         reason = "an archive that grows is a file of this machine"

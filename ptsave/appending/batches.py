@@ -54,10 +54,10 @@ class Batch:
         self._reservations.append(reservation)
         self.room_nbytes += nbytes
 
-    def use(self, nbytes: int, n_entries: int) -> None:
-        """Count entries that have been added to the records."""
+    def use(self, nbytes: int, reserved_nbytes: int, n_entries: int) -> None:
+        """Count entries that have been added to the records, and the room that they take."""
         self.nbytes += nbytes
-        self.room_nbytes -= nbytes
+        self.room_nbytes -= reserved_nbytes
         self.n_entries += n_entries
 
     def release(self) -> None:

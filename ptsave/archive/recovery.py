@@ -103,12 +103,15 @@ class Recovery:
         not known.
     entries : sequence of str
         Names of entries that need damaged records.
+    n_records : int
+        The records of the file that are whole and belong to it.
     """
 
     source: RangeSource
     storages: Sequence[str] = ()
     journals: Sequence[str] = ()
     entries: Sequence[str] = ()
+    n_records: int = 0
 
     def damage(self) -> str:
         """Return what is damaged, and what is not there for that; empty if nothing is."""
@@ -209,7 +212,7 @@ def _recovery(source: RangeSource) -> Recovery | None:
         return None
     storages = [f"{_DATA}{number}" for number in sorted(lost, key=lambda n: (len(n), n))]
     completed = _CompletedFile(source, at, end, patches)
-    return Recovery(completed, storages, lost_journals, entries)
+    return Recovery(completed, storages, lost_journals, entries, len(finished))
 
 
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:

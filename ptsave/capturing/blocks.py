@@ -8,7 +8,8 @@ the device has to do, and a thread waits for them: for their statistics and to a
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pickle import PicklingError
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ptsave.appending.archive_writer import WhenFull
-from ptsave.capturing.tensors import is_compact, statistics_of
+from ptsave.capturing.tensors import keeps_storage, statistics_of, stored_nbytes, unexpanded
 from ptsave.errors import SaveError, StagingFullError
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.tree.capture_schema import block_key, block_to_plain
@@ -26,6 +27,7 @@ __all__ = ["Block", "Blocks", "Writer"]
 SMALL_NBYTES = 128 << 10  # of tensors that are added together
 _MAX_PENDING_NBYTES = 4 << 20
 _MAX_PENDING = 256
+_ENTRY_NBYTES = 1 << 10  # of the pickle of a tensor, at most unless its name is long
 MAX_VALUES = 8192  # of a block
 
 _STORED, _NOTE, _STATISTICS = 11, 13, 14  # fields of the row of a value
@@ -43,6 +45,7 @@ class Writer(Protocol):
     def add(
         self, name: str, value: object, *, copy: bool = True, when_full: WhenFull | None = None
     ) -> bool: ...
+    def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool: ...
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]: ...
     def add_group(self, entries: dict[str, Any], *, copy: bool = True) -> bool: ...
     def flush(self) -> None: ...
@@ -63,6 +66,17 @@ def _event_of_now(device: torch.device) -> torch.Event:
     event = torch.Event(device=device)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let the error of a tensor without room say which one it is."""
+    try:
+        yield
+    except StagingFullError as error:
+        if name:
+            error.args = (f"{name}: {error}",)
+        raise
 
 
 class Staged:
@@ -95,12 +109,17 @@ class Blocks:
         writer: Writer,
         *,
         max_bytes: int | None,
+        max_memory_bytes: int | None,
         max_staged_bytes: int,
         when_full: str,
         statistics: bool,
     ) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
+        # A small part of the budget: tensors that are added together are to find room at once.
+        part_nbytes = _MAX_PENDING_NBYTES if max_memory_bytes is None else max_memory_bytes // 4
+        self._max_pending_nbytes = min(_MAX_PENDING_NBYTES, part_nbytes)
+        self._small_nbytes = min(SMALL_NBYTES, part_nbytes)
         self._max_staged_bytes = max_staged_bytes
         self._when_full = when_full
         self._statistics = statistics
@@ -119,44 +138,48 @@ class Blocks:
     def store(self, name: str, tensor: Tensor, nbytes: int) -> str:
         """Add a tensor of the CPU as it is now; returns why not, or ""."""
         with self._lock:
+            if nbytes > self._small_nbytes:
+                return self._store_large(name, tensor, nbytes)
             if not self._fits_file(nbytes):
                 return _NO_BYTES
-            if nbytes > SMALL_NBYTES:
-                return self._store_large(name, tensor, nbytes)
             self._pending[name] = tensor.detach().clone()
-            self._pending_nbytes += nbytes
+            self._pending_nbytes += nbytes + _ENTRY_NBYTES
             self.stored_nbytes += nbytes
-            if self._pending_nbytes > _MAX_PENDING_NBYTES or len(self._pending) > _MAX_PENDING:
+            is_full = self._pending_nbytes > self._max_pending_nbytes
+            if is_full or len(self._pending) > _MAX_PENDING:
                 self._add_pending()
         return ""
 
-    def store_measured(
-        self, name: str, tensor: Tensor, nbytes: int
-    ) -> tuple[str, tuple[Any, ...] | None]:
-        """Add a large tensor that is its whole storage, as it is now.
+    def store_measured(self, name: str, tensor: Tensor) -> tuple[str, tuple[Any, ...] | None]:
+        """Add a large tensor that keeps its storage, as it is now.
 
         Returns why not, or "", and its statistics if they were taken beside the copy.
         """
+        nbytes = tensor.untyped_storage().nbytes()
         with self._lock:
             if not self._fits_file(nbytes):
                 return _NO_BYTES, None
-            added, found = self._writer.add_measured(name, tensor.detach())
+            with _naming(name):
+                added, found = self._writer.add_measured(name, tensor.detach())
             return self._outcome(added, nbytes), found
 
     def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
         """Copy a tensor from an accelerator, without waiting for it; or return why not."""
-        nbytes = tensor.nbytes
+        whole = unexpanded(tensor.detach())
+        nbytes = whole.nbytes
         if name and not self._fits_file(nbytes):
             return _NO_BYTES
-        if not self._reserve(nbytes):
-            self.n_dropped += 1
-            return _NO_ROOM
+        with _naming(name):
+            if not self._reserve(nbytes):
+                self.n_dropped += 1
+                return _NO_ROOM
         with _current(tensor.device):
             # Page-locked, or the copy would wait for the device.
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-            host.copy_(tensor.detach(), non_blocking=True)
+            host = torch.empty_like(whole, device="cpu", pin_memory=True, requires_grad=False)
+            host.copy_(whole, non_blocking=True)
             # Nobody else has the event, which is destroyed on its device, too.
-            staged = Staged(host, _event_of_now(tensor.device), name)
+            event = _event_of_now(tensor.device)
+            staged = Staged(host.expand(tensor.shape), event, name)
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
@@ -172,8 +195,8 @@ class Blocks:
             self._finish_block(block)
 
     def add(self, key: str, value: object) -> None:
-        """Add an entry that is never dropped."""
-        self._writer.add(key, value, copy=False, when_full="wait")
+        """Add an entry that is never dropped, however small the budget is."""
+        self._writer.add_of_any_size(key, value, when_full="wait")
 
     def close(self) -> None:
         """Wait for all that is on its way, and add it."""
@@ -199,14 +222,18 @@ class Blocks:
         return fits
 
     def _store_large(self, name: str, tensor: Tensor, nbytes: int) -> str:
-        whole = tensor.layout != torch.strided or tensor.is_nested or is_compact(tensor)
-        value = (
-            tensor.detach()
-            if whole
-            else tensor.detach().clone(memory_format=torch.contiguous_format)
-        )
+        value, is_copied = tensor.detach(), False
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            nbytes = stored_nbytes(tensor)
+            is_copied = not keeps_storage(tensor)
+        if not self._fits_file(nbytes):
+            return _NO_BYTES
+        if is_copied:
+            copy = unexpanded(value).clone(memory_format=torch.contiguous_format)
+            value = copy.expand(tensor.shape)
         try:
-            return self._outcome(self._writer.add(name, value, copy=whole), nbytes)
+            with _naming(name):
+                return self._outcome(self._writer.add(name, value, copy=not is_copied), nbytes)
         except _UNSAVABLE as error:
             return self._unsavable(error)
 
@@ -266,8 +293,11 @@ class Blocks:
         return (*row[:_STORED], "", row[_STORED + 1], why_not, *row[_NOTE + 1 :])
 
     def _write_blocks(self) -> None:
-        """Add the blocks, under the lock; those that found no room stay for the next time."""
-        while self._unwritten and self._writer.add(*self._unwritten[0], copy=False):
+        """Add the blocks, under the lock; those that find no room now stay for the next time."""
+        when_full: WhenFull = "wait" if self._when_full == "wait" else "drop"
+        while self._unwritten:
+            if not self._writer.add_of_any_size(*self._unwritten[0], when_full=when_full):
+                return
             self._unwritten.pop(0)
 
     # -------------------------------------------------------------------- from accelerators

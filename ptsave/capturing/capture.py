@@ -26,11 +26,12 @@ from ptsave.capturing.selection import (
     is_scripted,
     modules_by_path,
     selected,
+    unmatched,
 )
 from ptsave.capturing.steps import OptimizerSteps
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
-from ptsave.support.ranks import check_rank_of_file
+from ptsave.support.ranks import check_rank_of_file, checked_rank
 from ptsave.support.sizes import parse_size
 from ptsave.support.text import count_text
 from ptsave.support.user_warnings import warn_user
@@ -42,6 +43,7 @@ __all__ = ["Capture", "capture"]
 WHAT = ("inputs", "outputs", "grads", "params")
 # Copies of tensors on accelerators, which are page-locked, unless max_memory_bytes is given.
 _MAX_STAGED_NBYTES = 1 << 30
+_MAX_STEPS_TEXT = 1000
 _running: WeakSet[Capture] = WeakSet()
 
 
@@ -107,7 +109,7 @@ class Capture:
         )
         self._when_full = when_full
         self._fsync = fsync
-        self._rank = rank
+        self._rank = checked_rank(rank)
         self._marks = OptimizerSteps(model, optimizer, self.step)
         self._running = False
         self._done = False
@@ -173,6 +175,7 @@ class Capture:
         self._blocks = Blocks(
             self._writer,
             max_bytes=self._max_bytes,
+            max_memory_bytes=self._max_memory,
             max_staged_bytes=self._max_memory or _default_staged_nbytes(),
             when_full=self._when_full,
             statistics=self._statistics,
@@ -317,6 +320,12 @@ class Capture:
                 f"no module is selected by include={self._include!r}, exclude={self._exclude!r}: "
                 f"the model has {', '.join(map(repr, list(modules)[:8]))}, ..."
             )
+        if patterns := unmatched(modules, self._include):
+            text = ", ".join(map(repr, patterns))
+            warn_user(
+                f"{os.fspath(self._path)}: no module of the model matches {text} of include",
+                CheckpointWarning,
+            )
         skipped = {
             path: "TorchScript: its calls run no hooks"
             for path in paths
@@ -334,6 +343,7 @@ class Capture:
             "what": self._what,
             "include": self._include,
             "exclude": self._exclude,
+            "steps": _steps_text(self._steps),
             "tensors": self._tensors,
             "statistics": self._statistics,
             "call_stacks": self._stacks,
@@ -341,7 +351,8 @@ class Capture:
             "ptsave": torch_version.VERSION,
             "started": time.time(),
         }
-        self._blocks.add(HEADER, header)
+        # Not of any size: a budget that has no room for this is refused when the capture starts.
+        self._writer.add(HEADER, header, copy=False, when_full="wait")
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -390,7 +401,8 @@ def capture(
         have been accumulated; "params" the parameters as each step begins.
     include, exclude : str or iterable of str
         Patterns of modules' paths, as in ``"layers.*.mlp"``: those that one of `include` matches
-        and none of `exclude`.  ``""`` is the path of the model itself.
+        and none of `exclude`.  ``""`` is the path of the model itself.  Of several in `include`,
+        one that matches no module is a warning; if none does, that is an error.
     steps : container of int, callable or None
         Steps to record, ``range(100, 103)`` for example; None is all.  The first one is 0.
     statistics : bool
@@ -409,7 +421,9 @@ def capture(
         and at most 1 GiB on their way from accelerators.  Records of calls and values are never
         left out.
     when_full : {"wait", "drop", "raise"}
-        For tensors that find no room there: wait in the hook, leave them out, or raise.
+        For tensors that find no room there: wait in the hook, leave them out with a note, or raise
+        StagingFullError.  A tensor that is larger than all of it is left out with "drop", too;
+        otherwise the hook raises.
     fsync : bool
         Whether the file is to survive a loss of power once the capture has stopped.
     rank : int or None
@@ -435,6 +449,9 @@ def capture(
     When the file cannot be written any more, because the disk is full for example, the next hook or
     step raises SaveError.  What was written until then stays in a temporary file that the message
     names, and a killed process leaves the like: ``ptsave.open(leftover, recover=True)`` reads it.
+
+    A tensor that is a part of its storage is written without the rest, and one that is expanded,
+    such as ``x.expand(10**10)``, without the repetitions, as :func:`torch.save` does.
 
     Examples
     --------
@@ -489,6 +506,13 @@ def _checked_what(what: str | Iterable[str]) -> list[str]:
     if unknown or not wanted:
         raise ValueError(f"what holds some of {', '.join(WHAT)}, not {wanted!r}")
     return wanted
+
+
+def _steps_text(steps: Any) -> str | None:
+    """Return what the steps of a capture are, which two captures may have in common."""
+    if callable(steps):
+        return f"{getattr(steps, '__module__', '')}.{getattr(steps, '__qualname__', 'function')}"
+    return None if steps is None else repr(steps)[:_MAX_STEPS_TEXT]
 
 
 def _checked_steps(steps: Any) -> Any:

@@ -24,10 +24,12 @@ from ptsave.capturing.items import AS_TEXT, MAX_TEXT, PLAIN, items_of, keyword_p
 from ptsave.capturing.selection import class_name
 from ptsave.capturing.tensors import (
     PLAIN_TYPES,
-    is_compact,
+    is_expanded_far,
     is_freed,
+    keeps_storage,
     local_values,
     statistics_of,
+    why_no_statistics,
 )
 from ptsave.support.torch_capture import (
     StopRecomputationError,
@@ -384,7 +386,7 @@ class Recorder:
         if values is not None and self._statistics:
             found = statistics_of(values, self._n_threads)
             if found is None:
-                note = f"{tensor.dtype}: no statistics"
+                note = why_no_statistics(values)
         if not self._tensors or note.endswith("no values"):
             return "", note, found, None
         is_other = values is not None and note.startswith(("DTensor", "mkldnn", "subclass"))
@@ -410,14 +412,13 @@ class Recorder:
         self, name: str, tensor: Tensor
     ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
         """Keep a large tensor of the usual kind: its statistics are taken beside the copy."""
-        nbytes = tensor.nbytes
-        if is_compact(tensor):
-            why_not, found = self._blocks.store_measured(name, tensor, nbytes)
+        if keeps_storage(tensor):
+            why_not, found = self._blocks.store_measured(name, tensor)
         else:
-            why_not, found = self._blocks.store(name, tensor, nbytes), None
+            why_not, found = self._blocks.store(name, tensor, tensor.nbytes), None
         if found is None:
             found = statistics_of(tensor, self._n_threads)
-        note = why_not or ("" if found is not None else f"{tensor.dtype}: no statistics")
+        note = why_not or ("" if found is not None else why_no_statistics(tensor))
         return ("" if why_not else name), note, found, None
 
     def _stage(
@@ -426,6 +427,8 @@ class Recorder:
         staged = self._blocks.stage(self._block, name if self._tensors else "", values)
         if isinstance(staged, str):
             return "", staged, None, None
+        if self._statistics and is_expanded_far(values):
+            note = note or why_no_statistics(values)
         return staged.name, note, None, staged
 
     def _text(self, key: Any, function: Any = str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ptsave.support.torch_capture import WRAPPED_ATTRIBUTE
 
-__all__ = ["class_name", "is_scripted", "modules_by_path", "selected"]
+__all__ = ["class_name", "is_scripted", "modules_by_path", "selected", "unmatched"]
 
 # The names under which wrappers hold the module that they wrap: torch.compile, FSDP, checkpointing.
 _WRAPPING_NAMES = {WRAPPED_ATTRIBUTE, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -39,6 +39,12 @@ def selected(paths: Iterable[str], include: Iterable[str], exclude: Iterable[str
             fnmatchcase(path, pattern) for pattern in exclude
         ):
             yield path
+
+
+def unmatched(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the patterns that match none of the paths."""
+    paths = list(paths)
+    return [each for each in patterns if not any(fnmatchcase(path, each) for path in paths)]
 
 
 def _without_wrappers(path: str, model: nn.Module) -> str:

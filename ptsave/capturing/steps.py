@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +34,8 @@ class OptimizerSteps:
         self._optimizer = optimizer
         self._step = step
         self._handle: Any = None
-        self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # By the first parameter of the model's: an optimizer may be made for each step.
+        self._counts: dict[int, int] = {}
 
     def check(self) -> None:
         """Refuse an optimizer that does not train the model.
@@ -49,7 +49,7 @@ class OptimizerSteps:
         if optimizer is None or not hasattr(optimizer, "param_groups"):
             return
         is_trained = any(each.requires_grad for each in self._model.parameters())
-        if is_trained and not self._trains(optimizer):
+        if is_trained and self._first_trained(optimizer) is None:
             raise ValueError(
                 f"optimizer, of {type(optimizer).__name__}, has none of the model's "
                 "parameters: give the one that trains it, or none and call capture.step() at the "
@@ -71,7 +71,7 @@ class OptimizerSteps:
 
     @property
     def n_unmarked(self) -> int:
-        """The most steps that one optimizer of the model has taken without being marked."""
+        """The most steps that the optimizers of one parameter have taken without being marked."""
         return max(self._counts.values(), default=0)
 
     @never_compiled
@@ -80,11 +80,11 @@ class OptimizerSteps:
 
     @never_compiled
     def _count(self, optimizer: Optimizer, *_: object) -> None:
-        n = self._counts.get(optimizer)
-        if n is None and not self._trains(optimizer):
-            return
-        self._counts[optimizer] = (n or 0) + 1
+        if (first := self._first_trained(optimizer)) is not None:
+            self._counts[first] = self._counts.get(first, 0) + 1
 
-    def _trains(self, optimizer: Optimizer) -> bool:
+    def _first_trained(self, optimizer: Optimizer) -> int | None:
+        """Return the id of the first parameter of an optimizer that is the model's, if one is."""
         own = {id(parameter) for parameter in self._model.parameters()}
-        return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+        ids = (id(each) for group in optimizer.param_groups for each in group["params"])
+        return next((each for each in ids if each in own), None)

@@ -8,9 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from ptsave import _C
+from ptsave.support.text import size_text
 from ptsave.support.torch_tensors import parts_of_sparse_coo
+from ptsave.tree.expansion import default_limit, nbytes_of
 
-__all__ = ["PLAIN_TYPES", "is_compact", "is_freed", "local_values", "statistics_of"]
+__all__ = [
+    "PLAIN_TYPES",
+    "is_expanded_far",
+    "is_freed",
+    "keeps_storage",
+    "local_values",
+    "statistics_of",
+    "stored_nbytes",
+    "unexpanded",
+    "why_no_statistics",
+]
 
 PLAIN_TYPES = {Tensor, nn.Parameter, nn.Buffer}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -20,18 +32,55 @@ def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
     """Return the fields of `Statistics`, of a strided tensor in CPU memory.
 
     They are taken by up to `n_threads` of torch's threads.
-    None if its elements are no numbers, as those of quantized tensors.
+    None if there are none: `why_no_statistics` says why.
     """
     try:
         return _C.tensor_statistics(tensor, n_threads)
     except TypeError:  # it is not contiguous, or is to be conjugated
+        if is_expanded_far(tensor):
+            return None
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return _C.tensor_statistics(plain, n_threads)
 
 
-def is_compact(tensor: Tensor) -> bool:
-    """Return whether a tensor is its whole storage."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+def why_no_statistics(tensor: Tensor) -> str:
+    """Return a note about a tensor whose elements are no numbers, or far too many to be looked at.
+
+    >>> why_no_statistics(torch.zeros(1).expand(1 << 40))
+    'expanded to 4.00 TiB: no statistics'
+    """
+    if is_expanded_far(tensor):
+        return f"expanded to {size_text(nbytes_of(tensor))}: no statistics"
+    return f"{tensor.dtype}: no statistics"
+
+
+def is_expanded_far(tensor: Tensor) -> bool:
+    """Return whether a strided tensor is far larger than its memory, too large to write in full."""
+    return nbytes_of(tensor) > default_limit(stored_nbytes(tensor))
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Return a strided tensor without the repetitions of the dimensions that are expanded.
+
+    >>> unexpanded(torch.zeros(3, 1).expand(3, 1 << 40)).shape
+    torch.Size([3, 1])
+    """
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(None if step else 1) for step in tensor.stride())]
+
+
+def keeps_storage(tensor: Tensor) -> bool:
+    """Return whether a strided tensor is written with its storage, because that has nothing else.
+
+    Not if it is a part of that: then a copy of the part is written.
+    """
+    return tensor.untyped_storage().nbytes() <= unexpanded(tensor).nbytes
+
+
+def stored_nbytes(tensor: Tensor) -> int:
+    """Return the bytes of the file that a strided tensor takes."""
+    return min(tensor.untyped_storage().nbytes(), unexpanded(tensor).nbytes)
 
 
 def is_freed(tensor: Tensor) -> bool:

@@ -97,7 +97,8 @@ def command(
     is compared with the parameters of a step.
 
     Exit code: 0 if they are equal, 1 if they differ, 2 if that could not be found out, also of one
-    value alone.
+    value alone. Of two runs that were asked for the same, a step or a call that one of them has
+    alone is a difference.
     """
     if capture:
         _refuse(ctx, names_only or shapes or ignore_dtype or bool(only), "--capture")

@@ -116,7 +116,7 @@ def _verify_all(  # noqa: PLR0917
             else:
                 shards.append(found)
                 codes.append(NEGATIVE if found.problems else 0)
-                _print(ctx, found, list_all, recover)
+                _print(ctx, found, list_all)
             done += nbytes
         problems += compare_with_index(files, shards)
     for problem in problems:
@@ -148,7 +148,7 @@ def _file_nbytes(files: ShardFiles, path: str) -> int:
         return 0  # which is said when it is read
 
 
-def _print(ctx: click.Context, found: Verification, list_all: bool, recover: bool) -> None:
+def _print(ctx: click.Context, found: Verification, list_all: bool) -> None:
     path = printable(found.path)
     for remark in found.remarks:
         note(ctx, f"{path}: {printable(remark)}")
@@ -156,13 +156,14 @@ def _print(ctx: click.Context, found: Verification, list_all: bool, recover: boo
     n_tensors = [] if found.tensors is None else [count_text(len(found.tensors), "tensor")]
     facts = ", ".join([*records, *n_tensors, size_text(found.nbytes)])
     if not found.problems:
-        click.echo(f"{path}: {'whole' if found.has_checksums else 'no checksums'} ({facts})")
+        state = "whole" if found.has_checksums else "no checksums"
+        click.echo(f"{path}: {'unfinished, but ' if found.is_unfinished else ''}{state} ({facts})")
         return
     click.echo(f"{path}: DAMAGED ({facts})")
-    click.echo("\n".join(_lines(found, list_all, recover)))
+    click.echo("\n".join(_lines(found, list_all)))
 
 
-def _lines(found: Verification, list_all: bool, recover: bool) -> Iterator[str]:
+def _lines(found: Verification, list_all: bool) -> Iterator[str]:
     for problem in found.problems:
         where = "" if problem.record is None else f"record {problem.record}: "
         at = "" if problem.offset is None else f" (at offset {problem.offset})"
@@ -173,8 +174,9 @@ def _lines(found: Verification, list_all: bool, recover: bool) -> Iterator[str]:
     yield f"  {len(found.whole):,} of {count_text(len(found.tensors), 'tensor')} can be read"
     if list_all:
         yield from _names("whole:", found.whole, list_all)
-    if found.whole and found.n_records and found.problems[0].record is not None:
-        option = "--recover " if recover else ""
+    is_named = found.is_unfinished or found.problems[0].record is not None
+    if found.whole and found.n_records and is_named:
+        option = "--recover " if found.is_unfinished else ""
         path = shlex.quote(printable(found.path))
         yield f"  read them with: ptsave extract {option}{path} NAME..."
 

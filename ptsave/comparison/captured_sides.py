@@ -44,7 +44,7 @@ class CapturedSide:
     def selection(self) -> Any:
         """What the capture was asked for."""
         header = {} if self.run is None else self.run.header
-        return [header.get(name) for name in ("what", "include", "exclude")]
+        return [header.get(name) for name in ("what", "include", "exclude", "steps")]
 
     @property
     def is_complete(self) -> bool:

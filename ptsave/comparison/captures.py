@@ -98,7 +98,8 @@ class CaptureComparison:
     compared : list of CapturedDifference
         All values that both have, equal or not, in the first run's order of execution.
     only_in_a, only_in_b : list of str
-        Calls that one run has alone, and values of calls that both have, in order of execution.
+        Steps and calls that one run has alone, and values of calls that both have, in order of
+        execution.
     remarks : list of str
         What was not compared, and differences that do not count.
     nbytes : int
@@ -222,15 +223,16 @@ def _aligned(
         result.only_in_a, result.only_in_b = matched.only_in_a, matched.only_in_b
         result.remarks += matched.remarks
         return matched.pairs
-    steps = _common_steps(a, b, step, result.remarks)
+    steps = _common_steps(a, b, step, result)
     of_a, of_b = a.values_of(steps), b.values_of(steps)
     _note_alone(a, b, of_a, of_b, result)
     return [(value, of_b[name]) for name, value in of_a.items() if name in of_b]
 
 
 def _common_steps(
-    a: CapturedSide, b: CapturedSide, step: int | None, remarks: list[str]
+    a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
 ) -> set[int]:
+    """Return the steps to compare; note those that one side has alone."""
     of_a, of_b = a.steps, b.steps
     common = of_a & of_b if step is None else of_a & of_b & {step}
     if not common:
@@ -240,10 +242,13 @@ def _common_steps(
             f"{_numbers(of_b)}"
         )
     if step is None:
-        for side, steps in ((a, of_a - of_b), (b, of_b - of_a)):
-            if steps:
-                remarks.append(f"not compared: steps that only {side.path} has: {_numbers(steps)}")
+        _note_names(a, b, _steps(of_a - of_b), result.only_in_a, result)
+        _note_names(b, a, _steps(of_b - of_a), result.only_in_b, result)
     return common
+
+
+def _steps(numbers: Iterable[int]) -> list[str]:
+    return [f"step {number}" for number in sorted(numbers)]
 
 
 def _numbers(steps: Iterable[int]) -> str:
@@ -258,26 +263,32 @@ def _note_alone(
     of_b: Mapping[str, CapturedValue],
     result: CaptureComparison,
 ) -> None:
-    """Note what one side has alone: a difference, unless that was to be expected."""
-    same_selection = a.selection == b.selection
-    for side, other, names in (
-        (a, b, alone(of_a, of_b)),
-        (b, a, alone(of_b, of_a)),
-    ):
-        if not names:
-            continue
-        if same_selection and other.is_complete:
-            (result.only_in_a if side is a else result.only_in_b).extend(names)
-            continue
-        reason = (
-            "the captures were asked for different values"
-            if not same_selection
-            else f"the capture {other.path} was not completed"
-        )
-        result.remarks.append(
-            f"only in {side.path}, as {reason}: {', '.join(names[:3])}"
-            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        )
+    """Note the calls and values that one side has alone."""
+    _note_names(a, b, alone(of_a, of_b), result.only_in_a, result)
+    _note_names(b, a, alone(of_b, of_a), result.only_in_b, result)
+
+
+def _note_names(
+    side: CapturedSide,
+    other: CapturedSide,
+    names: list[str],
+    only: list[str],
+    result: CaptureComparison,
+) -> None:
+    """Note names that one side has alone: differences, unless that was to be expected."""
+    if not names:
+        return
+    if side.selection != other.selection:
+        reason = "the captures were asked for different values"
+    elif not other.is_complete:
+        reason = f"the capture {other.path} was not completed"
+    else:
+        only.extend(names)
+        return
+    result.remarks.append(
+        f"only in {side.path}, as {reason}: {', '.join(names[:3])}"
+        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    )
 
 
 # ------------------------------------------------------------------------------------------ values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -85,6 +86,8 @@ class Verification:
         Names of those that can still be read.
     has_checksums : bool
         Whether values were compared with checksums; without them damage may not show.
+    is_unfinished : bool
+        Whether it has no end, and the rest was verified as far as it can be recovered.
     """
 
     path: str
@@ -95,6 +98,7 @@ class Verification:
     tensors: list[str] | None = None
     whole: list[str] | None = None
     has_checksums: bool = True
+    is_unfinished: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,7 @@ def _verify_source(
 ) -> Verification:
     recovery = recovery_of(source) if recover else None
     if recovery is not None:
-        return _verify_recovery(recovery, progress)
+        return _verify_recovery(source, recovery, progress)
     if source.kind != "zip":
         return _verify_other(source)
     try:
@@ -263,9 +267,11 @@ def _verify_source(
     return _verify_archive(source, reader, progress)
 
 
-def _verify_recovery(recovery: Recovery, progress: ProgressCallback | None) -> Verification:
-    source = recovery.source
-    found = _verify_archive(source, open_source_archive(source, verify=True), progress)
+def _verify_recovery(
+    source: RangeSource, recovery: Recovery, progress: ProgressCallback | None
+) -> Verification:
+    whole = recovery.source
+    found = _verify_archive(whole, open_source_archive(whole, verify=True), progress)
     damage = [Problem("it is damaged", name) for name in (*recovery.storages, *recovery.journals)]
     if damage:
         damage[0] = replace(damage[0], reason=recovery.damage(), entries=[*recovery.entries])
@@ -274,6 +280,9 @@ def _verify_recovery(recovery: Recovery, progress: ProgressCallback | None) -> V
         found,
         problems=[*damage, *found.problems],
         remarks=[*found.remarks, remark],
+        n_records=recovery.n_records,
+        nbytes=source.nbytes,
+        is_unfinished=True,
         tensors=None if found.tensors is None else [*found.tensors, *recovery.entries],
     )
 
@@ -417,6 +426,9 @@ def _names_in(tree: EntryTree) -> list[str]:
 def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError) -> Verification:
     """Verify an archive whose directory is missing or damaged, by the records that are left."""
     path = source.name
+    if RECOVERY_ADVICE in str(error):
+        with suppress(CorruptCheckpointError):  # nothing of it can be recovered
+            return _verify_unfinished(source)
     archive = CutArchive(source)
     whole = {record.name for record in archive.records if record.is_whole}
     tensors, kept = archive.entries()
@@ -429,10 +441,22 @@ def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError
         )
     found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
     reason += f"; {found} still be found whole"
-    if RECOVERY_ADVICE in str(error):
-        reason += " (--recover reads them)"
     problem = Problem(reason, None, nbytes, lost)
     return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
+
+
+def _verify_unfinished(source: RangeSource) -> Verification:
+    """Verify an archive without an end by what recovering it finds."""
+    recovery = recovery_of(source)
+    assert recovery is not None
+    found = _verify_recovery(source, recovery, None)
+    what = f"{'not all of ' if found.problems else ''}what was finished is whole"
+    reason = (
+        "it is cut short, or was never finished: its directory, which comes last, is missing; "
+        f"{what} (--recover reads it)"
+    )
+    problem = Problem(reason, None, source.nbytes)
+    return replace(found, problems=[problem, *found.problems], remarks=[])
 
 
 def _problem_of(error: CorruptCheckpointError) -> Problem:

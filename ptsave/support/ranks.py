@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import distributed
 
 from ptsave.support.config import read_integer
 
-__all__ = ["check_rank_is_named", "check_rank_of_file", "check_rank_saves", "group_of_job"]
+__all__ = [
+    "check_rank_is_named",
+    "check_rank_of_file",
+    "check_rank_saves",
+    "checked_rank",
+    "group_of_job",
+]
 
 
 def group_of_job() -> Any:
@@ -16,6 +23,27 @@ def group_of_job() -> Any:
     if _has_group() and distributed.get_world_size() > 1:
         return distributed.group.WORLD
     return None
+
+
+def checked_rank(rank: object) -> int | None:
+    """Return the number of a rank, or None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no number, or a negative one.
+    """
+    if rank is None:
+        return None
+    try:
+        if isinstance(rank, bool):
+            raise TypeError
+        number = operator.index(rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"rank must be a number from 0 on, or None, not {rank!r}") from None
+    if number < 0:
+        raise ValueError(f"rank must be a number from 0 on, or None, not {rank!r}")
+    return number
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:

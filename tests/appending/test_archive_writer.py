@@ -12,6 +12,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -374,6 +375,15 @@ def test_threads(path: Path) -> None:
     for name, tensor in loaded.items():
         thread, i = map(int, name.split("/"))
         assert tensor.tolist() == [100 * thread + i] * 1000
+
+
+def test_a_group_is_a_mapping(path: Path) -> None:
+    with ptsave.ArchiveWriter(path) as writer:
+        for wrong in (5, ["a"], None):
+            with pytest.raises(TypeError, match="entries must be a mapping of names to values"):
+                writer.add_group(wrong)  # type: ignore[arg-type]
+        writer.add_group(MappingProxyType({"a": 1}))
+    assert torch.load(path) == {"a": 1}
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import random
+import resource
 import signal
 import struct
 import subprocess
@@ -487,13 +488,44 @@ def test_a_full_disk_before_anything_is_finished(small_disk: Path) -> None:
             writer.add("only", torch.ones(2 * MIB))
             writer.flush()
 
-    with pytest.raises(ptsave.SaveError) as caught:
+    with pytest.raises(ptsave.SaveError, match="none of the entries could be kept") as caught:
         program()
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(small_disk) == []
     with ptsave.ArchiveWriter(path) as writer:  # there is room for others
         writer.add("small", 1)
     assert torch.load(path) == {"small": 1}
+
+
+def test_a_full_disk_has_the_first_entries_of_a_batch(small_disk: Path) -> None:
+    path = small_disk / "run.pt"
+    entries = {f"{i}": torch.full((MIB // 5,), float(i)) for i in range(10)}
+    writer = ptsave.ArchiveWriter(path)
+    for name, tensor in entries.items():
+        writer.add(name, tensor)
+    with pytest.raises(ptsave.SaveError, match="recover=True") as caught:
+        writer.close()
+    leftover = leftover_of(path)
+    assert str(leftover) in str(caught.value)
+    assert_same_object(recovered(leftover), {name: entries[name] for name in [*entries][:4]})
+
+
+def test_a_file_that_may_not_grow_has_the_first_entries_of_a_batch(path: Path) -> None:
+    """The system tells of no such limit, nor of quotas: half as many are tried, and so on."""
+    entries = {f"{i}": torch.full((1000,), float(i)) for i in range(16)}
+
+    def program() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        writer = ptsave.ArchiveWriter(path)
+        for name, tensor in entries.items():
+            writer.add(name, tensor)
+        with pytest.raises(ptsave.SaveError, match=r"File too large.*recover=True"):
+            writer.close()
+
+    in_child(program)
+    found = recovered(leftover_of(path))
+    assert_same_object(found, {name: entries[name] for name in [*entries][:8]})
 
 
 def test_a_full_disk_while_others_wait_for_room(small_disk: Path) -> None:

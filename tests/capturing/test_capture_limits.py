@@ -124,6 +124,99 @@ def test_memory_that_no_record_fits_into(path: Path, when_full: Any) -> None:
     assert os.listdir(path.parent) == []
 
 
+@pytest.mark.parametrize("nbytes", [0, 3000, 60_000, 1_000_000])
+@pytest.mark.parametrize("when_full", ["wait", "drop", "raise"])
+def test_a_tensor_that_all_of_the_memory_has_no_room_for(
+    path: Path, when_full: Any, nbytes: int
+) -> None:
+    """It is left out with a note, or the hook says which one it is; nothing fails later."""
+    model = nn.Identity()
+    budget = 2000 + nbytes // 2
+    capture = ptsave.capture(model, path, max_memory_bytes=budget, when_full=when_full).start()
+    capture._writer.flush()  # of the header
+    too_large = nbytes > budget
+    if too_large and when_full != "drop":
+        with pytest.raises(ptsave.StagingFullError, match=r"^0/forward/#0/inputs/0: .*raise max"):
+            model(torch.ones(nbytes, dtype=torch.uint8))
+    else:
+        model(torch.ones(nbytes, dtype=torch.uint8))
+    capture.step()
+    capture.stop()
+    assert saves._budget._held == {}
+    found = Run(path)
+    if when_full == "drop":
+        value = found.values["0/forward/#0/inputs/0"]
+        assert value.note == ("dropped: no room in memory" if too_large else "")
+        assert capture.dropped == too_large
+    assert [call.status for call in found.calls] == (
+        ["raised"] if too_large and when_full != "drop" else ["returned"]
+    )
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop", "raise"])
+def test_small_tensors_together_are_no_larger_than_the_memory(path: Path, when_full: Any) -> None:
+    """Nor does it matter that the records of a step are."""
+    model = nn.Sequential(*[nn.Identity() for _ in range(100)])
+    with ptsave.capture(model, path, max_memory_bytes=20_000, when_full=when_full) as capture:
+        for step in range(3):
+            x = torch.full((300,), float(step))
+            for i in range(10):
+                model(x + i)
+                capture._writer.flush()  # so that there is room
+            capture.step()
+    found = Run(path)
+    assert len(found.calls) == 3 * 10 * 101
+    assert capture.dropped == 0
+    assert all(value.note == "" for value in found.values.values())
+    for step in range(3):
+        assert found.tensor(f"{step}/forward/7#9/outputs").eq(step + 9).all()
+
+
+class Expanding(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., None].expand(*x.shape, 10**10)
+
+
+def test_an_expanded_tensor_is_written_as_its_memory(path: Path) -> None:
+    model = Expanding()
+    base = torch.arange(100_000.0)
+    inputs = {
+        0: torch.tensor(2.5),
+        1: torch.tensor([1.0, 2.0, 3.0]),
+        2: base,
+        3: base[10:20],  # whose memory has more, which is not written
+    }
+
+    def run() -> None:
+        for x in inputs.values():
+            model(x)
+
+    found = captured(model, run, path, max_bytes="1MB")
+    assert path.stat().st_size < 1_000_000
+    for i, x in inputs.items():
+        name = f"0/forward/#{i}/outputs"
+        tensor = found.tensor(name)
+        assert tensor.shape == (*x.shape, 10**10)
+        assert torch.equal(tensor[..., 7], x)
+        assert found.values[name].nbytes == 4 * 10**10 * x.numel()
+        assert found.values[name].note.endswith("B: no statistics")
+        assert found.values[name].note.startswith("expanded to ")
+    assert found.tensor("0/forward/#3/outputs").untyped_storage().nbytes() == 40
+    assert ptsave.compare_captures(path, path).equal
+
+
+def test_an_expanded_tensor_of_usual_size_has_statistics(path: Path) -> None:
+    model = nn.Identity()
+    x = torch.tensor([1.0, -3.0])[:, None].expand(2, 100_000)
+    found = captured(model, lambda: model(x), path, what=["outputs"])
+    value = found.values["0/forward/#0/outputs"]
+    assert value.statistics is not None
+    assert value.statistics.numel == 200_000
+    assert value.statistics.mean == pytest.approx(-1.0)
+    assert torch.equal(found.tensor(value.name), x)
+    assert path.stat().st_size < 10_000
+
+
 def test_fsync_is_carried_through(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     finish = ptsave.ArchiveWriter.close
@@ -189,6 +282,21 @@ def test_a_full_disk_at_the_end(small_disk: Path) -> None:
     assert "capture" in recovered(small_disk)
 
 
+def test_a_full_disk_keeps_what_it_has_room_for(small_disk: Path) -> None:
+    """Also where nothing had been written before: everything is one batch."""
+    model = nn.Sequential(nn.Identity())
+
+    def program() -> None:
+        with ptsave.capture(model, small_disk / "run.pt", what=["inputs"]) as capture:
+            for step in range(5):
+                model(torch.full((300_000,), float(step)))
+                capture.step()
+
+    with pytest.raises(ptsave.SaveError, match=r"No space left on device.*recover=True"):
+        program()
+    assert check_steps(recovered(small_disk), 300_000) == 3
+
+
 def check_steps(entries: dict[str, Any], n: int) -> int:
     """Compare what was recorded of steps with the values that they had; return their number."""
     assert next(iter(entries)) == "capture"
@@ -238,10 +346,15 @@ def test_targets(path: Path) -> None:
     model = nn.Identity()
     for target, kind, message in (
         ("s3://bucket/run.pt", ptsave.UnsupportedUrlError, "a file of this machine"),
-        (io.BytesIO(), TypeError, "path must be a str or os.PathLike, not BytesIO"),
+        (io.BytesIO(), TypeError, "path must be a str or os.PathLike of one, not BytesIO"),
         (path.parent, IsADirectoryError, "Is a directory"),
         (path / "no" / "run.pt", FileNotFoundError, "does not exist"),
         ("/dev/full", ptsave.SaveError, "not a regular file"),
+        (f"{path.parent}/", IsADirectoryError, "names a directory: give the name of a file in it"),
+        (f"{path}/", ptsave.SaveError, "names a directory: give the name of a file in it"),
+        ("", ptsave.SaveError, "names a directory"),
+        (f"{path}\0", ValueError, "path must not have a NUL character"),
+        (os.fsencode(path), TypeError, "path must be a str or os.PathLike of one, not bytes"),
     ):
         with pytest.raises(kind, match=message):
             ptsave.capture(model, target).start()  # type: ignore[arg-type]
@@ -390,6 +503,9 @@ def test_ranks_of_a_launcher(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         {"steps": 5},
         {"steps": "100"},
         {"steps": iter([1])},
+        {"rank": "a"},
+        {"rank": True},
+        {"rank": 1.0},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -402,6 +518,21 @@ def test_an_option_of_another_type_is_refused_before_anything_is_done(
     with pytest.raises(TypeError, match="model must be"):
         ptsave.capture([model], tmp_path / "run.pt")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_are_numbers_from_0_on(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="rank must be a number from 0 on, or None, not -1"):
+        ptsave.capture(model, tmp_path / "run.pt", rank=-1)
+    assert ptsave.capture(model, tmp_path / "run.pt", rank=np.int64(3))._rank == 3  # type: ignore[arg-type]
+
+
+def test_a_pattern_that_matches_no_module_is_told(path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.warns(ptsave.CheckpointWarning, match=r"no module .* matches 'layers\.\*' of incl"):
+        captured(model, lambda: model(torch.ones(1, 2)), path, include=["0", "layers.*"])
+    with pytest.raises(ValueError, match="no module is selected"):
+        ptsave.capture(model, path, include="layers.*").start()
 
 
 def test_hooks_are_removed_if_the_optimizer_takes_none(tmp_path: Path) -> None:

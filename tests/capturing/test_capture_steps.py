@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,19 @@ def test_steps_that_nobody_marks(path: Path) -> None:
         captured(model, lambda: train(model, optimizer), path)
     assert found[0].filename.endswith("captured_runs.py")
     assert not optimizer_module._global_optimizer_post_hooks
+
+
+def test_steps_of_optimizers_that_are_gone(path: Path) -> None:
+    """Made in a function, or anew for each step."""
+    model = nn.Linear(2, 2)
+
+    def run() -> None:
+        for _ in range(3):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
+            gc.collect()
+
+    with pytest.warns(ptsave.CheckpointWarning, match=r"took 3 steps.*capture\.step\(\)"):
+        captured(model, run, path)
 
 
 def test_one_step_is_no_cause_for_a_warning(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -119,10 +120,20 @@ def test_the_option_is_named(leftover: str, tmp_path: Path, command: str) -> Non
 def test_verify(leftover: str) -> None:
     result = CliRunner().invoke(commands, ["verify", leftover, "--recover"])
     assert (result.exit_code, result.stderr) == (0, f"ptsave: {leftover}: {NO_END}\n")
-    assert f"{leftover}: whole (" in result.stdout
+    assert f"{leftover}: unfinished, but whole (" in result.stdout
+    (facts,) = re.findall(r"\(.*\)", result.stdout)
+    result = CliRunner().invoke(commands, ["verify", leftover])
+    assert result.exit_code == 1  # it is no checkpoint that torch.load opens
+    assert f"{leftover}: DAMAGED {facts}" in result.stdout
+    assert "what was finished is whole (--recover reads it)" in result.stdout
+    assert "2 of 2 tensors can be read" in result.stdout
     content = bytearray(Path(leftover).read_bytes())
     content[content.index(ENTRIES["b"].numpy().tobytes())] ^= 1
     Path(leftover).write_bytes(content)
+    result = CliRunner().invoke(commands, ["verify", leftover])
+    assert result.exit_code == 1
+    assert "not all of what was finished is whole (--recover reads it)" in result.stdout
+    assert "1 of 2 tensors can be read" in result.stdout
     result = CliRunner().invoke(commands, ["verify", leftover, "--recover"])
     assert result.exit_code == 1
     assert "record data/1: damaged: data/1; without the entries b" in result.stdout
@@ -134,6 +145,9 @@ def test_verify(leftover: str) -> None:
     result = CliRunner().invoke(commands, ["ls", leftover, "--recover"])
     assert result.exit_code == 2
     assert "nothing of it can be recovered" in result.stderr
+    result = CliRunner().invoke(commands, ["verify", leftover])
+    assert result.exit_code == 1
+    assert "0 records can still be found whole" in result.stdout
 
 
 NO_END = "it has no end: what was finished is checked"

@@ -202,12 +202,35 @@ def test_statistics_alone(runs: Runs, tmp_path: Path) -> None:
 def test_steps(tmp_path: Path) -> None:
     a, b = run(tmp_path / "a.pt", steps=3), run(tmp_path / "b.pt", steps=2)
     found = compare_captures(a, b)
-    assert found.equal
-    assert found.remarks == [f"not compared: steps that only {a} has: 2"]
+    assert not found.equal
+    assert (found.only_in_a, found.only_in_b, found.first) == (["step 2"], [], None)
+    assert compare_captures(b, a).only_in_b == ["step 2"]
+    result = CliRunner().invoke(commands, ["diff", "--capture", a, b])
+    assert result.exit_code == 1
+    assert "- step 2  only in" in result.stdout
+    assert "different: 1 only in A" in result.stdout
     one = compare_captures(a, b, step=1)
+    assert one.equal
     assert {each.name.split("/")[0] for each in one.compared} == {"1"}
     with pytest.raises(ValueError, match="no step 2 in common: their steps are 0, 1, 2 and 0, 1"):
         compare_captures(a, b, step=2)
+
+
+def test_captures_that_were_asked_for_other_steps(tmp_path: Path) -> None:
+    """What one has alone was to be expected."""
+    paths = [str(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
+    for path, steps in zip(paths, (range(3), [0, 2], range(3)), strict=True):
+        model = network()
+        with ptsave.capture(model, path, steps=steps) as capture:
+            for step in range(3 if path != paths[2] else 2):
+                model(torch.full((4, 8), float(step)))
+                capture.step()
+    a, b, c = paths
+    found = compare_captures(a, b)
+    assert found.equal
+    reason = "the captures were asked for different values"
+    assert found.remarks == [f"only in {a}, as {reason}: step 1"]
+    assert not compare_captures(a, c).equal
 
 
 def test_killed_runs(runs: Runs, tmp_path: Path) -> None:
