@@ -29,6 +29,7 @@ __all__ = [
     "name_lost_entries",
     "numbered_sets",
     "read_index",
+    "refuse_parallel_parts",
     "refuse_what_came_instead",
     "those_in_index",
 ]
@@ -68,6 +69,8 @@ FORMATS = {
     "consolidated": ShardFormat("consolidated", ".pth", re.compile(r"consolidated.*\.pth")),
     "pth": ShardFormat("model", ".pth", re.compile(r"[^.].*\.pth")),
 }
+# consolidated.00.pth, as Llama and Mistral were published
+_PARALLEL_PART = re.compile(r"consolidated\.\d+\.pth(?:$|[?#:])")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)")
 
 
@@ -196,6 +199,36 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
     return kept
 
 
+def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -> None:
+    """Refuse files of which each has a part of the same tensors, for one rank of a job.
+
+    Parameters
+    ----------
+    found : iterable of (str, str)
+        Names, and the paths of their files.
+    files : ShardFiles
+        The files.
+
+    Raises
+    ------
+    ValueError
+        The message says what to do.
+    """
+    if files.weight_map is not None or not all(map(_PARALLEL_PART.search, files.paths)):
+        return
+    homes: dict[str, str] = {}
+    for name, path in found:
+        other = homes.setdefault(name, path)
+        if other != path:
+            raise ValueError(
+                f"{name!r} is in {other} and in {path}: these {len(files.paths)} files are the "
+                "parts of a model that was divided among as many ranks, and nothing in them says "
+                "along which dimension.  Let each rank load the part of its number, by its path, "
+                "or load them all one by one with ptsave.load() and join them as the model's own "
+                "code does"
+            )
+
+
 def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFiles) -> None:
     """Name the tensors of a shard that is too damaged to name them, if there is an index."""
     if not error.entries and files.weight_map is not None:
@@ -232,6 +265,7 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
         found = those_in_index(((item[0], item[1], item) for item in found), files)
     for name, path, each in found:
         if name in result:
+            refuse_parallel_parts([(name, homes[name]), (name, path)], files)
             raise ValueError(
                 f"{name!r} is in {homes[name]} and in {path}: no index says which; if these are "
                 "several checkpoints, pass the path of one"

@@ -54,7 +54,7 @@ def iter_weights(
 
     Raises
     ------
-    CorruptCheckpointError, FileNotFoundError, OSError, TypeError
+    CorruptCheckpointError, FileNotFoundError, OSError, TypeError, ValueError
         As from :func:`ptsave.load_model`.  All files are opened before the first tensor is read.
 
     Examples
@@ -72,7 +72,7 @@ def iter_weights(
     renaming = Renaming(rename, prefix)
     with ExitStack() as stack:
         wanted: list[tuple[Entry, str]] = []
-        for entry in open_shards(path, find_files(path, storage_options), stack):
+        for entry in open_shards(path, find_files(path, storage_options), stack).entries:
             name = renaming(entry.name)
             if name is not None:
                 wanted.append((entry, name))

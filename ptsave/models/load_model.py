@@ -152,6 +152,9 @@ def load_model(
         A file cannot be read.
     TypeError
         A file holds something else than tensors.
+    ValueError
+        The directory holds several models, or the parts of one that was divided among ranks
+        (``consolidated.00.pth``, ``consolidated.01.pth`` with the same names).
 
     Notes
     -----
@@ -161,8 +164,9 @@ def load_model(
     (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and are None where it has no
     such tensor.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions, extra state
     and lazy modules do what they do in :meth:`torch.nn.Module.load_state_dict`: what such code asks
-    for is in memory until its module is loaded, and all else is read straight into place.  CRCs are
-    verified for files of :func:`torch.save`; safetensors files have none.
+    for is in memory until its module is loaded, and all else is read straight into place.  CRCs of
+    files of :func:`torch.save` are verified, but for tensors of which only a part is read;
+    safetensors files have none.
 
     Examples
     --------
@@ -184,10 +188,12 @@ def load_model(
         path = os.fsdecode(path)
     files = find_files(path, storage_options)
     with ExitStack() as stack:
-        entries = open_shards(path, files, stack)
+        shards, entries = open_shards(path, files, stack)
         lazy_buffers = LazyBuffers(model, entries, renaming)
         tensors_of_model = ModelTensors(model, lazy_buffers)
-        plan = WeightPlan(tensors_of_model, packed, entries, renaming, ignore_mismatched_sizes)
+        plan = WeightPlan(
+            tensors_of_model, packed, shards, entries, renaming, ignore_mismatched_sizes
+        )
         options = LoadOptions(strict, ignore_mismatched_sizes, assign, device, dtype, progress)
         if runs_code(model, plan):
             _fill_by_code(model, plan, options)

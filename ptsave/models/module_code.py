@@ -23,7 +23,7 @@ from ptsave.archive.views import unfilled_tensors
 from ptsave.models.default_loader import fits
 from ptsave.models.filling import Filling, Item
 from ptsave.models.renaming import Renaming
-from ptsave.models.shards import Entry, Read, Shard, ShardReader
+from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.state.copying import CopyNow, Replacement
@@ -59,13 +59,7 @@ def runs_code(model: nn.Module, plan: WeightPlan) -> bool:
 
 def extra_state_in(plan: WeightPlan) -> list[str]:
     """Return the names of a checkpoint's extra state that is no tensor."""
-    return [
-        key for shard in _shards_of(plan) for key in shard.objects if plan.renaming(key) is not None
-    ]
-
-
-def _shards_of(plan: WeightPlan) -> list[Shard]:
-    return list(dict.fromkeys(entry.shard for entry in plan.entries))
+    return [key for shard in plan.shards for key in shard.objects if plan.renaming(key) is not None]
 
 
 class ModuleLoad:
@@ -137,7 +131,7 @@ class ModuleLoad:
                     shape = target.shape
                 self._state_dict[name] = self._copier.stand_in(name, entry, shape)
         metadata: OrderedDict[str, Any] = OrderedDict()
-        for shard in _shards_of(plan):
+        for shard in plan.shards:
             for key in shard.objects:
                 new_key = plan.renaming(key)
                 if new_key is not None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ptsave.contents.safetensors_header import read_header
 from ptsave.contents.shard_files import (
     ShardFiles,
     name_lost_entries,
+    refuse_parallel_parts,
     refuse_what_came_instead,
     those_in_index,
 )
@@ -46,6 +47,7 @@ from ptsave.tree.view_blocks import blocks_of
 __all__ = [
     "Entry",
     "FetchedShard",
+    "OpenShards",
     "PickledShard",
     "Read",
     "SafetensorsShard",
@@ -327,7 +329,15 @@ class PickledShard:
                 require_identity(identity_of(self._f), self._identity, self.path)
             self._open()
         assert self._copier is not None
-        self._copier.copy([(read.target, self._source_of(read)) for read in reads])
+        whole: list[tuple[Tensor, Tensor]] = []
+        for read in reads:
+            source = self._source_of(read)
+            if read.index is not None and isinstance(self._copier, FileCopier):
+                with torch.no_grad():
+                    read.target.copy_(self._copier.read_view(source, _MAX_GAP))
+            else:
+                whole.append((read.target, source))
+        self._copier.copy(whole)
         self._copier.show({})  # makes the copies
         if not self._stays_open:
             self.close()
@@ -373,8 +383,15 @@ def _loader_of(obj: Mapping[Any, Any]) -> str:
 Shard = SafetensorsShard | FetchedShard | PickledShard
 
 
-def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
-    """Open all files, closed by `stack`, and return their tensors in the order of the files.
+class OpenShards(NamedTuple):
+    """The open files of a model, and the tensors of all of them, in the order of the files."""
+
+    shards: list[Shard]
+    entries: list[Entry]
+
+
+def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
+    """Open all files, closed by `stack`.
 
     Where there is an index, a tensor counts in the file that the index names.
 
@@ -393,10 +410,12 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
         If a file is damaged, no checkpoint, or lacks a tensor that the index promises.
     OSError
         If one cannot be opened.
+    ValueError
+        If the files are parts for ranks of a job, each with the same names.
     """
     is_named = isinstance(f, (str, os.PathLike))
     stay_open = len(files.paths) <= n_files_to_hold()
-    entries: list[Entry] = []
+    shards: list[Shard] = []
     for path in files.paths:
         source = files.open_one(path)
         try:
@@ -411,8 +430,11 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> list[Entry]:
             stack.push(shard.__exit__)
         else:
             stack.callback(shard.close)
-        entries += shard.entries
-    return those_in_index([(entry.name, entry.shard.path, entry) for entry in entries], files)
+        shards.append(shard)
+    entries = [entry for shard in shards for entry in shard.entries]
+    found = [(entry.name, entry.shard.path, entry) for entry in entries]
+    refuse_parallel_parts(((name, path) for name, path, _ in found), files)
+    return OpenShards(shards, those_in_index(found, files))
 
 
 def _open_shard(

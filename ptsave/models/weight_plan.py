@@ -14,7 +14,7 @@ from ptsave.models.default_loader import fits
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.renaming import Renaming
-from ptsave.models.shards import Entry
+from ptsave.models.shards import Entry, Shard
 from ptsave.models.weight_parts import parts_along
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
 from ptsave.state.plain_copies import Mismatch
@@ -165,6 +165,8 @@ class WeightPlan:
         The model.
     packed : PackedModules
         Its packed parameters.
+    shards : sequence of Shard
+        The checkpoint's files, of which some may have no tensors.
     entries : sequence of Entry
         The checkpoint, in the order of its files.
     renaming : Renaming
@@ -175,6 +177,7 @@ class WeightPlan:
 
     tensors: ModelTensors
     packed: PackedModules
+    shards: Sequence[Shard]
     entries: Sequence[Entry]
     renaming: Renaming = field(default_factory=Renaming)
     skip_mismatched: bool = False

@@ -26,7 +26,9 @@ from ptsave.archive.filling import fill, verifies_storages
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
+from ptsave.archive.spans import spans_of
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
+from ptsave.archive.views import read_view
 from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
@@ -223,6 +225,20 @@ class FileCopier:
             self.copy([(replacement.new, replacement.source)])
         # The source is not kept: storages that are still referred to are read in the end.
         self._replacements.append((replacement._replace(source=None), record))
+
+    def read_view(self, view: Tensor, max_gap: int) -> Tensor:
+        """Return the values of a view, reading no more than its bytes and the gaps between them.
+
+        Gaps of more than `max_gap` bytes are skipped.  All of a record is compared with its
+        checksum.
+        """
+        if not self._is_unread(view):
+            return view
+        record = self._reader.engine.record_of(view)
+        verify = None if self._verify else False
+        spans = spans_of(self._reader)
+        spans.max_gap = max_gap
+        return read_view(spans, record, view, verify)
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         self.show(state_dict)

@@ -250,6 +250,23 @@ def test_extra_state_that_is_no_tensor(tmp_path: Path, kind: Any) -> None:
     assert ptsave.load_model(plain, tmp_path, strict=False).unexpected_keys == ["0._extra_state"]
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_extra_state_without_any_tensor(tmp_path: Path, kind: Any) -> None:
+    class Counting(nn.Module):
+        def get_extra_state(self) -> Any:
+            return {"count": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    ptsave.save_model(nn.Sequential(Counting()), tmp_path, format=kind)
+    model = nn.Sequential(Counting())
+    assert not any(ptsave.load_model(model, tmp_path))
+    assert model[0].seen == {"count": 3}
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        ptsave.load_model(nn.Sequential(nn.Identity()), tmp_path)
+
+
 class Dated(nn.Linear):
     """A module with extra state that no file is read for."""
 

@@ -66,16 +66,20 @@ def parallel_checkpoint() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("is_cold", [True, False])
-def test_a_rank_of_four_reads_a_quarter(tmp_path: Path, is_cold: bool) -> None:
-    path = tmp_path / "model.safetensors"
+def test_a_rank_of_four_reads_a_quarter(tmp_path: Path, suffix: str, is_cold: bool) -> None:
+    path = tmp_path / f"model{suffix}"
     tensors = parallel_checkpoint()
     write_file(path, tensors)
     if is_cold:
         make_cold(path, drop_all=False)
     model = parallel_model(0)
-    write_file(tmp_path / "small.safetensors", {"weight": torch.ones(1)})
-    ptsave.load_model(nn.ParameterDict({"weight": torch.ones(1)}), tmp_path / "small.safetensors")
+    small = tmp_path / f"small{suffix}"
+    write_file(small, {"weight": torch.ones(2)})
+    parameters = nn.ParameterDict({"weight": torch.ones(1)})
+    parameters["weight"].weight_loader = loader_of(0, 0)
+    ptsave.load_model(parameters, small)
     before = nbytes_read()  # all modules are imported by now
     ptsave.load_model(model, path)
     nbytes = nbytes_read() - before
