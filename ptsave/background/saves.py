@@ -40,7 +40,14 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.writing.targets import TargetWriter, name_of
 from ptsave.writing.url_targets import UrlTarget
 
-__all__ = ["BackgroundSave", "default_limit_nbytes", "reserve", "start", "writes_held_back"]
+__all__ = [
+    "BackgroundSave",
+    "default_limit_nbytes",
+    "release_own",
+    "reserve",
+    "start",
+    "writes_held_back",
+]
 
 _FORKED = (
     "this process was forked while the save was unfinished: the parent process writes the file, "
@@ -100,7 +107,7 @@ class BackgroundSave:
         name = f"<{type(target).__name__}>"
         if isinstance(target, (str, UrlTarget)):
             name = name_of(target)
-        self.future = SaveFuture(name, plan.nbytes, self._withdraw, _release_own)
+        self.future = SaveFuture(name, plan.nbytes, self._withdraw, release_own)
         self._plan = plan
         self._snapshot = snapshot
         self._reservation = reservation
@@ -242,7 +249,7 @@ def reserve(
         try:
             return reserve(nbytes, limit, wait=False, option=option)
         except StagingFullError:
-            _release_own()
+            release_own()
     # A callback runs on the thread that makes room.
     help_out = _writing.run_next if _writing.runs_here() else None
     if limit is not None:
@@ -315,8 +322,8 @@ def writes_held_back() -> Iterator[Callable[[], object]]:
 _held: list[tuple[int, threading.Event]] = []  # the threads of such blocks
 
 
-def _release_own() -> None:
-    """Let the writes go on that this thread holds back: it waits for them."""
+def release_own() -> None:
+    """Let the writes go on that this thread holds back, because it is going to wait for them."""
     for ident, released in list(_held):
         if ident == threading.get_ident():
             released.set()

@@ -18,6 +18,7 @@ from typing import Any
 from ptsave import _C
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
+from ptsave.background.saves import release_own
 from ptsave.errors import add_note
 from ptsave.sources.urls import is_url_target
 from ptsave.writing.targets import resolve_file
@@ -90,6 +91,7 @@ class PendingSaves:
     def wait(self) -> None:
         """Wait until nothing is pending; then `check`."""
         self._check_process()
+        release_own()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
         self.check()

@@ -13,7 +13,7 @@ import functools
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 from ptsave.background.async_safetensors import async_save_safetensors, covers_its_storage
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
-from ptsave.background.saves import writes_held_back
+from ptsave.background.saves import release_own, writes_held_back
 from ptsave.errors import StagingFullError, add_note
 from ptsave.installation import installed
 from ptsave.streaming import safetensors_functions
@@ -34,7 +34,9 @@ from ptsave.support.syncing import sync_path
 __all__ = ["FolderSaves", "StagedFolder", "in_place_of", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
-_OLD = ".old"  # beside what is written, which may have any other name
+# Beside what is written, which may have any other name: what had the name before, and a note of
+# which directory is the new one.
+_OLD, _MARK = ".old", ".new"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -76,40 +78,63 @@ class StagedFolder:
         """
         if self._fsync:
             _sync_tree(Path(self.path))
-        old = self._take_name()
+        self._note_which_is_new()
+        self._take_name()
         if self._fsync:
             _sync(Path(self.final).parent)
-        if self._keeps_others and old is not None:
-            _move_missing(old, self.final)
-            if self._fsync:
-                _sync(Path(self.final))
-        self.discard()  # with what had the name before
+        self.discard()  # what had the name before
 
     def discard(self) -> None:
-        """Remove what was written; what had the name before a killed process gets it back."""
+        """Remove what was written, or replaced; also what a killed process has left of either.
+
+        What had the name before a killed process gets it back, if its successor did not get it.
+        """
         old = self._old
         if os.path.lexists(old) and not os.path.lexists(self.final):
             os.rename(old, self.final)
+        if self._keeps_others:
+            for replaced in self._replaced():
+                _move_missing(replaced, self.final)
+                if self._fsync:
+                    _sync(Path(self.final))
         shutil.rmtree(self.root, ignore_errors=True)
 
     @property
     def _old(self) -> str:
         return os.path.join(self.root, _OLD)
 
-    def _take_name(self) -> str | None:
-        """Rename it; returns where the directory is that had the name, if there was any."""
+    @property
+    def _mark(self) -> str:
+        return os.path.join(self.root, _MARK)
+
+    def _note_which_is_new(self) -> None:
+        """Write down which of two directories is the new one: they are about to change names."""
+        if self._keeps_others:
+            Path(self._mark).write_text(str(os.stat(self.path).st_ino))
+            if self._fsync:
+                _sync(Path(self._mark))
+                _sync(Path(self.root))
+
+    def _replaced(self) -> list[str]:
+        """Return where the directory is that the new one has taken the name from, if it has."""
+        with suppress(FileNotFoundError):
+            mark = Path(self._mark).read_text()
+            if mark == str(os.stat(self.final).st_ino):
+                return [path for path in (self.path, self._old) if os.path.isdir(path)]
+        return []
+
+    def _take_name(self) -> None:
         if not os.path.lexists(self.final):
             os.rename(self.path, self.final)
-            return None
+            return
         if _exchange(self.path, self.final):
-            return self.path
+            return
         os.rename(self.final, self._old)
         try:
             os.rename(self.path, self.final)
         except BaseException:
             os.rename(self._old, self.final)
             raise
-        return self._old
 
 
 def _move_missing(old: str, new: str) -> None:
@@ -201,6 +226,7 @@ class FolderSaves:
 
     def settle(self) -> None:
         """Wait until nothing is pending; raises nothing."""
+        release_own()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
 
@@ -261,8 +287,7 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
 @contextmanager
 def _held_back(folder: StagedFolder, futures: list[SaveFuture], *, fsync: bool) -> Iterator[None]:
     with installed(safetensors=True, fsync=fsync), writes_held_back() as release:
-        save, library = torch.save, safetensors_functions.require_library()
-        save_file = library.save_file
+        save = torch.save
 
         def begin(function: Callable[..., SaveFuture], *args: Any) -> None:
             try:
@@ -278,15 +303,13 @@ def _held_back(folder: StagedFolder, futures: list[SaveFuture], *, fsync: bool) 
             else:
                 save(obj, f, *args, **kwargs)
 
-        def save_file_later(
-            tensors: Any, filename: Any, metadata: Mapping[str, str] | None = None
-        ) -> None:
-            if _is_in(filename, folder.path) and _can_wait(tensors, filename, metadata):
-                begin(async_save_safetensors, tensors, os.fspath(filename), metadata or {})
-            else:
-                save_file(tensors, filename, metadata)
+        def take_file(tensors: Any, filename: Any, metadata: Any) -> bool:
+            if not (_is_in(filename, folder.path) and _can_wait(tensors, filename, metadata)):
+                return False
+            begin(async_save_safetensors, tensors, os.fspath(filename), metadata or {})
+            return True
 
-        with in_place_of(save, save_later), _in_all_modules(save_file, save_file_later):
+        with in_place_of(save, save_later), safetensors_functions.taken_by(take_file):
             yield
 
 
@@ -306,15 +329,6 @@ def _substitute(old: Callable[..., Any], new: Callable[..., Any]) -> None:
         for name in ("save", "load"):
             if getattr(module, name) is old:
                 setattr(module, name, new)
-
-
-@contextmanager
-def _in_all_modules(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    safetensors_functions.exchange((old, new))
-    try:
-        yield
-    finally:
-        safetensors_functions.exchange((new, old))
 
 
 def _is_in(path: Any, folder: str) -> bool:

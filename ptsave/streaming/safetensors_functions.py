@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ __all__ = [
     "originals",
     "require_library",
     "save_file",
+    "taken_by",
 ]
 
 _BACKENDS = ("mmap", "pread")  # of the library, which reads by either
@@ -96,6 +98,8 @@ def save_file(
     The file gets the mode of the one it replaces, or 0666 less the umask, and a symbolic link is
     followed; the library gives it 0600 and replaces the link.
     """
+    if any(taker(tensors, filename, metadata) for taker in reversed(_takers)):
+        return
     if not engine_can_save(tensors, filename, metadata):
         originals()["save_file"](tensors, filename, metadata)
         return
@@ -140,49 +144,42 @@ def load_file(
     return tensors
 
 
+Taker: TypeAlias = Callable[[Any, Any, Any], bool]
+_takers: list[Taker] = []
+
+
+@contextmanager
+def taken_by(taker: Taker) -> Iterator[None]:
+    """Offer the calls of `save_file` in the block to a function, which may take them.
+
+    Parameters
+    ----------
+    taker : callable
+        Gets the tensors, the file's name and the metadata; returns whether that is all.
+    """
+    _takers.append(taker)
+    try:
+        yield
+    finally:
+        _takers.remove(taker)
+
+
 def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     """Put the second function of each pair in the place of the first, whatever module has that.
 
     Names of modules only: libraries import these functions by name.
     """
     wanted = {id(old): new for old, new in pairs}
-    stock = {id(each) for each in originals().values()}
-    ours = wanted.keys() | stock | _in_place.keys()
-    # A module may have bound ptsave's function to a name that it had: none of these may stay.
-    looks_at_all = not wanted.keys() <= stock
+    olds = frozenset(wanted)
     modules: list[object] = list(sys.modules.values())  # which may hold anything
     for module in modules:
         if isinstance(module, ModuleType) and module.__name__ != __name__:
-            _exchange_in(module, wanted, ours, looks_at_all=looks_at_all)
-    for old, new in pairs:
-        _in_place.pop(id(old), None)
-        _in_place[id(new)] = new
-
-
-# The functions that modules have now, beside the library's own.
-_in_place: dict[int, Callable[..., Any]] = {}
-# Modules that had none of them, by name: which dict, and how many names, so that all of the others
-# need not be looked at again.  A module gets one by an import, which adds a name.
-_without: dict[str, tuple[int, int]] = {}
-
-
-def _exchange_in(
-    module: ModuleType,
-    wanted: Mapping[int, Callable[..., Any]],
-    ours: Set[int],
-    *,
-    looks_at_all: bool,
-) -> None:
-    names = vars(module)
-    state = id(names), len(names)
-    if not looks_at_all and _without.get(module.__name__) == state:
-        return
-    if not ours & {id(value) for value in list(names.values())}:
-        _without[module.__name__] = state
-        return
-    for name, value in list(names.items()):
-        if id(value) in wanted:
-            setattr(module, name, wanted[id(value)])
+            names = vars(module)
+            # Thousands of modules have none of them: a loop in C, which no other thread enters.
+            if not olds.isdisjoint(map(id, names.values())):
+                for name, value in list(names.items()):
+                    if id(value) in wanted:
+                        setattr(module, name, wanted[id(value)])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:

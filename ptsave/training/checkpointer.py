@@ -26,6 +26,7 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
+from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
 from ptsave.support.ranks import check_rank_saves
 from ptsave.training.checkpoint import entries_of, restore_entries
@@ -436,6 +437,7 @@ class AsyncCheckpointer:
 
     def _wait_here(self) -> SaveFuture | None:
         """Wait for the saves of this process; return the first failed one that nobody knows of."""
+        release_own()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
             unknown = [future for future in self._failed if not future.observed()]

@@ -268,3 +268,18 @@ def test_modules_that_import_later(monkeypatch: pytest.MonkeyPatch) -> None:
         library.save_file = st.save_file
     assert library.load_file is STOCK["load"]
     assert library.save_file is STOCK["save"]
+
+
+def test_names_that_are_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a function that imports when it is called, over a name that there was."""
+    library: Any = ModuleType("an_indirect_library")
+    library.load_file = library.save_file = None
+    monkeypatch.setitem(sys.modules, "an_indirect_library", library)
+    with ptsave.installed(safetensors=True):
+        pass
+    library.load_file = STOCK["load"]
+    with ptsave.installed(safetensors=True):
+        assert library.load_file is st.load_file is not STOCK["load"]
+        library.save_file = st.save_file
+    assert library.load_file is STOCK["load"]
+    assert library.save_file is STOCK["save"]

@@ -30,6 +30,7 @@ from torch.utils.serialization import config as torch_config
 
 import ptsave
 from ptsave import _C
+from ptsave.background.saves import writes_held_back
 from ptsave.training.checkpoint import restore_entries
 from ptsave.training.directory import CheckpointDirectory
 
@@ -107,6 +108,13 @@ def test_files_are_those_of_save_checkpoint(tmp_path: Path) -> None:
     assert path.read_bytes() == expected.read_bytes()
     torch.save({**states(objects), "epoch": 3, "note": "x"}, expected)
     assert path.read_bytes() == expected.read_bytes()
+
+
+def test_wait_lets_the_writes_go_on_that_its_thread_holds_back(tmp_path: Path) -> None:
+    with writes_held_back(), ptsave.AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, weight=torch.ones(3))
+        checkpointer.wait()
+        assert checkpointer.steps() == [1]
 
 
 def test_restore_in_place(tmp_path: Path) -> None:
