@@ -35,7 +35,7 @@ class CheckpointIO:
         Whether loading compares checksums.
     storage_options : mapping, optional
         For the file system of paths that are URLs.  Those that a call of ``save_checkpoint`` brings
-        go before them.
+        go before them, also when that checkpoint is loaded or removed.
 
     Notes
     -----
@@ -63,6 +63,8 @@ class CheckpointIO:
         self._atomic = atomic
         self._verify = verify
         self._storage_options = storage_options
+        # Of calls that brought their own, by path: removing and loading bring none.
+        self._options_of: dict[str, Mapping[str, Any]] = {}
 
     def save_checkpoint(
         self,
@@ -79,7 +81,7 @@ class CheckpointIO:
         TypeError
             If there are `storage_options` and the path is no URL.
         """
-        options = self._options_for(storage_options)
+        options = self._storage_options if storage_options is None else storage_options
         make_parent(os.fspath(path), options)
         save(
             checkpoint,
@@ -88,6 +90,7 @@ class CheckpointIO:
             atomic=self._atomic,
             storage_options=options,
         )
+        self._note_options(path, storage_options)
 
     def load_checkpoint(
         self,
@@ -109,19 +112,26 @@ class CheckpointIO:
             map_location,
             weights_only=weights_only,
             verify=self._verify,
-            storage_options=self._storage_options,
+            storage_options=self._options_for(path),
         )
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, a file or a directory, if it is there."""
-        remove_checkpoint(os.fspath(path), self._storage_options)
+        remove_checkpoint(os.fspath(path), self._options_for(path))
+        self._note_options(path, None)
 
     def teardown(self) -> None:
         """Do nothing: nothing is pending."""
 
-    def _options_for(self, storage_options: Any) -> Mapping[str, Any] | None:
-        return self._storage_options if storage_options is None else storage_options
+    def _options_for(self, path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+        return self._options_of.get(os.fspath(path), self._storage_options)
+
+    def _note_options(self, path: str | os.PathLike[str], options: Any) -> None:
+        if options is None:
+            self._options_of.pop(os.fspath(path), None)
+        else:
+            self._options_of[os.fspath(path)] = options
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -180,10 +190,11 @@ class AsyncCheckpointIO(CheckpointIO):
             os.fspath(path),
             fsync=self._fsync,
             atomic=self._atomic,
-            storage_options=self._options_for(storage_options),
+            storage_options=self._storage_options if storage_options is None else storage_options,
             max_staged_bytes=self._max_staged_bytes,
             when_full=self._when_full,
         )
+        self._note_options(path, storage_options)
         self._saves.check()
 
     def load_checkpoint(
@@ -199,7 +210,8 @@ class AsyncCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint when the saves that have begun are durable."""
         self._saves.check()
-        self._saves.remove(os.fspath(path), self._storage_options)
+        self._saves.remove(os.fspath(path), self._options_for(path))
+        self._note_options(path, None)
 
     def teardown(self) -> None:
         """Wait for pending saves and removals; raise the error of one that failed."""

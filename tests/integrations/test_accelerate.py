@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from _corruption import flip_middle
+from client_checkpoints import (
+    assert_same_state,
+    imported,
+    names_written_by_the_engine,
+)
 
 import ptsave
 from ptsave.integrations import accelerate as integration
@@ -22,10 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def accelerate() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield pytest.importorskip("accelerate", reason="pip install accelerate")
+def accelerate() -> Any:
+    return imported("accelerate")
 
 
 def prepared(accelerate: Any, *, engine: bool = True, **options: Any) -> tuple[Any, ...]:
@@ -57,13 +58,6 @@ def state_of(parts: tuple[Any, ...]) -> dict[str, Any]:
     return {**flat, "lr": scheduler.get_last_lr(), "rng": torch.get_rng_state()}
 
 
-def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        assert torch.equal(found[key], value) if is_tensor else found[key] == value, key
-
-
 @pytest.mark.parametrize("loads_with_engine", [True, False])
 def test_resumes_exactly(loads_with_engine: bool, accelerate: Any, tmp_path: Path) -> None:
     random.seed(0)
@@ -81,14 +75,7 @@ def test_resumes_exactly(loads_with_engine: bool, accelerate: Any, tmp_path: Pat
 def test_same_files_as_stock(
     accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[str] = []
-    write = ptsave.writing.targets.FileWriter.write_path  # type: ignore[attr-defined]
-
-    def noting(writer: Any, path: str) -> None:
-        written.append(os.path.basename(path))
-        write(writer, path)
-
-    monkeypatch.setattr("ptsave.writing.targets.FileWriter.write_path", noting)
+    written = names_written_by_the_engine(monkeypatch)
     parts = prepared(accelerate)
     train(parts, 1)
     parts[0].save_state(tmp_path / "ours")

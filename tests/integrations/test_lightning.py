@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import signal
-import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +15,9 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import url_file_systems
 from _corruption import flip_middle
+from client_checkpoints import killed_by_itself
 
 import ptsave
 from ptsave.background import saves as background
@@ -226,6 +225,19 @@ def test_urls(io: Any, tmp_path: Path) -> None:
     assert not files.exists(f"/run-{type(io).__name__}/sub/x.ckpt")
 
 
+def test_options_of_a_call_are_those_of_its_checkpoint(io: Any) -> None:
+    url_file_systems.register()
+    url = f"{url_file_systems.GUARDED}://run/{type(io).__name__}.ckpt"
+    for number in range(2):
+        io.save_checkpoint({"n": number}, url, storage_options=url_file_systems.TOKEN)
+        assert io.load_checkpoint(url) == {"n": number}
+    io.remove_checkpoint(url)
+    io.teardown()
+    assert not url_file_systems.guarded().exists(url)
+    with pytest.raises(OSError, match="token"):
+        io.load_checkpoint(url)
+
+
 def test_directories_are_removed(io: Any, tmp_path: Path) -> None:
     folder = tmp_path / "sharded.ckpt"
     folder.mkdir()
@@ -349,7 +361,8 @@ def test_failed_removal_surfaces(
 
 def test_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
     """A process that is killed while the new checkpoint is written has the old one."""
-    script = textwrap.dedent(
+    path = tmp_path / "last.ckpt"
+    killed_by_itself(
         """
         import os, signal, sys, torch
         from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
@@ -358,11 +371,9 @@ def test_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
         io.teardown()
         io.save_checkpoint({"n": 2, "w": torch.ones(1 << 24)}, sys.argv[1])
         os.kill(os.getpid(), signal.SIGKILL)
-        """
+        """,
+        path,
     )
-    path = tmp_path / "last.ckpt"
-    killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
     loaded = ptsave.load(path)
     assert loaded["n"] in (1, 2)
     assert torch.equal(loaded["w"], torch.ones(1 << 24))

@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -18,6 +14,13 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip_middle
+from client_checkpoints import (
+    assert_same_state,
+    imported,
+    killed_by_itself,
+    names_written_by_the_engine,
+    share_of_the_engine,
+)
 
 import ptsave
 from ptsave.integrations import staged_folders
@@ -28,13 +31,10 @@ N_STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def transformers() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library = pytest.importorskip("transformers", reason="pip install transformers")
-        pytest.importorskip("accelerate", reason="pip install accelerate")
-        library.utils.logging.set_verbosity_error()
-        yield library
+def transformers() -> Any:
+    library = imported("transformers", "accelerate")
+    library.utils.logging.set_verbosity_error()
+    return library
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,18 +88,6 @@ def state_of(trained: Any) -> dict[str, Any]:
         "scheduler": trained.lr_scheduler.state_dict(),
         "rng": torch.get_rng_state(),
     }
-
-
-def assert_same_state(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same_state(found[key], value)
-    else:
-        assert found == expected
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +180,7 @@ def test_failed_save(
 def test_all_bytes_go_through_the_engine(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[str] = []
-    write = ptsave.writing.targets.FileWriter.write_path  # type: ignore[attr-defined]
-
-    def noting(writer: Any, path: str) -> None:
-        written.append(os.path.basename(path))
-        write(writer, path)
-
-    monkeypatch.setattr("ptsave.writing.targets.FileWriter.write_path", noting)
+    written = names_written_by_the_engine(monkeypatch)
     for kind in ("blocking", "background"):
         written.clear()
         trainer(transformers, kind, tmp_path, max_steps=2).train()
@@ -210,6 +191,7 @@ def test_all_bytes_go_through_the_engine(
             "scheduler.pt",
             "training_args.bin",
         ]
+        assert share_of_the_engine(tmp_path / "checkpoint-2", written) >= 0.99
 
 
 # ------------------------------------------------------------------------------------- the folders
@@ -252,8 +234,7 @@ for number in range(2):
     saves.commit(folder, futures, lambda: None)
     saves.wait()
 """
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "c")], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    killed_by_itself(script, tmp_path / "c")
     assert {ptsave.load(tmp_path / "c" / name)["n"] for name in "ab"} == {0}
 
 
@@ -348,3 +329,44 @@ def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     FolderSaves().remove_leftovers(str(tmp_path), "checkpoint-")
     assert os.listdir(tmp_path) == ["checkpoint-1"]
     assert os.listdir(folder.final) == ["old"]
+
+
+def test_killed_after_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other programs have put into the directory is not lost with the old one."""
+    for number, exchanges in enumerate((True, False)):
+        if not exchanges:
+            monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
+        final = tmp_path / f"state-{number}"
+        (final / "logs").mkdir(parents=True)
+        (final / "logs" / "log").write_text("loss")
+        (final / "model").write_text("old")
+        folder = StagedFolder(str(final), fsync=False, keeps_others=True)
+        os.makedirs(folder.path)
+        Path(folder.path, "model").write_text("new")
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(staged_folders, "_move_missing", lambda *_: os._exit(9))
+            folder.publish()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert os.listdir(final) == ["model"]
+        StagedFolder(str(final), fsync=True, keeps_others=True).discard()  # the next process
+        assert (final / "model").read_text() == "new"
+        assert (final / "logs" / "log").read_text() == "loss"
+        assert not os.path.exists(folder.root)
+
+
+def test_killed_before_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "state"
+    final.mkdir()
+    (final / "model").write_text("old")
+    folder = StagedFolder(str(final), fsync=False, keeps_others=True)
+    os.makedirs(folder.path)
+    Path(folder.path, "other").write_text("new")
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(staged_folders, "_exchange", lambda *_: os._exit(9))
+        folder.publish()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    StagedFolder(str(final), fsync=False, keeps_others=True).discard()
+    assert os.listdir(final) == ["model"]
+    assert os.listdir(tmp_path) == ["state"]
