@@ -33,6 +33,7 @@ PYBIND11_MODULE(_C, module) {
   bind_staging(module);
   bind_ranges(module);
   bind_packing(module);
+  bind_checked(module);
   bind_appending(module);
   bind_statistics(module);
   bind_difference(module);

@@ -190,6 +190,70 @@ class PackedPlan:
         progress: Progress,
     ) -> None: ...
 
+# The number of bytes that have a checksum of their own in a file of CheckedPlan.
+CHECKED_BLOCK_NBYTES: int
+
+# A file of pieces at offsets of their own, in order: bytes, or contiguous tensors in CPU memory or
+# on accelerators that can_stage().  Zeros between them, up to a multiple of CHECKED_BLOCK_NBYTES;
+# then the CRC-32 of each block, four bytes.
+@final
+class CheckedPlan:
+    def __init__(self, pieces: list[tuple[int, bytes | torch.Tensor]]) -> None: ...
+    # Of the last write: what is behind the blocks.
+    @property
+    def block_crcs(self) -> bytes: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def has_holes(self) -> bool: ...
+    @property
+    def is_sequential(self) -> bool: ...
+    @property
+    def is_staged(self) -> bool: ...
+    def write_file(
+        self,
+        path: bytes,
+        display: bytes,
+        *,
+        durable: bool,
+        direct: bool,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+    # By way of `scratch`, an empty file open for reading and writing, if that is given.
+    def write_in_place(
+        self,
+        path: bytes,
+        *,
+        scratch: int | None,
+        durable: bool,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+    def write_stream(
+        self,
+        sink: Callable[[memoryview], object],
+        skip: Callable[[int], object],
+        *,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+
+# Fills tensors in CPU memory, of any strides: (number of the file, offset, bytes from one element
+# of each dimension to the next in the file, tensor).  A table is all that CheckedPlan writes behind
+# the blocks of a file, as far as it is needed, or None: nothing of that file is checked.  Gaps of
+# up to max_gap bytes may be read.  Returns the blocks whose checksum differs: (number of the file,
+# offset); nothing of what was read together with one is in its place.
+def read_checked(
+    files: RangeFiles,
+    boxes: Sequence[tuple[int, int, Sequence[int], torch.Tensor]],
+    tables: Sequence[torch.Tensor | None],
+    *,
+    n_threads: int,
+    max_gap: int,
+    progress: Progress,
+) -> list[tuple[int, int]]: ...
+
 # Numbers the records of storages for an archive that grows.  What an object adds is pending until
 # commit() or rollback().
 @final

@@ -3,6 +3,7 @@
 from ptsave.support import torch_version as _torch_version  # first: it may refuse the torch
 
 # isort: split
+from ptsave import distributed as distributed
 from ptsave.appending.archive_writer import ArchiveWriter
 from ptsave.background.async_save import async_save, release_staging_memory
 from ptsave.background.save_future import SaveFuture

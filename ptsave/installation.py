@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +29,11 @@ class _Options:
     fsync: bool | None = None
     atomic: bool | None = None
     verify: bool | None = None
+    distributed: bool | None = None
 
+
+# Imported only if it is asked for: it imports torch.distributed.checkpoint.
+_DISTRIBUTED = "ptsave.distributed.stock_names"
 
 _lock = threading.Lock()
 _calls: list[_Options] = []  # those that are not undone
@@ -43,6 +49,7 @@ def install(
     fsync: bool | None = None,
     atomic: bool | None = None,
     verify: bool | None = None,
+    distributed: bool | None = None,
 ) -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
@@ -60,6 +67,10 @@ def install(
     fsync, atomic, verify : bool, optional
         Defaults for callers that do not know these arguments of :func:`ptsave.save` and
         :func:`ptsave.load`: ``install(fsync=True)`` makes every ``torch.save`` to a path durable.
+    distributed : bool, optional
+        Whether ``FileSystemWriter`` and ``FileSystemReader`` of ``torch.distributed.checkpoint``,
+        and a ``checkpoint_id`` of its functions, are ptsave's storage as well
+        (:class:`ptsave.distributed.StorageWriter`).  Imports that module, which takes a second.
 
     Raises
     ------
@@ -86,7 +97,7 @@ def install(
     >>> torch.save is ptsave.save
     False
     """
-    _begin(_Options(safetensors, fsync, atomic, verify))
+    _begin(_Options(safetensors, fsync, atomic, verify, distributed))
 
 
 def uninstall() -> None:
@@ -119,6 +130,7 @@ def installed(
     fsync: bool | None = None,
     atomic: bool | None = None,
     verify: bool | None = None,
+    distributed: bool | None = None,
 ) -> Iterator[None]:
     """Install for the length of a ``with`` block; arguments as of :func:`install`.
 
@@ -128,7 +140,7 @@ def installed(
     >>> with ptsave.installed():
     ...     torch.save(torch.ones(2), io.BytesIO())
     """
-    options = _Options(safetensors, fsync, atomic, verify)
+    options = _Options(safetensors, fsync, atomic, verify, distributed)
     _begin(options)
     try:
         yield
@@ -139,6 +151,8 @@ def installed(
 def _begin(options: _Options) -> None:
     if options.safetensors:
         safetensors_functions.require_library()
+    if options.distributed:
+        import_module(_DISTRIBUTED)  # without the lock: it takes a second
     with _lock:
         _calls.append(options)
         _apply()
@@ -156,10 +170,11 @@ def _apply() -> None:
     for name, new in wanted.items():
         _exchange(name, new)
     _exchange_safetensors(options)
+    _exchange_distributed(options)
 
 
 def _merged() -> _Options:
-    names = ("safetensors", "fsync", "atomic", "verify")
+    names = ("safetensors", "fsync", "atomic", "verify", "distributed")
     said = {
         name: getattr(call, name)
         for call in _calls
@@ -217,3 +232,9 @@ def _exchange_safetensors(options: _Options) -> None:
             _current_safetensors[name] = new
     if pairs:
         safetensors_functions.exchange(*pairs)
+
+
+def _exchange_distributed(options: _Options) -> None:
+    module = sys.modules.get(_DISTRIBUTED)
+    if module is not None:
+        module.exchange(installed=bool(options.distributed))

@@ -31,6 +31,7 @@ ROOMS = (
     "capturing",
     "training",
     "models",
+    "distributed",
     "inspection",
     "comparison",
     "conversion",

@@ -29,6 +29,7 @@ void bind_pickling(pybind11::module_& module);
 void bind_staging(pybind11::module_& module);
 void bind_ranges(pybind11::module_& module);
 void bind_packing(pybind11::module_& module);
+void bind_checked(pybind11::module_& module);
 void bind_appending(pybind11::module_& module);
 void bind_statistics(pybind11::module_& module);
 void bind_difference(pybind11::module_& module);

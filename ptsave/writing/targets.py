@@ -186,7 +186,7 @@ class FileWriter:
 
     Parameters
     ----------
-    plan : _C.WritePlan or _C.PackedPlan
+    plan : _C.WritePlan, _C.PackedPlan or _C.CheckedPlan
         The layout and the contents of the file.
     compute_crcs : bool
         False writes zeros for every checksum, as torch can be told to.
@@ -206,7 +206,7 @@ class FileWriter:
 
     def __init__(
         self,
-        plan: _C.WritePlan | _C.PackedPlan,
+        plan: _C.WritePlan | _C.PackedPlan | _C.CheckedPlan,
         *,
         compute_crcs: bool,
         fsync: bool,

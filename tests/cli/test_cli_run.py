@@ -65,7 +65,7 @@ def test_modules_options_and_another_sitecustomize(tmp_path: Path) -> None:
     assert run(*options, PYTHONPATH=str(tmp_path)).splitlines() == [
         "True ['3'] ptsave.streaming.safetensors_functions",
         "safetensors,fsync,no-verify False",
-        "_Options(safetensors=True, fsync=True, atomic=None, verify=False)",
+        "_Options(safetensors=True, fsync=True, atomic=None, verify=False, distributed=None)",
     ]
 
 

@@ -1,0 +1,330 @@
+"""Checkpoints of torch.distributed.checkpoint, with its storage and with ptsave's.
+
+    python -m benchmarks.distributed              all workloads, 5 rounds
+    python -m benchmarks.distributed save rows --rounds 9
+    python -m benchmarks.distributed --output benchmarks/results/distributed.md
+
+save, save-2     dcp.save of 1 GiB in 64 tensors, durable, by 1 rank, by 2 with half of it each
+warm, cold       dcp.load of it by 1 rank, from the page cache, from the disk
+rows, columns    1/8 of the rows, of the columns, of 8 cold matrices of 32 MiB (1,024 x 8,192)
+small            20,000 tensors of 64 bytes: microseconds for each, saved and loaded
+async            dcp.async_save of 256 MiB: how long training is blocked
+
+In each round every workload runs once with torch's storage and once with ptsave's, in turn, each
+in a fresh process that has done it once before to smaller tensors; the limit is measured in the
+same round: one direct write or read of as many bytes, with the number of threads that is fastest
+(async: memcpy by all threads into memory that is there).  torch's writer is asked to sync its file
+(its default); it does not sync the directory.  "From the disk" is what /proc/self/io says, as a
+multiple of what was wanted.  Both of "small" also pay for DCP's own planning, which no storage can
+make faster: the row "planning" is a storage that does nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import _limits
+from benchmarks._program import Program, table
+from ptsave.bench.system import MIB, fetch_free_memory, make_cold, make_warm
+
+CONTENDERS = ("torch", "ptsave")
+N_TENSORS = 64
+TENSOR_NBYTES = 16 * MIB
+N_MATRICES, N_ROWS, N_COLUMNS = 8, 1024, 8192
+SHARE = 8
+N_SMALL = 20_000
+ASYNC_NBYTES = 256 * MIB
+WARMUP_NBYTES = 32 * MIB
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a fresh process does."""
+
+    workload: str
+    contender: str
+    folder: str
+
+
+# ----------------------------------------------------------------------------------- the contenders
+
+
+def storage(contender: str, folder: Path) -> tuple[Any, Any]:
+    """Return a writer and a reader."""
+    dcp: Any = import_module("torch.distributed.checkpoint")
+
+    if contender == "torch":
+        return dcp.FileSystemWriter(folder), dcp.FileSystemReader(folder)
+    from ptsave.distributed import StorageReader, StorageWriter
+
+    return StorageWriter(folder), StorageReader(folder)
+
+
+def save(state: dict[str, Any], contender: str, folder: Path, **options: Any) -> None:
+    dcp: Any = import_module("torch.distributed.checkpoint")
+
+    dcp.save(state, storage_writer=storage(contender, folder)[0], **options)
+
+
+def load(state: dict[str, Any], contender: str, folder: Path, **options: Any) -> None:
+    dcp: Any = import_module("torch.distributed.checkpoint")
+
+    dcp.load(state, storage_reader=storage(contender, folder)[1], **options)
+
+
+# ------------------------------------------------------------------------------------ the workloads
+
+
+def tensors(n: int, nbytes: int) -> dict[str, Any]:
+    return {str(i): torch.full((nbytes // 4,), float(i)) for i in range(n)}
+
+
+def timed(call: Callable[[], Any]) -> float:
+    gc.collect()
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def read_nbytes() -> int:
+    with open("/proc/self/io") as file:
+        return int(dict(line.split(": ") for line in file)["read_bytes"])
+
+
+def run(workload: str, contender: str, folder: str) -> Figures:
+    """Return the figures of one workload with one storage."""
+    warnings.simplefilter("ignore")
+    root = Path(folder)
+    warm_up(contender, root / "warm-up")
+    return WORKLOADS[workload](contender, root / f"{workload}-{contender}")
+
+
+def warm_up(contender: str, folder: Path) -> None:
+    state = tensors(2, WARMUP_NBYTES // 2)
+    save(state, contender, folder)
+    load(state, contender, folder)
+    shutil.rmtree(folder)
+
+
+def run_save(contender: str, folder: Path) -> Figures:
+    state = tensors(N_TENSORS, TENSOR_NBYTES)
+    os.sync()
+    return {"seconds": timed(lambda: save(state, contender, folder))}
+
+
+def run_save_2(contender: str, folder: Path) -> Figures:
+    mp: Any = import_module("torch.multiprocessing")
+
+    queue = mp.get_context("spawn").SimpleQueue()
+    folder.mkdir()
+    mp.spawn(_rank_of_2, (contender, str(folder), queue), nprocs=2)
+    return {"seconds": max(queue.get() for _ in range(2))}
+
+
+def _rank_of_2(rank: int, contender: str, folder: str, queue: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        for name, part in tensors(N_TENSORS, TENSOR_NBYTES // 2).items()
+    }
+    save({"first": 1}, contender, Path(folder) / "first")
+    os.sync()
+    dist.barrier()
+    queue.put(timed(lambda: save(state, contender, Path(folder) / "checkpoint")))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_load(contender: str, folder: Path, *, cold: bool) -> Figures:
+    state = tensors(N_TENSORS, TENSOR_NBYTES)
+    save(state, contender, folder)
+    for file in folder.glob("*.distcp"):
+        make_cold(file) if cold else make_warm(file)
+    return {"seconds": timed(lambda: load(state, contender, folder))}
+
+
+def run_part(contender: str, folder: Path, *, rows: bool) -> Figures:
+    """One rank's share, as DCP asks for it of a checkpoint that one rank has saved."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+    whole = {str(i): torch.full((N_ROWS, N_COLUMNS), float(i)) for i in range(N_MATRICES)}
+    save(whole, contender, folder)
+    shape = (N_ROWS // SHARE, N_COLUMNS) if rows else (N_ROWS, N_COLUMNS // SHARE)
+    begin = (3 * shape[0], 0) if rows else (0, 3 * shape[1])
+    parts = {name: torch.zeros(shape) for name in whole}
+    items = [
+        ReadItem(
+            LoadItemType.TENSOR,
+            MetadataIndex(name),
+            torch.Size((0, 0)),
+            MetadataIndex(name, (0, 0), 0),
+            torch.Size(begin),
+            torch.Size(shape),
+        )
+        for name in parts
+    ]
+
+    class Planner:
+        def resolve_tensor(self, item: Any) -> torch.Tensor:
+            return parts[item.dest_index.fqn]
+
+        def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+            pass
+
+    reader: Any = storage(contender, folder)[1]
+
+    def read() -> None:
+        reader.set_up_storage_reader(reader.read_metadata(), True, rank=0)
+        reader.read_data(LoadPlan(items), Planner()).wait()
+
+    for file in folder.glob("*.distcp"):
+        make_cold(file)
+    before = read_nbytes()
+    seconds = timed(read)
+    nbytes = read_nbytes() - before
+    if not all(bool((part == float(name)).all()) for name, part in parts.items()):
+        raise RuntimeError(f"{contender} has read other values")
+    wanted = sum(part.nbytes for part in parts.values())
+    return {"seconds": seconds, "times_wanted": nbytes / wanted}
+
+
+def run_small(contender: str, folder: Path) -> Figures:
+    state = {"model": {f"layer.{i}": torch.full((16,), float(i)) for i in range(N_SMALL)}}
+    saved = timed(lambda: save(state, contender, folder))
+    loaded = timed(lambda: load(state, contender, folder))
+    return {"save_us": saved / N_SMALL * 1e6, "load_us": loaded / N_SMALL * 1e6}
+
+
+def run_async(contender: str, folder: Path) -> Figures:
+    dcp: Any = import_module("torch.distributed.checkpoint")
+
+    state = tensors(16, ASYNC_NBYTES // 16)
+    writer = storage(contender, folder)[0]
+    blocked = []
+    for _ in range(3):  # the first one maps the memory
+        begin = time.perf_counter()
+        future: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        blocked.append(time.perf_counter() - begin)
+        getattr(future, "upload_completion", future).result()
+    return {"seconds": blocked[-1]}
+
+
+WORKLOADS: dict[str, Callable[[str, Path], Figures]] = {
+    "save": run_save,
+    "save-2": run_save_2,
+    "warm": lambda contender, folder: run_load(contender, folder, cold=False),
+    "cold": lambda contender, folder: run_load(contender, folder, cold=True),
+    "rows": lambda contender, folder: run_part(contender, folder, rows=True),
+    "columns": lambda contender, folder: run_part(contender, folder, rows=False),
+    "small": run_small,
+    "async": run_async,
+}
+_LIMITS = {
+    "save": "direct-write",
+    "save-2": "direct-write",
+    "warm": "cached-read",
+    "cold": "direct-read",
+    "async": "copy",
+}
+
+
+# --------------------------------------------------------------------------------------- the rounds
+
+
+def limit_of(workload: str, folder: Path) -> float | None:
+    """Return the seconds of the hardware's limit."""
+    mode = _LIMITS.get(workload)
+    if mode is None:
+        return None
+    nbytes = ASYNC_NBYTES if workload == "async" else N_TENSORS * TENSOR_NBYTES
+    path = folder / "limit"
+    if mode.endswith("read"):
+        with path.open("wb") as file:
+            for _ in range(nbytes // TENSOR_NBYTES):
+                file.write(os.urandom(1) * TENSOR_NBYTES)
+        (make_cold if mode == "direct-read" else make_warm)(path)
+    seconds = min(_limits.measure(mode, path, nbytes)[1].values())
+    path.unlink(missing_ok=True)
+    return seconds
+
+
+def report(names: list[str], rounds: int, folder: Path) -> str:
+    figures: dict[tuple[str, str], list[Figures]] = {}
+    limits: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        for name in names:
+            limit = limit_of(name, folder)
+            if limit is not None:
+                limits.setdefault(name, []).append(limit)
+            first = turn % len(CONTENDERS)
+            for contender in CONTENDERS[first:] + CONTENDERS[:first]:
+                fetch_free_memory(2 * N_TENSORS * TENSOR_NBYTES)
+                found = PROGRAM.run_task(Task(name, contender, str(folder)))
+                figures.setdefault((name, contender), []).append(found)
+                shutil.rmtree(folder / f"{name}-{contender}")
+                os.sync()
+
+    def rows() -> Iterator[list[str]]:
+        for name in names:
+            for unit in figures[name, "torch"][0]:
+                if unit != "times_wanted":
+                    yield row(name, unit, figures, limits.get(name))
+
+    header = ["workload", "", "torch", "ptsave", "min - max", "faster", "of the limit", "read"]
+    return table(header, rows())
+
+
+def row(
+    name: str,
+    unit: str,
+    figures: dict[tuple[str, str], list[Figures]],
+    limits: list[float] | None,
+) -> list[str]:
+    stock = [each[unit] for each in figures[name, "torch"]]
+    ours = [each[unit] for each in figures[name, "ptsave"]]
+    faster = median(a / b for a, b in zip(stock, ours, strict=True))
+    of_limit = ""
+    if limits is not None:
+        of_limit = f"{median(a / b for a, b in zip(limits, ours, strict=True)):.2f}"
+    times = [each.get("times_wanted") for each in figures[name, "ptsave"]]
+    read = f"{median(t for t in times if t is not None):.2f} x wanted" if times[0] else ""
+    spread = f"{min(ours):.3g} - {max(ours):.3g}"
+    return [
+        name,
+        unit,
+        f"{median(stock):.3g}",
+        f"{median(ours):.3g}",
+        spread,
+        f"{faster:.1f} x",
+        of_limit,
+        read,
+    ]
+
+
+PROGRAM = Program(
+    "distributed", "Checkpoints of many ranks", __doc__ or "", run, report, list(WORKLOADS)
+)
+
+if __name__ == "__main__":
+    PROGRAM.main()

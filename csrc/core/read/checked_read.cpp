@@ -1,0 +1,142 @@
+#include "core/read/checked_read.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/crc/crc32.h"
+#include "core/io/checked_blocks.h"
+#include "core/memory/pages.h"
+#include "core/memory/stream_copy.h"
+
+namespace ptsave {
+namespace {
+
+constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
+constexpr std::uint64_t kWindow = RangeList::kWindowNbytes;
+// Below this all is read before a thread has started.
+constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
+// Below this a copy past the cache costs more than one through it.
+constexpr std::uint64_t kMinStreamNbytes = std::uint64_t{16} << 10;
+
+}  // namespace
+
+CheckedRead::CheckedRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
+                         std::vector<Table> tables, std::uint64_t max_gap)
+    : files_(std::move(files)), ranges_(std::move(ranges)), tables_(std::move(tables)) {
+  const auto position = [](const FileRange& range) { return std::pair(range.file, range.offset); };
+  std::erase_if(ranges_, [](const FileRange& range) { return range.nbytes == 0; });
+  if (!std::ranges::is_sorted(ranges_, {}, position)) std::ranges::sort(ranges_, {}, position);
+  check();
+  cut(max_gap);
+}
+
+void CheckedRead::check() const {
+  const auto files = files_->sources();
+  if (tables_.size() != files.size()) throw std::invalid_argument("one table for each file");
+  for (const FileRange& range : ranges_) {
+    if (range.file >= files.size()) throw std::invalid_argument("a range of no file");
+    const ByteSource& file = files[range.file];
+    std::uint64_t nbytes = file.nbytes();
+    if (!tables_[range.file].empty()) {
+      nbytes = std::min<std::uint64_t>(nbytes, tables_[range.file].size() * kBlock);
+    }
+    if (range.offset > nbytes || range.nbytes > nbytes - range.offset) {
+      throw IoError(0, "read (beyond the end)", file.name());
+    }
+  }
+}
+
+void CheckedRead::cut(std::uint64_t max_gap) {
+  for (std::size_t i = 0; i < ranges_.size(); ++i) {
+    const FileRange& range = ranges_[i];
+    const std::uint64_t range_end = std::min(align_up(range.offset + range.nbytes, kBlock),
+                                             files_->sources()[range.file].nbytes());
+    for (std::uint64_t begin = align_down(range.offset, kBlock); begin < range_end;) {
+      const std::uint64_t window = align_down(begin, kWindow);
+      const std::uint64_t end = std::min(range_end, window + kWindow);
+      Stretch* last = stretches_.empty() ? nullptr : &stretches_.back();
+      const bool joins = last != nullptr && last->file == range.file &&
+                         align_down(last->begin, kWindow) == window && begin >= last->begin &&
+                         begin <= last->end + max_gap;
+      if (!joins) last = &stretches_.emplace_back(Stretch{range.file, begin, begin, i, i});
+      last->end = std::max(last->end, end);
+      last->end_range = i + 1;
+      begin = end;
+    }
+  }
+}
+
+// Cached bytes come from the page cache; from the first gap on they come from the disk.
+void CheckedRead::fetch(const Stretch& stretch, std::byte* buffer) const {
+  const ByteSource& file = files_->sources()[stretch.file];
+  std::uint64_t at = stretch.begin;
+  if (file.may_be_cached(at, stretch.end - at)) {
+    at += file.read_cached(at, buffer, stretch.end - at);
+  }
+  if (at == stretch.end) return;
+  if (page_nbytes() <= kBlock) {
+    const std::uint64_t begin = align_down(at, kBlock);
+    const ReadSlots::Slot slot(files_->slots());
+    if (file.read_direct(begin, buffer + (begin - stretch.begin),
+                         align_up(stretch.end - begin, kBlock))) {
+      return;
+    }
+  }
+  file.read_ahead(at, stretch.end - at);
+  file.read_at(at, buffer + (at - stretch.begin), stretch.end - at);
+}
+
+bool CheckedRead::is_whole(const Stretch& stretch, const std::byte* buffer) {
+  const Table table = tables_[stretch.file];
+  if (table.empty()) return true;
+  bool whole = true;
+  for (std::uint64_t at = stretch.begin; at < stretch.end; at += kBlock) {
+    if (crc32(0, buffer + (at - stretch.begin), kBlock) == table[at / kBlock]) continue;
+    whole = false;
+    const std::lock_guard lock(mutex_);
+    damaged_.push_back({stretch.file, at});
+  }
+  return whole;
+}
+
+void CheckedRead::copy_out(const Stretch& stretch, const std::byte* buffer) const {
+  for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
+    const FileRange& range = ranges_[i];
+    const std::uint64_t from = std::max(range.offset, stretch.begin);
+    const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
+    if (from >= to) continue;
+    std::byte* const place = range.place + (from - range.offset);
+    const std::byte* const data = buffer + (from - stretch.begin);
+    if (to - from < kMinStreamNbytes) {
+      std::memcpy(place, data, to - from);
+    } else {
+      stream_copy(place, data, to - from);
+    }
+  }
+}
+
+void CheckedRead::read(const Stretch& stretch) {
+  const BufferPool::Lease buffer(files_->buffers());
+  fetch(stretch, buffer.data());
+  if (is_whole(stretch, buffer.data())) copy_out(stretch, buffer.data());
+  nbytes_read_.fetch_add(stretch.end - stretch.begin, std::memory_order_relaxed);
+}
+
+std::vector<DamagedBlock> CheckedRead::run(std::size_t n_threads, const Poll& poll) {
+  std::uint64_t nbytes = 0;
+  for (const Stretch& stretch : stretches_) nbytes += stretch.end - stretch.begin;
+  n_threads = nbytes < kThreadedNbytes ? 0 : std::min(n_threads, stretches_.size());
+  ChunkPipeline pipeline(stretches_.size(), n_threads,
+                         [&](ChunkPipeline&, std::size_t i) { read(stretches_[i]); });
+  pipeline.finish(poll);
+  std::ranges::sort(damaged_);
+  const auto repeated = std::ranges::unique(damaged_);
+  damaged_.erase(repeated.begin(), repeated.end());
+  return damaged_;
+}
+
+}  // namespace ptsave

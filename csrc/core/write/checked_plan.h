@@ -1,0 +1,39 @@
+// The plan of a file of placed pieces with checksums of its blocks: one rank's of a distributed
+// checkpoint.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/write/checked_body.h"
+#include "core/write/file_plan.h"
+
+namespace ptsave {
+
+class CheckedPlan final : public FilePlan {
+ public:
+  // `staging`, which may be null, brings the pieces without data.  The others' bytes stay where
+  // they are as long as the plan.  std::invalid_argument for pieces out of order.
+  CheckedPlan(std::vector<PlacedPiece> pieces, std::unique_ptr<PayloadStaging> staging);
+
+  std::uint64_t nbytes() const override;
+  bool is_staged() const override { return staging_ != nullptr; }
+  std::vector<DamagedPayload> damaged() const override { return {}; }
+  // Of the last write, in the order of the blocks.
+  std::span<const std::uint32_t> block_crcs() const { return block_crcs_; }
+
+ protected:
+  std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
+  std::unique_ptr<FileBody> make_body(const WriteOptions& options,
+                                      std::size_t chunk_nbytes) const override;
+
+ private:
+  std::vector<PlacedPiece> pieces_;
+  std::unique_ptr<PayloadStaging> staging_;
+  std::vector<std::uint32_t> block_crcs_;
+};
+
+}  // namespace ptsave

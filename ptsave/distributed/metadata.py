@@ -1,0 +1,215 @@
+"""Reads and writes ``.metadata``, the pickle that makes a directory a checkpoint of DCP's."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ptsave.errors import CorruptCheckpointError
+from ptsave.support import torch_dcp
+from ptsave.support.torch_serialization import user_allowed_globals
+
+__all__ = ["CheckedFile", "checked_files", "load_metadata", "metadata_name", "set_checked_files"]
+
+# The attribute of a checkpoint's StorageMeta that says which files have checksums; stock keeps it
+# and does not look at it.
+_ATTRIBUTE = "ptsave"
+_FORMAT = 1
+
+_CLASSES: tuple[type, ...] = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    torch_dcp.MemoryFormat,
+    torch_dcp.StorageInfo,
+    torch.Size,
+    OrderedDict,
+)
+_ALLOWED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
+
+
+def metadata_name(rank: int | None) -> str:
+    """Return the name of the metadata's file: of all ranks, or of one that saved by itself."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+# ------------------------------------------------------------------------------------- reading it
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds DCP's classes and plain values, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle may name.
+
+        Functions are made anew, because a pickle can set attributes of what it gets.
+        """
+        full = f"{module}.{name}"
+        if full in _ALLOWED:
+            return _ALLOWED[full]
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if isinstance(value, torch.dtype):
+                return value
+        if full == f"torch.serialization.{torch_dcp.layout_function}":
+            return _layout
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return lambda *parts: os.path.join(*map(str, parts))
+        allowed = user_allowed_globals()
+        if full in allowed:
+            return allowed[full]
+        raise pickle.UnpicklingError(
+            f"it names {full}, which is no part of DCP's metadata: if you trust the file, allow it "
+            "with torch.serialization.add_safe_globals"
+        )
+
+
+def _layout(text: str) -> torch.layout:
+    value = getattr(torch, str(text).removeprefix("torch."), None)
+    if not isinstance(value, torch.layout):
+        raise pickle.UnpicklingError(f"it names the layout {text!r}, which torch does not have")
+    return value
+
+
+@contextmanager
+def _guarded_classes() -> Iterator[None]:
+    """Undo, and refuse, what a pickle has set on the classes themselves."""
+    before = {kind: dict(vars(kind)) for kind in _CLASSES}
+    try:
+        yield
+    finally:
+        changed = [kind for kind in _CLASSES if dict(vars(kind)) != before[kind]]
+        for kind in changed:
+            for name in vars(kind).keys() - before[kind].keys():
+                type.__delattr__(kind, name)
+            for name, value in before[kind].items():
+                if vars(kind).get(name) is not value:
+                    type.__setattr__(kind, name, value)
+        if changed:
+            raise pickle.UnpicklingError(f"it changes the class {changed[0].__qualname__}")
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the collector from looking again and again at objects that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def load_metadata(path: str) -> Metadata:
+    """Read the metadata of a checkpoint; nothing in it is run.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is damaged, or names anything that is not DCP's.
+    OSError
+        If it cannot be read.
+    """
+    with open(path, "rb") as stream:
+        data = stream.read()
+    try:
+        with _without_collector(), _guarded_classes():
+            metadata = _Unpickler(io.BytesIO(data)).load()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"{path}: not the metadata of a checkpoint: {error}", path=path
+        ) from error
+    _check_types(metadata, path)
+    return metadata  # type: ignore[no-any-return]
+
+
+def _check_types(metadata: Any, path: str) -> None:
+    if type(metadata) is not Metadata:
+        raise CorruptCheckpointError(f"{path}: it holds no DCP metadata", path=path)
+    for name in ("state_dict_metadata", "storage_data"):
+        if not isinstance(vars(metadata).get(name), dict):
+            raise CorruptCheckpointError(f"{path}: its {name} is no dict", path=path)
+    meta = vars(metadata).setdefault("storage_meta", None)
+    if meta is not None and type(meta) is not StorageMeta:
+        raise CorruptCheckpointError(f"{path}: its storage_meta is none", path=path)
+
+
+# ------------------------------------------------------------------------- the files in it, checked
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A rank's file whose blocks have checksums.
+
+    Attributes
+    ----------
+    nbytes : int
+        Size of its blocks, in bytes; the table of their checksums follows.
+    crcs : bytes
+        Checksums of the table's sections, four bytes each: one for 4 MiB of the file.
+    """
+
+    nbytes: int
+    crcs: bytes
+
+
+def set_checked_files(metadata: Metadata, files: dict[str, CheckedFile]) -> None:
+    """Add the files' checksums to metadata that has a StorageMeta."""
+    described = {name: (file.nbytes, file.crcs) for name, file in files.items()}
+    setattr(metadata.storage_meta, _ATTRIBUTE, {"format": _FORMAT, "files": described})
+
+
+def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
+    """Return the files that have checksums, by name.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If what the metadata says of them makes no sense, or a later release has written it.
+    """
+    described = getattr(metadata.storage_meta, _ATTRIBUTE, None)
+    if described is None:
+        return {}
+    try:
+        if described["format"] != _FORMAT:
+            raise CorruptCheckpointError(
+                f"{path}: its files are of format {described['format']}, which this release of "
+                "ptsave does not know",
+                path=path,
+            )
+        files = {name: CheckedFile(*each) for name, each in described["files"].items()}
+        sane = all(
+            type(name) is str and type(file.nbytes) is int and type(file.crcs) is bytes
+            for name, file in files.items()
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path}: its checksums make no sense", path=path) from error
+    if not sane:
+        raise CorruptCheckpointError(f"{path}: its checksums make no sense", path=path)
+    return files

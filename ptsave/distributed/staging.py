@@ -1,0 +1,105 @@
+"""Copies a state dict for `async_save`, into memory that the next save uses again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ptsave import _C
+from ptsave.support import config
+from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_tensors import storage_id_of
+
+__all__ = ["staged"]
+
+_PLAIN_TYPES = (Tensor, Parameter)
+# Of a storage of which a tensor uses less, only that part is copied.
+_MIN_SHARE = 0.5
+
+
+def staged(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict whose tensors nobody else changes, in CPU memory.
+
+    Tensors that share a storage do so in the copy.  The memory goes back to the pool with the last
+    tensor.
+    """
+    tensors = [tensor for tensor in _tensors_of(state_dict) if _can_snapshot(tensor)]
+    storages = {storage_id_of(tensor): tensor.untyped_storage() for tensor in tensors}
+    snapshot = _C.Snapshot(_C.StorageList(list(storages.values())))
+    try:
+        snapshot.copy(n_threads=config.current().n_threads, progress=None)
+        copies = dict(zip(storages, _C.untyped_storages(snapshot.storages), strict=True))
+    finally:
+        snapshot.release()  # the tensors keep what they need
+    return _Copier(copies).copy(state_dict)  # type: ignore[no-any-return]
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_of(each)
+    elif type(value) in (list, tuple):
+        for each in value:
+            yield from _tensors_of(each)
+    elif is_distributed_tensor(value):
+        yield value.detach().to_local()
+    elif type(value) in _PLAIN_TYPES:
+        yield value
+
+
+def _can_snapshot(tensor: Tensor) -> bool:
+    """Return whether a tensor's storage is copied as a whole."""
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    if tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+        return False
+    return bool(tensor.nbytes >= _MIN_SHARE * tensor.untyped_storage().nbytes())
+
+
+class _Copier:
+    """Rebuilds containers over copies of their tensors' storages."""
+
+    def __init__(self, storages: dict[Any, torch.UntypedStorage]) -> None:
+        self._storages = storages
+
+    def copy(self, value: Any) -> Any:
+        if type(value) is dict:
+            return {key: self.copy(each) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(each) for each in value)
+        if is_distributed_tensor(value):
+            return self._distributed(value.detach())
+        if type(value) in _PLAIN_TYPES:
+            return self._tensor(value.detach())
+        if isinstance(value, dict):
+            return self._mapping(value)
+        return copy.deepcopy(value)
+
+    def _mapping(self, value: Any) -> Any:
+        copied = copy.copy(value)
+        for key, each in value.items():
+            copied[key] = self.copy(each)
+        return copied
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        storage = self._storages.get(storage_id_of(tensor)) if _can_snapshot(tensor) else None
+        if storage is None:
+            return tensor.to("cpu", copy=True)
+        copied = torch.empty(0, dtype=tensor.dtype)
+        copied.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return copied
+
+    def _distributed(self, tensor: Any) -> Any:
+        return type(tensor).from_local(
+            self._tensor(tensor.to_local()),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )

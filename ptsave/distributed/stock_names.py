@@ -1,0 +1,130 @@
+"""ptsave behind ``FileSystemWriter`` and ``FileSystemReader``, for code that one cannot edit.
+
+Accelerate, composer and Lightning look the two classes up in `torch.distributed.checkpoint` when
+they save or load, and DCP itself does for a ``checkpoint_id``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ptsave.distributed.reader import StorageReader
+from ptsave.distributed.writer import StorageWriter
+from ptsave.support import torch_dcp
+
+__all__ = ["FileSystemReader", "FileSystemWriter", "exchange"]
+
+_STOCK = {
+    "FileSystemWriter": filesystem.FileSystemWriter,
+    "FileSystemReader": filesystem.FileSystemReader,
+}
+
+
+class FileSystemWriter(StorageWriter):
+    """`StorageWriter` with the arguments of torch's class.
+
+    Threads, copies and files are the engine's affair.  Whoever asks for another format, for
+    extensions or for a file per tensor gets torch's class.
+    """
+
+    def __new__(cls, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Return an instance of torch's class for what only that can do."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        torch_format = filesystem.SerializationFormat.TORCH_SAVE
+        if (
+            not given.get("single_file_per_rank", True)
+            or given.get("_extensions") is not None
+            or given.get("serialization_format", torch_format) is not torch_format
+        ):
+            return _STOCK["FileSystemWriter"](path, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(  # noqa: PLR0917 - torch's signature
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Any = None,
+        serialization_format: Any = None,
+    ) -> None:
+        super().__init__(path, fsync=sync_files, overwrite=overwrite)
+
+    def __getnewargs__(self) -> tuple[str]:
+        """Return what a copy in another process begins with."""
+        return (self.checkpoint_id,)
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return Path(self.checkpoint_id)
+
+
+_ARGUMENTS = (
+    "single_file_per_rank",
+    "sync_files",
+    "thread_count",
+    "per_thread_copy_ahead",
+    "cache_staged_state_dict",
+    "overwrite",
+    "_extensions",
+    "serialization_format",
+)
+
+
+class FileSystemReader(StorageReader):
+    """`StorageReader` with the arguments of torch's class, which reads what extensions wrote."""
+
+    def __new__(cls, path: str | os.PathLike[str], _extension_registry: Any = None) -> Any:
+        """Return an instance of torch's class if there are extensions."""
+        if _extension_registry is not None:
+            return _STOCK["FileSystemReader"](path, _extension_registry)
+        return super().__new__(cls)
+
+    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+        super().__init__(path)
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return Path(self.checkpoint_id)
+
+    @property
+    def storage_data(self) -> dict[Any, Any]:
+        """Where the items of the checkpoint are that is being read."""
+        metadata: Metadata | None = self._metadata
+        return {} if metadata is None else metadata.storage_data
+
+
+# Those that libraries have made of torch's classes stay instances of the names.
+FileSystemWriter.register(filesystem.FileSystemWriter)
+FileSystemReader.register(filesystem.FileSystemReader)
+_OURS: dict[str, Any] = {
+    "FileSystemWriter": FileSystemWriter,
+    "FileSystemReader": FileSystemReader,
+}
+
+_lock = threading.Lock()
+
+
+def exchange(*, installed: bool) -> None:
+    """Put our classes in the place of torch's, or torch's back.
+
+    A name that somebody else has put another class behind keeps that.
+    """
+    old, new = (_STOCK, _OURS) if installed else (_OURS, _STOCK)
+    with _lock:
+        for module in (checkpoint, torch_dcp.storage_setup_module):
+            for name in _STOCK:
+                if getattr(module, name) is old[name]:
+                    setattr(module, name, new[name])

@@ -1,0 +1,63 @@
+"""Checkpoints of DCP by ptsave and by torch, read by both, over changes of mesh and placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as _dcp
+from dcp_states import differences, layouts, run_ranks, state_of
+
+from ptsave.distributed import StorageReader, StorageWriter
+
+dcp: Any = _dcp  # a package that does not export its names to type checkers
+
+WORLD_SIZES = (1, 2, 4)
+
+
+def save_all(rank: int, world_size: int, folder: Path) -> None:
+    for layout in layouts(world_size):
+        state = state_of(layout, world_size, filled=True)
+        for name, writer in (("ours", StorageWriter), ("stock", dcp.FileSystemWriter)):
+            path = folder / f"{world_size}-{layout}-{name}"
+            dcp.save(state, storage_writer=writer(path))
+
+
+def load_all(rank: int, world_size: int, folder: Path, step: int) -> None:
+    wrong: list[str] = []
+    paths = sorted(folder.glob("*-ours")) + sorted(folder.glob("*-stock"))
+    for number, layout in enumerate(layouts(world_size)):
+        expected = state_of(layout, world_size, filled=True)
+        for path in paths[number % step :: step]:
+            readers: list[Any] = [StorageReader]
+            if path.name.endswith("ours"):
+                readers.append(dcp.FileSystemReader)
+            for reader in readers:
+                state = state_of(layout, world_size, filled=False)
+                dcp.load(state, storage_reader=reader(path))
+                wrong += [
+                    f"{path.name} -> {layout} of {world_size} by {reader.__name__}: {each}"
+                    for each in differences(state, expected)
+                ]
+    assert not wrong, wrong[:20]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for world_size in WORLD_SIZES:
+        run_ranks(world_size, save_all, folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_meshes_load_checkpoints_of_others(saved: Path, world_size: int) -> None:
+    """Every mesh loads some, and every checkpoint is loaded by some."""
+    run_ranks(world_size, load_all, saved, saved, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_mesh_loads_every_checkpoint(saved: Path, world_size: int) -> None:
+    run_ranks(world_size, load_all, saved, saved, 1)

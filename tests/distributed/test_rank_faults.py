@@ -1,0 +1,218 @@
+"""Faults of ranks: errors, full disks, kills; the old checkpoint or the new one is whole.
+
+``PTSAVE_KILL_ROUNDS`` sets how often a rank is killed (default 20, `make kill` does 1000),
+``PTSAVE_KILL_SEED`` repeats a run's times.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as _dcp
+from dcp_states import differences, run_ranks, state_of
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import ptsave
+from ptsave.distributed import StorageReader, StorageWriter
+
+dcp: Any = _dcp  # a package that does not export its names to type checkers
+
+ROUNDS = int(os.environ.get("PTSAVE_KILL_ROUNDS", "20"))
+SEED = int(os.environ.get("PTSAVE_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
+
+
+def save_state(folder: Path, world_size: int, **options: Any) -> None:
+    state = state_of("flat-rows", world_size, filled=True)
+    dcp.save(state, storage_writer=StorageWriter(folder), **options)
+
+
+def check(folder: Path, world_size: int) -> None:
+    state = state_of("flat-rows", world_size, filled=False)
+    dcp.load(state, storage_reader=StorageReader(folder))
+    assert not differences(state, state_of("flat-rows", world_size, filled=True))
+
+
+def fail_on_last_rank(rank: int, world_size: int, folder: Path) -> None:
+    save_state(folder, world_size)
+    before = (folder / ".metadata").read_bytes()
+    dist.barrier()
+    if rank == world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointException) as caught:
+        save_state(folder, world_size)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert list(caught.value.failures) == [world_size - 1]
+    error = caught.value.failures[world_size - 1][0]
+    assert isinstance(error, ptsave.SaveError)
+    assert error.errno == errno.EFBIG
+    assert f"__{world_size - 1}_" in str(error.filename)
+    dist.barrier()
+    assert (folder / ".metadata").read_bytes() == before
+    check(folder, world_size)
+    dist.barrier()
+    save_state(folder, world_size)
+    check(folder, world_size)
+    dist.barrier()
+    assert len(list(folder.glob("*.distcp"))) == world_size
+    assert not list(folder.glob(".*.ptsave"))
+
+
+def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(2, fail_on_last_rank, tmp_path, tmp_path / "checkpoint")
+
+
+def lose_a_file(rank: int, world_size: int, folder: Path) -> None:
+    save_state(folder, world_size)
+    dist.barrier()
+    if rank == 0:
+        (file,) = folder.glob("__1_*.distcp")
+        file.unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointException) as caught:
+        check(folder, world_size)
+    assert any("__1_" in str(error) for error, _ in caught.value.failures.values())
+
+
+def test_a_missing_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, lose_a_file, tmp_path, tmp_path / "checkpoint")
+
+
+def save_apart(rank: int, world_size: int, folder: Path) -> None:
+    for _ in range(2):
+        save_state(folder, world_size, use_collectives=False)
+        dist.barrier()
+        check(folder, world_size)
+        dist.barrier()
+    names = sorted(path.name for path in folder.iterdir())
+    assert [name for name in names if name.endswith(".metadata")] == [
+        f"__{i}.metadata" for i in range(world_size)
+    ]
+    assert len(names) == 2 * world_size
+
+
+def test_ranks_that_save_by_themselves(tmp_path: Path) -> None:
+    run_ranks(2, save_apart, tmp_path, tmp_path / "checkpoint")
+
+
+def save_in_background(rank: int, world_size: int, folder: Path) -> None:
+    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+        state = state_of("flat-rows", world_size, filled=True)
+        path = folder / kind.value
+        for _ in range(2):
+            future: Any = dcp.async_save(
+                state, storage_writer=StorageWriter(path), async_checkpointer_type=kind
+            )
+            getattr(future, "upload_completion", future).result()
+        dist.barrier()
+        check(path, world_size)
+
+
+def test_saves_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    run_ranks(2, save_in_background, tmp_path, tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- kills
+
+KILLED = """
+import datetime, os, random, signal, sys, time, warnings
+from pathlib import Path
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from ptsave.distributed import StorageReader, StorageWriter
+warnings.simplefilter("ignore")
+folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+chance = random.Random(seed)
+torch.set_num_threads(1)
+GROUP_TIMEOUT_S = 20
+
+def state(rank, step):
+    own = {f"{name}-{rank}": torch.full((n,), float(step)) for name, n in
+           (("a", 7), ("b", 300_000), ("c", 5_000))}
+    return {**own, f"step-{rank}": step}
+
+def save_on(rank, n_ranks, store, first):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks,
+                            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
+    (folder / f"ready-{rank}").touch()
+    for step in range(first, first + 1000):
+        writer = StorageWriter(folder / "checkpoint", fsync=False)
+        dcp.save(state(rank, step), storage_writer=writer)
+
+def round_of(number, n_ranks, first):
+    store = folder / f"store-{number}"
+    children = []
+    for rank in range(n_ranks):
+        (folder / f"ready-{rank}").unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            code = 1
+            try:
+                save_on(rank, n_ranks, store, first)
+            except dcp.api.CheckpointException:
+                code = 3
+            except RuntimeError:  # of the group: the other one is gone
+                code = 3
+            finally:
+                os._exit(code)
+        children.append(child)
+    while not all((folder / f"ready-{rank}").exists() for rank in range(n_ranks)):
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.25))
+    victim = chance.choice(children)
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    codes = {child: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
+    took = time.monotonic() - begin
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert set(codes.values()) == {3}, codes  # an error on every rank
+    assert took < 2 * GROUP_TIMEOUT_S + 60, took  # (the machine may stop us for a while)
+    store.unlink(missing_ok=True)
+    return check()
+
+def check():
+    if not (folder / "checkpoint" / ".metadata").exists():
+        return 0
+    steps = set()
+    metadata = StorageReader(folder / "checkpoint").read_metadata()
+    ranks = {name.rpartition("-")[2] for name in metadata.state_dict_metadata}
+    for reader in (StorageReader, dcp.FileSystemReader):
+        target = {}
+        for rank in ranks:
+            target.update(state(rank, 0))
+        dcp.load(target, storage_reader=reader(folder / "checkpoint"), no_dist=True)
+        for name, value in target.items():
+            steps |= {value} if isinstance(value, int) else {int(x) for x in value.unique()}
+    assert len(steps) == 1, steps
+    return steps.pop()
+
+last = 0
+for number in range(rounds):
+    step = round_of(number, chance.choice((2, 2, 4)), last + 1)
+    assert step >= last, (step, last)
+    last = step
+# A save that ends leaves nothing of those that were killed.
+dcp.save(state(0, last + 1), storage_writer=StorageWriter(folder / "checkpoint"), no_dist=True)
+names = sorted(path.name for path in (folder / "checkpoint").iterdir())
+assert len(names) == 2 and names[0] == ".metadata", names
+print("steps:", last)
+"""
+
+
+@pytest.mark.kill
+@pytest.mark.timeout(0)
+def test_killed_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(ROUNDS), str(SEED)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, f"seed {SEED}: {result.stderr[-3000:]}"
+    assert int(result.stdout.rpartition("steps: ")[2]) > 0

@@ -1,0 +1,471 @@
+"""StorageWriter and StorageReader in one process: formats, options, damage, hostile metadata."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as _dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+import ptsave
+from ptsave.distributed import StorageReader, StorageWriter
+from ptsave.distributed.items import head_of
+from ptsave.distributed.metadata import load_metadata
+
+dcp: Any = _dcp  # a package that does not export its names to type checkers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.complex64,
+    torch.complex32,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def save(state: dict[str, Any], folder: Path, **options: Any) -> Metadata:
+    saved: Metadata = dcp.save(state, storage_writer=StorageWriter(folder, **options))
+    return saved
+
+
+def load(state: dict[str, Any], folder: Path, reader: Any = StorageReader, **options: Any) -> Any:
+    dcp.load(state, storage_reader=reader(folder, **options))
+    return state
+
+
+def state(scale: float = 1.0) -> dict[str, Any]:
+    return {
+        "large": torch.arange(300_000, dtype=torch.float32).view(300, 1000) * scale,
+        "small": torch.arange(5.0) * scale,
+        "step": torch.tensor(3.0 * scale),
+        "list": [1, "two", {"three": scale}],
+    }
+
+
+def zeros() -> dict[str, Any]:
+    return {
+        "large": torch.zeros(300, 1000),
+        "small": torch.zeros(5),
+        "step": torch.tensor(0.0),
+        "list": [0, "", {"three": 0.0}],
+    }
+
+
+def rank_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.distcp"))
+
+
+def cause(error: CheckpointException) -> BaseException:
+    (found,) = {type(each[0]): each[0] for each in error.failures.values()}.values()
+    return found
+
+
+# ------------------------------------------------------------------------------------ the format
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 1, 5)], ids=str)
+def test_torch_reads_an_item(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    data = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,)).to(torch.uint8)
+    file = head_of(dtype, torch.Size(shape)) + data.numpy().tobytes()
+    tensor = torch.load(io.BytesIO(file), weights_only=True)
+    assert tensor.dtype == dtype
+    assert tensor.shape == torch.Size(shape)
+    assert tensor.is_contiguous()
+    assert tensor.reshape(-1).view(torch.uint8).tolist() == data.tolist()
+
+
+def test_a_head_is_what_torch_writes() -> None:
+    """But for the name of the storage, which is an address there."""
+    tensor = torch.arange(6.0).view(2, 3)
+    stream = io.BytesIO()
+    torch.save(tensor, stream, _use_new_zipfile_serialization=False)
+    expected = pickles(stream.getvalue())
+    found = pickles(head_of(tensor.dtype, tensor.shape) + tensor.numpy().tobytes())
+    assert len(found) == len(expected) == 5
+    assert found[:4] == expected[:4]
+
+
+def pickles(data: bytes) -> list[Any]:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            return pid[0], pid[1], pid[3:]
+
+        def find_class(self, module: str, name: str) -> Any:
+            if name.startswith("_rebuild"):
+                return lambda *args: args
+            return super().find_class(module, name)
+
+    stream = io.BytesIO(data)
+    return [Unpickler(stream).load() for _ in range(5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_read_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.randint(0, 2, (7, 5)).to(dtype)
+    save({"x": values}, tmp_path)
+    for reader in (StorageReader, dcp.FileSystemReader):
+        target = {"x": torch.zeros(7, 5).to(dtype)}
+        load(target, tmp_path, reader)
+        same = target["x"].view(-1).view(torch.uint8)
+        assert torch.equal(same, values.view(-1).view(torch.uint8))
+
+
+def test_values_that_are_no_plain_tensors(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "view": torch.arange(100.0)[10:90:4],
+        "conj": torch.randn(4, dtype=torch.complex64).conj(),
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "ordered": OrderedDict(a=1),
+    }
+    save(values, tmp_path)
+    for reader in (StorageReader, dcp.FileSystemReader):
+        target: dict[str, Any] = {
+            "view": torch.zeros(20),
+            "conj": torch.zeros(4, dtype=torch.complex64),
+            "transposed": torch.zeros(4, 3),
+            "parameter": torch.nn.Parameter(torch.zeros(3)),
+            "ordered": OrderedDict(a=0),
+        }
+        load(target, tmp_path, reader)
+        assert target["ordered"] == values["ordered"]
+        for name in ("view", "conj", "transposed", "parameter"):
+            assert torch.equal(target[name].detach(), values[name].detach()), name
+
+
+def test_targets_of_other_kinds(tmp_path: Path) -> None:
+    save({"x": torch.arange(12.0).view(3, 4)}, tmp_path)
+    for target in (
+        torch.zeros(3, 4, dtype=torch.float64),
+        torch.zeros(4, 3).t(),
+        torch.zeros(3, 8)[:, ::2],
+        torch.zeros(3, 8)[:, :4],
+        torch.zeros(12, dtype=torch.int32).view(3, 4),
+    ):
+        load({"x": target}, tmp_path)
+        assert torch.equal(target.double(), torch.arange(12.0).view(3, 4).double())
+
+
+def test_small_tensors_take_less_than_a_kibibyte(tmp_path: Path) -> None:
+    save({str(i): torch.full((16,), float(i)) for i in range(1000)}, tmp_path)
+    (file,) = rank_files(tmp_path)
+    assert file.stat().st_size < 1000 * 512
+    target = {str(i): torch.zeros(16) for i in range(1000)}
+    load(target, tmp_path)
+    assert all(torch.equal(target[str(i)], torch.full((16,), float(i))) for i in range(1000))
+
+
+# ------------------------------------------------------------------------- one save after another
+
+
+def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+    dcp.save(state(1.0), checkpoint_id=tmp_path)
+    old = rank_files(tmp_path)
+    save(state(2.0), tmp_path)
+    first = rank_files(tmp_path)
+    save(state(3.0), tmp_path)
+    assert not set(old) & set(first)
+    assert not set(first) & set(rank_files(tmp_path))
+    assert len(rank_files(tmp_path)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".metadata",
+        rank_files(tmp_path)[0].name,
+    ]
+    assert torch.equal(load(zeros(), tmp_path)["large"], state(3.0)["large"])
+
+
+def test_overwriting_can_be_refused(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path)
+    with pytest.raises(CheckpointException, match="already exists"):
+        save(state(2.0), tmp_path, overwrite=False)
+    assert torch.equal(load(zeros(), tmp_path)["large"], state(1.0)["large"])
+
+
+def test_without_collectives(tmp_path: Path) -> None:
+    for scale in (1.0, 2.0):
+        writer = StorageWriter(tmp_path)
+        dcp.save(state(scale), storage_writer=writer, use_collectives=False)
+    assert (tmp_path / "__0.metadata").exists()
+    assert len(rank_files(tmp_path)) == 1
+    for reader in (StorageReader, dcp.FileSystemReader):
+        assert torch.equal(load(zeros(), tmp_path, reader)["large"], state(2.0)["large"])
+
+
+def test_cached_plans(tmp_path: Path) -> None:
+    for scale in (1.0, 2.0, 3.0):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state(scale), storage_writer=StorageWriter(tmp_path), planner=planner)
+        for reader in (StorageReader, dcp.FileSystemReader):
+            assert torch.equal(load(zeros(), tmp_path, reader)["large"], state(scale)["large"])
+
+
+def test_a_writer_serves_many_saves_and_directories(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(StorageWriter(tmp_path / "0", fsync=False)))
+    for i in range(3):
+        dcp.save(state(float(i)), storage_writer=writer, checkpoint_id=tmp_path / str(i))
+    for i in range(3):
+        assert torch.equal(load(zeros(), tmp_path / str(i))["small"], state(float(i))["small"])
+
+
+def test_an_old_save_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "__0_0123456789abcdef.distcp").write_bytes(b"of nobody")
+    (tmp_path / ".__0_0123456789abcdee.distcp.0123456789abcdef.ptsave").write_bytes(b"of nobody")
+    (tmp_path / "notes.txt").write_text("mine")
+    save(state(), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(rank_files(tmp_path)) == 1
+
+
+def test_saving_two_jobs_to_one_path(tmp_path: Path) -> None:
+    """The second to finish finds its file gone, and the first one's checkpoint stays."""
+    first, second = StorageWriter(tmp_path), StorageWriter(tmp_path)
+
+    class Interrupted(StorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            dcp.save(state(2.0), storage_writer=second)
+            super().finish(metadata, results)
+
+    with pytest.raises(CheckpointException, match="another save to this directory"):
+        dcp.save(state(1.0), storage_writer=Interrupted(tmp_path))
+    assert torch.equal(load(zeros(), tmp_path)["large"], state(2.0)["large"])
+    dcp.save(state(3.0), storage_writer=first)
+    assert torch.equal(load(zeros(), tmp_path)["large"], state(3.0)["large"])
+
+
+# ----------------------------------------------------------------------------------- asynchronous
+
+
+def test_async_save_copies_first(tmp_path: Path) -> None:
+    values = state()
+    values["shared"] = values["large"]
+    future = dcp.async_save(values, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    for name in ("large", "small", "step"):
+        values[name].fill_(-1)
+    values["list"].append("later")
+    future.result()
+    target = {**zeros(), "shared": torch.zeros(300, 1000)}
+    load(target, tmp_path)
+    assert torch.equal(target["large"], state()["large"])
+    assert torch.equal(target["shared"], state()["large"])
+    assert torch.equal(target["step"], state()["step"])
+    assert target["list"] == state()["list"]
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_flipped_byte_is_found(tmp_path: Path, verify: bool) -> None:
+    save({"x": torch.arange(3000.0), "y": torch.ones(4)}, tmp_path)
+    (file,) = rank_files(tmp_path)
+    data = bytearray(file.read_bytes())
+    found = 0
+    positions = range(0, len(data), 101)
+    for position in positions:
+        data[position] ^= 1
+        file.write_bytes(data)
+        data[position] ^= 1
+        damage = damage_of({"x": torch.zeros(3000), "y": torch.zeros(4)}, tmp_path, verify=verify)
+        found += damage is not None and damage.path == str(file)
+    assert found == (len(positions) if verify else 0)
+
+
+def damage_of(
+    target: dict[str, Any], folder: Path, **options: Any
+) -> ptsave.CorruptCheckpointError | None:
+    """Return the error of a load, which names the rank; None if there is none."""
+    try:
+        load(target, folder, **options)
+    except CheckpointException as error:
+        damage = cause(error)
+        return damage if isinstance(damage, ptsave.CorruptCheckpointError) else None
+    return None
+
+
+def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    (file,) = rank_files(tmp_path)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(CheckpointException) as caught:
+        load(zeros(), tmp_path)
+    assert file.name in str(cause(caught.value))
+    file.unlink()
+    with pytest.raises(CheckpointException) as caught:
+        load(zeros(), tmp_path)
+    assert isinstance(cause(caught.value), FileNotFoundError)
+    assert file.name in str(cause(caught.value))
+
+
+def test_damage_in_a_checkpoint_by_torch(tmp_path: Path) -> None:
+    dcp.save({"x": torch.arange(3000.0)}, checkpoint_id=tmp_path)
+    (file,) = rank_files(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointException) as caught:
+        load({"x": torch.zeros(3000)}, tmp_path)
+    assert isinstance(cause(caught.value), ptsave.CorruptCheckpointError)
+    os.truncate(file, 100)
+    with pytest.raises(CheckpointException) as caught:
+        load({"x": torch.zeros(3000)}, tmp_path)
+    assert "cut short" in str(cause(caught.value))
+
+
+# ---------------------------------------------------------------------------- what metadata may say
+
+
+def rewrite(folder: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = load_metadata(str(folder / ".metadata"))
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "a/../../b", "", ".", "a\0b", "a//b"]
+)
+def test_metadata_that_points_outside(tmp_path: Path, name: str) -> None:
+    save({"x": torch.ones(3)}, tmp_path)
+
+    def point(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    rewrite(tmp_path, point)
+    with pytest.raises(CheckpointException) as caught:
+        load({"x": torch.zeros(3)}, tmp_path)
+    assert "points outside" in str(cause(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(-1, 10), (0, 1 << 40), (1 << 62, 1 << 62), (0, 3), (0, -1), ("0", 3), (None, None)],
+)
+def test_metadata_with_impossible_places(tmp_path: Path, offset: Any, length: Any) -> None:
+    save({"x": torch.ones(3)}, tmp_path)
+
+    def move(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.offset, info.length = offset, length
+
+    rewrite(tmp_path, move)
+    with pytest.raises(CheckpointException) as caught:
+        load({"x": torch.zeros(3)}, tmp_path)
+    assert isinstance(cause(caught.value), ptsave.CorruptCheckpointError)
+
+
+class Calls:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+class Sets:
+    """Sets an attribute of DCP's class, by a state with slots."""
+
+    def __reduce__(self) -> Any:
+        return (lambda: None), ()
+
+
+HOSTILE = [
+    pickle.dumps(Calls()),
+    pickle.dumps([Calls()]),
+    b"cbuiltins\neval\n(S'1'\ntR.",
+    b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(N}S'offset'\nI7\nstb.",
+    b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'anything'\nI7\nstb.",
+    b"ctorch\nload\n(S'x'\ntR.",
+    b"ctorch.serialization\n_get_layout\n(S'torch.load'\ntR.",
+    b"cpathlib\nPath.cwd\n(tR.",
+    b"",
+    b"\x80",
+    b"N.",
+    pickle.dumps({}),
+    pickle.dumps(Metadata({}, None, None)),
+    pickle.dumps(Metadata([], None, {})),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {kind: dict(vars(kind)) for kind in (Metadata, MetadataIndex)}
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(ptsave.CorruptCheckpointError):
+        StorageReader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
+    assert before == {kind: dict(vars(kind)) for kind in (Metadata, MetadataIndex)}
+
+
+def test_metadata_by_torch_keeps_its_paths(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path)
+    metadata = StorageReader(tmp_path).read_metadata()
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == str(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- names
+
+
+def test_urls_are_refused() -> None:
+    for storage in (StorageWriter, StorageReader):
+        with pytest.raises(ptsave.UnsupportedUrlError):
+            storage("s3://bucket/checkpoint")
+        assert not storage.validate_checkpoint_id("s3://bucket/checkpoint")
+
+
+def test_importing_ptsave_does_not_import_dcp() -> None:
+    code = "import sys, ptsave; print('torch.distributed.checkpoint.metadata' in sys.modules); "
+    code += "print(ptsave.distributed.StorageWriter.__name__)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert result.stdout.split() == ["False", "StorageWriter"]
+
+
+def test_install_puts_both_behind_torchs_names(tmp_path: Path) -> None:
+    stock = dcp.FileSystemWriter, dcp.FileSystemReader
+    with ptsave.installed(distributed=True):
+        assert issubclass(dcp.FileSystemWriter, StorageWriter)
+        dcp.save(state(), checkpoint_id=tmp_path)
+        named: Any = dcp.FileSystemWriter(tmp_path, thread_count=4)
+        assert named.path == tmp_path
+        assert isinstance(named, StorageWriter)
+        assert isinstance(pickle.loads(pickle.dumps(named)), StorageWriter)
+        assert isinstance(stock[0](tmp_path), dcp.FileSystemWriter)
+        assert type(dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)) is stock[0]
+        dcp.load(zeros(), checkpoint_id=tmp_path)
+        with ptsave.installed():
+            assert issubclass(dcp.FileSystemReader, StorageReader)
+    assert (dcp.FileSystemWriter, dcp.FileSystemReader) == stock
+    assert load_metadata(str(tmp_path / ".metadata")).storage_meta is not None
+    assert rank_files(tmp_path)[0].name != "__0_0.distcp"
+    dcp.load(zeros(), checkpoint_id=tmp_path)
