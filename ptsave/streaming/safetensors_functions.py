@@ -199,8 +199,19 @@ def _is_ordinary(metadata: Any) -> bool:
     return (
         isinstance(metadata, dict)
         and len(metadata) > 0
-        and all(_is_name(each) for pair in metadata.items() for each in pair)
+        and all(_is_text(each) for pair in metadata.items() for each in pair)
     )
+
+
+def _is_text(text: Any) -> bool:
+    """Whether both write the same JSON for it: all that is Unicode."""
+    if not isinstance(text, str):
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair
+        return False
+    return True
 
 
 def _is_name(text: Any) -> bool:

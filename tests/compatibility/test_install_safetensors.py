@@ -126,13 +126,24 @@ def test_everything_else_is_the_librarys(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize("metadata", [{}, {"a": 1}, [], {"a": "\n"}], ids=repr)
+@pytest.mark.parametrize("metadata", [{}, {"a": 1}, [], {"a": "\ud800"}], ids=repr)
 def test_metadata(metadata: Any, tmp_path: Path) -> None:
     tensors = {"a": torch.ones(2)}
     ours = outcome(lambda: st.save_file(tensors, tmp_path / "ours", metadata))
     assert ours == outcome(lambda: STOCK["save"](tensors, tmp_path / "stock", metadata))
     if ours == "succeeds":
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_texts_of_metadata(tmp_path: Path, engine_calls: list[str]) -> None:
+    """Of any letters: peft's configuration is there as JSON of many lines."""
+    letters = "".join(map(chr, [*range(256), 0x2028, 0xD7FF, 0xE000, 0xFEFF, 0xFFFD, 0x1F600]))
+    for metadata in ({"a": letters}, {letters: "{\n  }"}):
+        st.save_file({"a": torch.ones(2)}, tmp_path / "ours", metadata)
+        STOCK["save"]({"a": torch.ones(2)}, tmp_path / "stock", metadata)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+    assert engine_calls == ["write_safetensors"] * 2
 
 
 @pytest.mark.usefixtures("_installed")
