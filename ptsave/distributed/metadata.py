@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support import torch_dcp
+from ptsave.support.collector import paused_collector
 from ptsave.support.torch_serialization import user_allowed_globals
 
 __all__ = ["CheckedFile", "checked_files", "load_metadata", "metadata_name", "set_checked_files"]
@@ -112,18 +112,6 @@ def _guarded_classes() -> Iterator[None]:
             raise pickle.UnpicklingError(f"it changes the class {changed[0].__qualname__}")
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the collector from looking again and again at objects that all stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def load_metadata(path: str) -> Metadata:
     """Read the metadata of a checkpoint; nothing in it is run.
 
@@ -137,7 +125,7 @@ def load_metadata(path: str) -> Metadata:
     with open(path, "rb") as stream:
         data = stream.read()
     try:
-        with _without_collector(), _guarded_classes():
+        with paused_collector(), _guarded_classes():
             metadata = _Unpickler(io.BytesIO(data)).load()
     except MemoryError:
         raise

@@ -32,6 +32,7 @@ _CRC_NBYTES = 4
 # Gaps of this size are read rather than left out, unless the columns of a tensor are wanted.
 _MAX_GAP = 64 << 10
 _MAX_GAP_OF_COLUMNS = 8 << 10
+_N_READERS_OF_COLUMNS = 48
 # Runs of fewer bytes are not worth a read of their own.
 _MIN_RUN_NBYTES = 4 << 10
 
@@ -298,15 +299,17 @@ class RankFiles:
             return
         names = sorted({box.file for box in boxes})
         numbers = {name: number for number, name in enumerate(names)}
-        files = self._range_files(names)
         tables = [self._table(name, [box for box in boxes if box.file == name]) for name in names]
-        limits = config.current()
+        are_columns = any(box.has_gaps for box in boxes)
+        n_threads = config.current().n_readers
+        if are_columns:  # of short runs the disk has to have many at a time
+            n_threads = max(n_threads, _N_READERS_OF_COLUMNS)
         damaged = _C.read_checked(
-            files,
+            self._range_files(names, n_threads),
             [(numbers[box.file], box.offset, list(box.strides), box.target) for box in boxes],
             tables,
-            n_threads=limits.n_readers,
-            max_gap=_MAX_GAP_OF_COLUMNS if any(box.has_gaps for box in boxes) else _MAX_GAP,
+            n_threads=n_threads,
+            max_gap=_MAX_GAP_OF_COLUMNS if are_columns else _MAX_GAP,
             progress=None,
         )
         if damaged:
@@ -316,12 +319,12 @@ class RankFiles:
             for box in boxes:
                 self._check_whole(box)
 
-    def _range_files(self, names: Sequence[str]) -> _C.RangeFiles:
-        limits = config.current()
+    def _range_files(self, names: Sequence[str], n_threads: int) -> _C.RangeFiles:
         opened = [
             (self.descriptor(name)[0], os.fsencode(self._directory.file(name))) for name in names
         ]
-        return _C.RangeFiles(opened, direct=limits.direct_io, n_threads=limits.n_readers)
+        direct = config.current().direct_io
+        return _C.RangeFiles(opened, direct=direct, n_threads=n_threads)
 
     def _table(self, name: str, boxes: Sequence[Box]) -> Tensor | None:
         """Return the checksums of a file's blocks, as far as boxes need them."""
@@ -333,11 +336,12 @@ class RankFiles:
         section = SECTION_BLOCKS * _CRC_NBYTES
         merged = _merged(spans)
         parts = [(begin, table[begin * section : end * section]) for begin, end in merged]
+        n_threads = config.current().n_readers
         _C.read_checked(
-            self._range_files([name]),
+            self._range_files([name], n_threads),
             [(0, file.nbytes + begin * section, [1], part) for begin, part in parts],
             [None],
-            n_threads=config.current().n_readers,
+            n_threads=n_threads,
             max_gap=_MAX_GAP,
             progress=None,
         )

@@ -27,6 +27,7 @@ from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file_reading import Box, RankFiles
 from ptsave.distributed.stock_items import stored_tensor
 from ptsave.errors import CorruptCheckpointError
+from ptsave.support.collector import paused_collector
 
 __all__ = ["StorageReader"]
 
@@ -118,7 +119,11 @@ class StorageReader(storage.StorageReader):
             raise RuntimeError("set_up_storage_reader() comes before read_data()")
         metadata_path = self._file(metadata_name(None))
         checked = checked_files(self._metadata, metadata_path)
-        with RankFiles(CheckpointDirectory(self._path), checked, verify=self._verify) as files:
+        directory = CheckpointDirectory(self._path)
+        with (
+            paused_collector(),
+            RankFiles(directory, checked, verify=self._verify) as files,
+        ):
             _Load(self._metadata, files, planner).run(plan.items)
         future: Future[None] = Future()
         future.set_result(None)

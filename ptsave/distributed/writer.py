@@ -24,6 +24,7 @@ from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import BLOCK_NBYTES, RankFile, table_nbytes
 from ptsave.distributed.staging import staged
 from ptsave.support import torch_dcp
+from ptsave.support.collector import paused_collector
 
 __all__ = ["StorageWriter"]
 
@@ -116,7 +117,8 @@ class StorageWriter(storage.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; it is there, durable, when the call returns."""
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan.items, planner))
+        with paused_collector():
+            future.set_result(self._write(plan.items, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -130,7 +132,8 @@ class StorageWriter(storage.StorageWriter):
         set_checked_files(metadata, files)
         sizes = {name: file.nbytes + table_nbytes(file.nbytes) for name, file in files.items()}
         rank = None if self._use_collectives else self._rank
-        CheckpointDirectory(self._path).publish(metadata, sizes, rank, fsync=self._fsync)
+        with paused_collector():
+            CheckpointDirectory(self._path).publish(metadata, sizes, rank, fsync=self._fsync)
 
     # ------------------------------------------------------------------------------ the rest
 
