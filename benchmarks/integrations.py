@@ -62,7 +62,7 @@ CONTENDERS = {
     "save_file": (STOCK, PTSAVE),
     "save_file_fsync": (STOCK, PTSAVE),
 }
-CLIENTS = ("lightning", "trainer", "accelerate")
+CLIENTS = ("lightning", "trainer", "accelerate", "diffusers", "peft")
 N_FLOATS_OF_TENSOR = 4 * MIB
 GPT2_WIDTH = 1024
 PARAMETERS_OF_LAYER = 12 * GPT2_WIDTH**2  # of attention and feed-forward, about
@@ -236,6 +236,13 @@ def checkpoint_of(client: str, contender: str, folder: Path) -> Callable[[], obj
     if client == "trainer":
         trainer = make_trainer(contender, folder, 2, 64)
         return lambda: save_trainer(trainer, 1)
+    if client in ("diffusers", "peft"):
+        if contender == PTSAVE:
+            import ptsave
+
+            ptsave.install(safetensors=True)
+        model = diffusers_model() if client == "diffusers" else peft_model()
+        return lambda: model.save_pretrained(str(folder))
     from ptsave.integrations.accelerate import enable
 
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
@@ -244,6 +251,27 @@ def checkpoint_of(client: str, contender: str, folder: Path) -> Callable[[], obj
     if contender == PTSAVE:
         enable(accelerator)
     return lambda: accelerator.save_state(str(folder / "state"))
+
+
+def diffusers_model() -> Any:
+    diffusers: Any = importlib.import_module("diffusers")
+    return diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(64,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+    )
+
+
+def peft_model() -> Any:
+    peft: Any = importlib.import_module("peft")
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=512, n_head=4, vocab_size=64, n_positions=16)
+    adapter = peft.LoraConfig(r=64, target_modules=["c_attn"])
+    return peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapter)
 
 
 def measure_share(task: Task) -> Figure:
