@@ -13,8 +13,8 @@ from ptsave import _C
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.recycled_memory import RecycledMemory
-from ptsave.models.renaming import Rename, Renaming
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
+from ptsave.state.renaming import Rename, Renaming
 
 __all__ = ["iter_weights"]
 

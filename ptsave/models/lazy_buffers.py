@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ptsave.models.renaming import Renaming
 from ptsave.models.shards import Entry
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
+from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import buffers_of, pre_hooks_of
 
 __all__ = ["LazyBuffers"]

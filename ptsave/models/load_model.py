@@ -35,11 +35,11 @@ from ptsave.models.filling import Filling, items_of
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.module_code import LoadOptions, ModuleLoad, extra_state_in, runs_code
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
-from ptsave.models.renaming import Rename, Renaming
 from ptsave.models.shards import ShardReader, open_shards
 from ptsave.models.unpacking import note_parts
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.urls import refuse_url
+from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import apply_to_tensors_of, buffers_of, parameters_of

@@ -22,13 +22,13 @@ from torch.nn.parameter import is_lazy
 from ptsave.archive.views import unfilled_tensors
 from ptsave.models.default_loader import fits
 from ptsave.models.filling import Filling, Item
-from ptsave.models.renaming import Renaming
 from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.state.copying import CopyNow, Replacement
 from ptsave.state.modules import check_module, load_module
 from ptsave.state.plain_copies import Mismatch
+from ptsave.state.renaming import renamed_metadata
 from ptsave.state.trusted_loading import has_code_of_its_own, overrides_load_state_dict
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import METADATA, IncompatibleKeys
@@ -136,7 +136,7 @@ class ModuleLoad:
                 new_key = plan.renaming(key)
                 if new_key is not None:
                     self._state_dict[new_key] = shard.objects[key]
-            metadata.update(_renamed_metadata(shard.metadata, plan.renaming))
+            metadata.update(renamed_metadata(shard.metadata, plan.renaming))
         if metadata:
             setattr(self._state_dict, METADATA, metadata)
 
@@ -209,17 +209,6 @@ def _is_in_state_dict(plan: WeightPlan, delivery: Delivery) -> bool:
         and delivery.name in plan.tensors.required
         and not is_distributed_tensor(tensor)
     )
-
-
-def _renamed_metadata(
-    metadata: Mapping[str, Any], renaming: Renaming
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the versions of modules by their names in the model; copies, as loads edit them."""
-    marker = ".weight"
-    for key, versions in metadata.items():
-        name = renaming(f"{key}{marker}" if key else marker[1:])
-        if name is not None and f".{name}".endswith(marker):
-            yield f".{name}".removesuffix(marker).removeprefix("."), dict(versions)
 
 
 class _ReadWhenAsked(OrderedDict[str, Any]):

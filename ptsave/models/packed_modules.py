@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from ptsave.models.name_patterns import NamePatterns
+from ptsave.state.name_patterns import NamePatterns
 
 __all__ = ["PackedModules", "PackedModulesMapping", "Route", "ShardId"]
 

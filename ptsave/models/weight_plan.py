@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 from ptsave.models.default_loader import fits
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
-from ptsave.models.renaming import Renaming
 from ptsave.models.shards import Entry, Shard
 from ptsave.models.weight_parts import parts_along
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
 from ptsave.state.plain_copies import Mismatch
+from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import non_persistent_buffers_of
 from ptsave.tree.expansion import ADVICE, default_limit
 

@@ -11,7 +11,7 @@ from typing import Any
 from ptsave.support.torch_modules import METADATA
 from ptsave.tree.containers import items_of
 
-__all__ = ["add_prefix", "strip_prefix"]
+__all__ = ["add_prefix", "renamed", "strip_prefix"]
 
 
 def strip_prefix(
@@ -61,7 +61,7 @@ def strip_prefix(
         def strip(key: str) -> str:
             return key.removeprefix(prefix)
 
-    return _renamed(state_dict, strip)
+    return renamed(state_dict, strip, _renamed_metadata)
 
 
 def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
@@ -91,7 +91,7 @@ def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, A
     ['module.weight', 'module.bias']
     """
     _check(prefix)
-    return _renamed(state_dict, lambda key: prefix + key)
+    return renamed(state_dict, lambda key: prefix + key, _renamed_metadata)
 
 
 def _check(prefix: str) -> None:
@@ -99,11 +99,33 @@ def _check(prefix: str) -> None:
         raise ValueError(f"the prefix {prefix!r} does not end in a dot: use {prefix + '.'!r}")
 
 
-def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
+def renamed(
+    state_dict: Mapping[str, Any],
+    rename: Callable[[str], str | None],
+    renamed_metadata: Callable[[Mapping[str, Any], Any], OrderedDict[str, Any]],
+) -> OrderedDict[str, Any]:
+    """Return a state dict with other keys, in the same order, and its metadata.
+
+    Parameters
+    ----------
+    state_dict : Mapping of str to object
+        It is not changed.  Keys that are no text stay.
+    rename : callable
+        A function of a key; None leaves the entry out.
+    renamed_metadata : callable
+        Gets the metadata and `rename`, and returns the new one.
+
+    Raises
+    ------
+    ValueError
+        If two keys would become one.
+    """
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}
     for key, entry in items_of(state_dict):
-        new_key = rename(key)
+        new_key = rename(key) if isinstance(key, str) else key
+        if new_key is None:
+            continue
         if new_key in origins:
             raise ValueError(
                 f"the keys {origins[new_key]!r} and {key!r} would both become {new_key!r}: "
@@ -113,7 +135,7 @@ def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> Ord
         result[new_key] = entry
     metadata = getattr(state_dict, METADATA, None)
     if metadata is not None:
-        setattr(result, METADATA, _renamed_metadata(metadata, rename))
+        setattr(result, METADATA, renamed_metadata(metadata, rename))
     return result
 
 

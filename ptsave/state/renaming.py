@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
-from ptsave.models.name_patterns import Match, NamePatterns
+from ptsave.state.name_patterns import Match, NamePatterns
+from ptsave.state.prefixes import renamed
+from ptsave.tree.containers import items_of
 
-__all__ = ["Rename", "Renaming"]
+__all__ = ["Rename", "Renaming", "renamed_metadata"]
 
 # A name in the file -> the model's, or None to leave the tensor out; or parts of names.
 Rename: TypeAlias = "Callable[[str], str | None] | Mapping[str, str | None]"
@@ -64,6 +67,18 @@ class Renaming:
             raise TypeError(f"rename({name!r}) is {type(renamed).__name__}, not a string or None")
         return renamed
 
+    def of_state_dict(self, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Return a state dict under the model's names, with its metadata.
+
+        Raises
+        ------
+        ValueError
+            If two keys would become one.
+        """
+        return renamed(
+            state_dict, self, lambda metadata, _: OrderedDict(renamed_metadata(metadata, self))
+        )
+
     def _by_mapping(self, name: str) -> str | None:
         if name in self._new_names:
             return self._new_names[name]
@@ -77,3 +92,14 @@ class Renaming:
                 return None
             name = name[: match.begin] + new + name[match.end :]
         return name
+
+
+def renamed_metadata(
+    metadata: Mapping[str, Any], renaming: Callable[[str], str | None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the versions of modules by their names in the model; copies, as loads edit them."""
+    marker = ".weight"
+    for key, versions in items_of(metadata):
+        name = renaming(f"{key}{marker}" if key else marker[1:])
+        if name is not None and f".{name}".endswith(marker):
+            yield f".{name}".removesuffix(marker).removeprefix("."), dict(versions)
