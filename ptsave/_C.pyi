@@ -519,6 +519,7 @@ def unpickle_weights_only(
     *,
     encoding: str,
     storages: StorageSource | None,
+    unpickler_type: Any = None,  # in the place of torch's; a subclass that allows more
 ) -> Any: ...
 
 # The files of one load; a file is a descriptor, which stays the caller's, and its name.  Safe for

@@ -44,6 +44,7 @@ from ptsave.state.prefixes import add_prefix, strip_prefix
 from ptsave.state.unsaved import unsaved_tensors
 from ptsave.training.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ptsave.training.checkpointer import AsyncCheckpointer
+from ptsave.training.restored import RestoredEntries
 from ptsave.tree.capture_schema import CapturedCall, CapturedValue
 from ptsave.tree.captured_summary import CaptureSummary
 
@@ -68,6 +69,7 @@ __all__ = [
     "IncompatibleKeys",
     "LoadedWeights",
     "NotCheckpointError",
+    "RestoredEntries",
     "SaveError",
     "SaveFuture",
     "StagingFullError",

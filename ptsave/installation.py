@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ class _Options:
     atomic: bool | None = None
     verify: bool | None = None
     distributed: bool | None = None
+    weights_only_check: bool | None = None
 
 
 # Imported only if it is asked for: it imports torch.distributed.checkpoint.
@@ -50,6 +51,7 @@ def install(
     atomic: bool | None = None,
     verify: bool | None = None,
     distributed: bool | None = None,
+    weights_only_check: bool | None = None,
 ) -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
@@ -64,7 +66,7 @@ def install(
         Whether ``save_file`` and ``load_file`` of ``safetensors.torch`` are ptsave's as well (and
         with them ``save_model`` and ``load_model``, which call them): the same bytes, checks and
         errors, for all modules that have them by name.
-    fsync, atomic, verify : bool, optional
+    fsync, atomic, verify, weights_only_check : bool, optional
         Defaults for callers that do not know these arguments of :func:`ptsave.save` and
         :func:`ptsave.load`: ``install(fsync=True)`` makes every ``torch.save`` to a path durable.
     distributed : bool, optional
@@ -97,7 +99,7 @@ def install(
     >>> torch.save is ptsave.save
     False
     """
-    _begin(_Options(safetensors, fsync, atomic, verify, distributed))
+    _begin(_Options(safetensors, fsync, atomic, verify, distributed, weights_only_check))
 
 
 def uninstall() -> None:
@@ -131,6 +133,7 @@ def installed(
     atomic: bool | None = None,
     verify: bool | None = None,
     distributed: bool | None = None,
+    weights_only_check: bool | None = None,
 ) -> Iterator[None]:
     """Install for the length of a ``with`` block; arguments as of :func:`install`.
 
@@ -140,7 +143,7 @@ def installed(
     >>> with ptsave.installed():
     ...     torch.save(torch.ones(2), io.BytesIO())
     """
-    options = _Options(safetensors, fsync, atomic, verify, distributed)
+    options = _Options(safetensors, fsync, atomic, verify, distributed, weights_only_check)
     _begin(options)
     try:
         yield
@@ -164,7 +167,12 @@ def _apply() -> None:
     wanted = _STOCK
     if _calls:
         wanted = {
-            "save": _with_defaults(serialization.save, fsync=options.fsync, atomic=options.atomic),
+            "save": _with_defaults(
+                serialization.save,
+                fsync=options.fsync,
+                atomic=options.atomic,
+                weights_only_check=options.weights_only_check,
+            ),
             "load": _with_defaults(serialization.load, verify=options.verify),
         }
     for name, new in wanted.items():
@@ -174,7 +182,7 @@ def _apply() -> None:
 
 
 def _merged() -> _Options:
-    names = ("safetensors", "fsync", "atomic", "verify", "distributed")
+    names = [field.name for field in fields(_Options)]
     said = {
         name: getattr(call, name)
         for call in _calls

@@ -24,6 +24,7 @@ from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import TargetWriter, resolve_file, resolve_target
 from ptsave.writing.url_targets import UrlTarget
+from ptsave.writing.weights_only_check import warn_of_refusals
 
 __all__ = ["load", "save"]
 
@@ -40,6 +41,7 @@ def save(
     atomic: bool = True,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    weights_only_check: bool = False,
 ) -> None:
     """Save an object to a file, as :func:`torch.save` does: the same bytes, faster and safely.
 
@@ -69,6 +71,9 @@ def save(
         Whether to show a progress bar.
     storage_options : mapping, optional
         For the file system of a URL: ``{"endpoint_url": "http://localhost:9000"}``.
+    weights_only_check : bool, default False
+        Whether to warn of what ``weights_only=True`` will refuse to load: the pickle is run by the
+        machine that will load it, and looked through for places to name if that refuses it.
 
     Raises
     ------
@@ -77,6 +82,11 @@ def save(
         disk full, no permission, missing directory, server not there, ...  The old file is
         unchanged and nothing is left beside it.  For a URL that fsspec cannot write to (or whose
         package is not installed) it is an :class:`UnsupportedUrlError`.
+
+    Warns
+    -----
+    CheckpointWarning
+        With `weights_only_check`, names the parts that will be refused, with their types.
 
     Notes
     -----
@@ -102,6 +112,8 @@ def save(
     if not isinstance(f, UrlTarget):  # of a directory, which has its options
         check_save_filelike(f)
     if not engine_can_save(_use_new_zipfile_serialization):
+        if weights_only_check:
+            warn_of_refusals(obj, pickle_module, pickle_protocol)
         with _opened_for_torch(f, storage_options) as target:
             return stock.save(
                 obj,
@@ -114,6 +126,8 @@ def save(
     log_api_usage("torch.save")
     f = resolve_target(f, storage_options)
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
+    if weights_only_check:
+        warn_of_refusals(obj, pickle_module, pickle_protocol, data)
     plan = plan_archive(f, data, storages, _disable_byteorder_record)
     with progress_bar(progress, "saving", plan.nbytes) as callback:
         writer = TargetWriter(

@@ -158,12 +158,13 @@ PUBLIC = """
     Archive ArchiveWriter AsyncCheckpointer Capture CaptureComparison CaptureSummary
     CapturedCall CapturedDifference CapturedValue CheckpointWarning Compaction Comparison
     Conversion CorruptCheckpointError EntryNotFoundError IncompatibleKeys LoadedWeights
-    NotCheckpointError SaveError SaveFuture StagingFullError TensorInfo UnmatchedParameters
-    UnsupportedSourceError UnsupportedUrlError WeightSlice __version__ add_prefix async_save
-    capture compact compare compare_captures convert default_weight_loader install installed
-    iter_weights load load_checkpoint load_into load_model load_optimizer_state_dict
-    load_state_dict open register_lazy_buffer release_staging_memory save save_checkpoint
-    save_model strip_prefix uninstall unsaved_tensors
+    NotCheckpointError RestoredEntries SaveError SaveFuture StagingFullError TensorInfo
+    UnmatchedParameters UnsupportedSourceError UnsupportedUrlError WeightSlice __version__
+    add_prefix async_save capture compact compare compare_captures convert
+    default_weight_loader install installed iter_weights load load_checkpoint load_into
+    load_model load_optimizer_state_dict load_state_dict open register_lazy_buffer
+    release_staging_memory save save_checkpoint save_model strip_prefix uninstall
+    unsaved_tensors
 """
 
 

@@ -71,13 +71,14 @@ void bind_pickling(py::module_& module) {
   module.def(
       "unpickle_weights_only",
       [](const py::bytes& pickle, const py::object& persistent_load, const py::object& encoding,
-         StorageSource* storages) {
-        Object result = unpickle_weights_only(static_cast<std::string_view>(pickle),
-                                              persistent_load.ptr(), encoding.ptr(), storages);
+         StorageSource* storages, const py::object& unpickler_type) {
+        Object result = unpickle_weights_only(
+            static_cast<std::string_view>(pickle), persistent_load.ptr(), encoding.ptr(), storages,
+            unpickler_type.is_none() ? nullptr : unpickler_type.ptr());
         return py::reinterpret_steal<py::object>(result.release());
       },
       py::arg("pickle"), py::arg("persistent_load"), py::kw_only(), py::arg("encoding"),
-      py::arg("storages").none(true));
+      py::arg("storages").none(true), py::arg("unpickler_type") = py::none());
 }
 
 }  // namespace ptsave

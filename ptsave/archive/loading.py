@@ -63,7 +63,8 @@ class LoadOptions:
     pickle_load_args : dict of str to object
         Keyword arguments of the unpickler.
     wants_state : bool
-        Whether a TorchScript archive, which is a program, is an error.
+        Whether a TorchScript archive, which is a program, is an error, and harmless values that
+        torch's restricted machine refuses, such as NumPy's scalars, are made: for restores.
     """
 
     map_location: Any = None
@@ -111,6 +112,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
                 raise_with_advice(error, module)
     if reader is None:
         return _load_by_torch(f, options, restricted)
+    reader.allows_values = options.wants_state
     log_api_usage("torch.load")
     if options.pickle_load_args and restricted and WARNS_OF_UNUSED_ARGUMENTS:
         warn_user("pickle_load_args only works if `weights_only=False`.")

@@ -62,6 +62,8 @@ class RecordReader:
         Called while waiting, with the bytes read so far.
     wait_for_bytes : bool
         Whether a storage is handed out only when it is filled.
+    allows_values : bool
+        Whether the restricted machine makes harmless values that torch's refuses.
     small : dict of str to bytes
         The records that are no storages, by name, as far as they have been read.
     """
@@ -71,6 +73,7 @@ class RecordReader:
         self.path = path
         self.limits = limits
         self.wait_for_bytes = True
+        self.allows_values = False
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None
         self.small: dict[str, bytes] = {}

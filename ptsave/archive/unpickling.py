@@ -28,6 +28,7 @@ from ptsave import _C
 from ptsave.archive.damage import damage_of
 from ptsave.archive.filling import Placement, may_reach_accelerator, verifies_storages
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.plain_values import ValueUnpickler, refuse_functions
 from ptsave.archive.reader import RecordReader, UnfilledView
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.errors import MalformedPickleError
@@ -45,6 +46,7 @@ __all__ = [
     "can_defer_reading",
     "fills_storages",
     "is_meta_location",
+    "refusal_of",
     "unpickle",
     "unpickle_unread",
     "unpickle_without_bytes",
@@ -201,6 +203,54 @@ def unpickle_without_bytes(
     return _load(UnfilledView(archive), map_location, pickle_module, None, pickle_load_args)
 
 
+def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
+    """Return why ``weights_only=True`` refuses to run a pickle; None if it does not.
+
+    Parameters
+    ----------
+    data : bytes
+        The pickle, as from :func:`ptsave.save`.  Its storages are not needed.
+    allows_values : bool, default False
+        Whether the harmless values are allowed that a restore takes.
+
+    Examples
+    --------
+    >>> refusal_of(pickle.dumps({"lr": 0.5}, 2)) is None
+    True
+    >>> refusal_of(pickle.dumps(io.StringIO, 2))[:33]
+    'Unsupported global: GLOBAL _io.St'
+    """
+    reader: Any = _PickleAlone(data, allows_values=allows_values)
+    module = _faster(restricted_unpickler, reader, storages_are_plain=False)
+    try:
+        _load(reader, "meta", module, None, {"encoding": "utf-8"})
+    except MalformedPickleError:
+        return None
+    except pickle.UnpicklingError as error:
+        return str(error)
+    except Exception:  # not the policy's: of a tensor that cannot be without bytes, say
+        return None
+    return None
+
+
+class _PickleAlone:
+    """An archive for torch's loader that has a pickle and no storage with bytes."""
+
+    path = "data.pkl"
+
+    def __init__(self, data: bytes, *, allows_values: bool) -> None:
+        self.allows_values = allows_values
+        records = {"data.pkl": data}
+        self.has_record = records.__contains__
+        self.get_record = records.__getitem__
+
+    def get_record_offset(self, name: str) -> int:
+        return 0
+
+    def serialization_id(self) -> str:
+        return ""
+
+
 def _unpickle_to_places(
     reader: RecordReader,
     map_location: Any,
@@ -344,12 +394,17 @@ class Unpickler:
     def load(self) -> Any:
         reader = self.archive()
         assert reader is not None
+        given: set[Any] = set()
+        machine = (
+            type("Machine", (ValueUnpickler,), {"given": given}) if reader.allows_values else None
+        )
         try:
-            return _C.unpickle_weights_only(
+            obj = _C.unpickle_weights_only(
                 self.file.read(),
                 self.persistent_load,
                 encoding=self.encoding,
                 storages=reader.engine if self.storages_are_plain else None,
+                unpickler_type=machine,
             )
         except Exception as error:
             offset = getattr(error, "pickle_offset", None)
@@ -359,6 +414,8 @@ class Unpickler:
             if malformed is None:
                 raise
             raise malformed from error
+        refuse_functions(obj, given)
+        return obj
 
 
 def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool) -> Any:

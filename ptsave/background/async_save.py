@@ -28,6 +28,7 @@ from ptsave.support.torch_serialization import (
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import resolve_target
+from ptsave.writing.weights_only_check import warn_of_refusals
 
 __all__ = ["async_save", "release_staging_memory"]
 
@@ -47,6 +48,7 @@ def async_save(
     max_staged_bytes: int | None = None,
     when_full: Literal["wait", "raise"] = "wait",
     storage_options: Mapping[str, Any] | None = None,
+    weights_only_check: bool = False,
 ) -> SaveFuture:
     """Save an object as it is now, while the program goes on and changes it.
 
@@ -57,7 +59,8 @@ def async_save(
 
     Parameters
     ----------
-    obj, f, pickle_module, pickle_protocol, fsync, atomic, progress, storage_options
+    obj, f, pickle_module, pickle_protocol
+    fsync, atomic, progress, storage_options, weights_only_check
         As for :func:`ptsave.save`.  A relative path means the current directory of now.  A
         file-like object must be left alone until the save has ended.
     staging : {"blocking", "background"}
@@ -124,6 +127,8 @@ def async_save(
     if isinstance(named, str) and not os.path.isabs(named):
         target = os.path.join(os.getcwd(), named)  # not normalized: links decide where ".." leads
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
+    if weights_only_check:
+        warn_of_refusals(obj, pickle_module, pickle_protocol, data)
     skip_data = options.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
         nbytes = 0 if skip_data else storages.staging_nbytes(storage_alignment())

@@ -36,6 +36,8 @@ class CheckpointIO:
     storage_options : mapping, optional
         For the file system of paths that are URLs.  Those that a call of ``save_checkpoint`` brings
         go before them, also when that checkpoint is loaded or removed.
+    weights_only_check : bool, default False
+        As for :func:`ptsave.save`.
 
     Notes
     -----
@@ -57,6 +59,7 @@ class CheckpointIO:
         atomic: bool = True,
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
     ) -> None:
         super().__init__()
         self._fsync = fsync
@@ -65,6 +68,7 @@ class CheckpointIO:
         self._storage_options = storage_options
         # Of calls that brought their own, by path: removing and loading bring none.
         self._options_of: dict[str, Mapping[str, Any]] = {}
+        self._weights_only_check = weights_only_check
 
     def save_checkpoint(
         self,
@@ -89,6 +93,7 @@ class CheckpointIO:
             fsync=self._fsync,
             atomic=self._atomic,
             storage_options=options,
+            weights_only_check=self._weights_only_check,
         )
         self._note_options(path, storage_options)
 
@@ -151,7 +156,7 @@ class AsyncCheckpointIO(CheckpointIO):
     fsync : bool, default True
         Whether older checkpoints go only when the new one survives power loss.  With False it
         survives the death of the process, not that of the machine.
-    atomic, verify, storage_options
+    atomic, verify, storage_options, weights_only_check
         As for :class:`CheckpointIO`.
     max_staged_bytes, when_full
         Room for the copies, as for :func:`ptsave.async_save`.
@@ -170,10 +175,17 @@ class AsyncCheckpointIO(CheckpointIO):
         atomic: bool = True,
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
         max_staged_bytes: int | None = None,
         when_full: Literal["wait", "raise"] = "wait",
     ) -> None:
-        super().__init__(fsync=fsync, atomic=atomic, verify=verify, storage_options=storage_options)
+        super().__init__(
+            fsync=fsync,
+            atomic=atomic,
+            verify=verify,
+            storage_options=storage_options,
+            weights_only_check=weights_only_check,
+        )
         self._max_staged_bytes = max_staged_bytes
         self._when_full = when_full
         self._saves = PendingSaves()
@@ -191,6 +203,7 @@ class AsyncCheckpointIO(CheckpointIO):
             fsync=self._fsync,
             atomic=self._atomic,
             storage_options=self._storage_options if storage_options is None else storage_options,
+            weights_only_check=self._weights_only_check,
             max_staged_bytes=self._max_staged_bytes,
             when_full=self._when_full,
         )

@@ -29,6 +29,8 @@ class SaveHandler:
         The rank that saves.
     storage_options : mapping, optional
         For the file system of a URL.
+    weights_only_check : bool, default False
+        As for :func:`ptsave.save`.
 
     Raises
     ------
@@ -51,6 +53,7 @@ class SaveHandler:
         require_empty: bool = True,
         save_on_rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
     ) -> None:
         super().__init__()
         self.dirname = os.path.expanduser(os.fspath(dirname))
@@ -59,6 +62,7 @@ class SaveHandler:
             "fsync": fsync,
             "atomic": atomic,
             "storage_options": storage_options,
+            "weights_only_check": weights_only_check,
         }
         if require_empty and self._saves_here() and os.path.isdir(self.dirname):
             found = sorted(name for name in os.listdir(self.dirname) if name.endswith(".pt"))
@@ -105,7 +109,7 @@ class AsyncSaveHandler(SaveHandler):
 
     Parameters
     ----------
-    dirname, atomic, require_empty, save_on_rank, storage_options
+    dirname, atomic, require_empty, save_on_rank, storage_options, weights_only_check
         As for :class:`SaveHandler`.
     fsync : bool, default True
         Whether older checkpoints go only when the new one survives power loss.
@@ -125,6 +129,7 @@ class AsyncSaveHandler(SaveHandler):
         require_empty: bool = True,
         save_on_rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
     ) -> None:
         super().__init__(
             dirname,
@@ -133,6 +138,7 @@ class AsyncSaveHandler(SaveHandler):
             require_empty=require_empty,
             save_on_rank=save_on_rank,
             storage_options=storage_options,
+            weights_only_check=weights_only_check,
         )
         self._saves = PendingSaves()
 

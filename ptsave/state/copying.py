@@ -19,7 +19,15 @@ from torch.nn.parameter import is_lazy
 from ptsave.support.torch_tensors import set_grad_enabled, untyped_of
 from ptsave.tree.containers import walk
 
-__all__ = ["Copier", "CopyLater", "CopyNothing", "CopyNow", "Replacement", "tensors_in"]
+__all__ = [
+    "Copier",
+    "CopyLater",
+    "CopyNothing",
+    "CopyNow",
+    "LookOnly",
+    "Replacement",
+    "tensors_in",
+]
 
 
 class Replacement(NamedTuple):
@@ -158,6 +166,22 @@ class CopyNothing(CopyNow):
 
     def replace(self, replacement: Replacement) -> None:
         """Do nothing."""
+
+
+class LookOnly(CopyNothing):
+    """Copies nothing, and lends values to those who look at them before anything changes.
+
+    Parameters
+    ----------
+    copier : Copier
+        Knows where the values are.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def show(self, state_dict: Mapping[Any, Any]) -> None:
+        self._copier.lend(state_dict)
 
 
 def tensors_in(obj: Any) -> list[Tensor]:

@@ -7,10 +7,12 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from ptsave.state.name_keyed import is_name_keyed
 from ptsave.tree.containers import items_of
 
-__all__ = ["advice", "parts_with_tensors"]
+__all__ = ["advice", "optimizer_advice", "parts_with_tensors"]
 
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 200  # of one container: a state dict has its parts among the first
@@ -22,15 +24,17 @@ def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
     return [".".join(path) for path, part in _parts(obj) if path and _is_state_dict(part)]
 
 
-def advice(obj: Any, wanted: Iterable[str]) -> str:
-    """Return a sentence that names the part of a checkpoint that fits a module, and its loader.
+def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
+    """Return a sentence that names the part of a checkpoint that fits a target, and its loader.
 
     Parameters
     ----------
     obj : object
         The object in the file.
     wanted : iterable of str
-        The keys of the module's state dict.
+        The keys of the target's state dict.
+    target : {"model", "target"}
+        What the target is called: a module, or a dict.
 
     Returns
     -------
@@ -54,7 +58,49 @@ def advice(obj: Any, wanted: Iterable[str]) -> str:
             found = {name[len(prefix) :] for name in names if name.startswith(prefix)}
             if len(keys & found) > n_best:
                 best, n_best = (path, prefix), len(keys & found)
-    return _sentence(*best) if best != ((), "") and 2 * n_best > len(keys) else ""
+    return _sentence(*best, target) if best != ((), "") and 2 * n_best > len(keys) else ""
+
+
+def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
+    """Return a sentence that names the part of a checkpoint that fits an optimizer.
+
+    Returns
+    -------
+    str
+        Empty if there is none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> sgd = torch.optim.SGD([torch.zeros(1)])
+    >>> optimizer_advice({"optim": sgd.state_dict(), "epoch": 3}, sgd)
+    "The file's entry 'optim' fits: ptsave.load_checkpoint(path, optim=optimizer)"
+    """
+    if not isinstance(obj, Mapping):
+        return ""
+    found = [(path, part) for path, part in _parts(obj) if path and _is_optimizers(part)]
+    n_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    for path, part in sorted(found, key=lambda each: _n_params(each[1]) != n_params):
+        verb = "fits" if _n_params(part) == n_params else "is one of an optimizer"
+        keys = "".join(f"[{key!r}]" for key in path)
+        call = f"ptsave.load_optimizer_state_dict(optimizer, ptsave.load(path){keys})"
+        if len(path) == 1:
+            call = _checkpoint_call(path[0], "optimizer")
+        return f"The file's entry {'.'.join(path)!r} {verb}: {call}"
+    return ""
+
+
+def _is_optimizers(part: Mapping[Any, Any]) -> bool:
+    return is_name_keyed(part) or ("param_groups" in part and "state" in part)
+
+
+def _n_params(part: Mapping[Any, Any]) -> int:
+    """Return the number of parameters; -1 if only their names in paths tell it."""
+    groups = part.get("param_groups")
+    if not isinstance(groups, (list, tuple)):
+        return -1
+    groups = [group for group in groups if isinstance(group, Mapping)]
+    return sum(len(group.get("params", ())) for group in groups)
 
 
 def _parts(obj: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[Any, Any]]]:
@@ -75,20 +121,26 @@ def _is_state_dict(part: Mapping[Any, Any]) -> bool:
     return bool(part) and all(isinstance(value, Tensor) for value in part.values())
 
 
-def _sentence(path: tuple[str, ...], prefix: str) -> str:
+def _checkpoint_call(name: str, target: str) -> str:
+    if name.isidentifier():
+        return f"ptsave.load_checkpoint(path, {name}={target})"
+    return f"ptsave.load_checkpoint(path, **{{{name!r}: {target}}})"
+
+
+def _sentence(path: tuple[str, ...], prefix: str, target: str) -> str:
     keys = "".join(f"[{key!r}]" for key in path)
     entry = ".".join(path)
     if prefix:
         where = f"the keys of its entry {entry!r}" if path else "the keys in the file"
-        return (
-            f"All would fit better if {where} did not begin with {prefix!r}: "
-            f"ptsave.load_state_dict(model, ptsave.strip_prefix(ptsave.load(path){keys}, "
-            f"{prefix!r}))"
+        return f"All would fit better if {where} did not begin with {prefix!r}: " + _loading_call(
+            f"ptsave.strip_prefix(ptsave.load(path){keys}, {prefix!r})", target
         )
     if len(path) > 1:
-        call = f"ptsave.load_state_dict(model, ptsave.load(path){keys})"
-    elif path[0].isidentifier():
-        call = f"ptsave.load_checkpoint(path, {path[0]}=model)"
+        call = _loading_call(f"ptsave.load(path){keys}", target)
     else:
-        call = f"ptsave.load_checkpoint(path, **{{{path[0]!r}: model}})"
+        call = _checkpoint_call(path[0], target)
     return f"The file's entry {entry!r} fits: {call}"
+
+
+def _loading_call(state_dict: str, target: str) -> str:
+    return f"ptsave.load_state_dict(model, {state_dict})" if target == "model" else state_dict

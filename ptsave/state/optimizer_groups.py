@@ -56,6 +56,11 @@ class Assignment:
     dropped: set[Hashable] = field(default_factory=set)  # saved ids whose state is left out
     unmatched: UnmatchedParameters | None = None
 
+    def leave_out(self, param_id: Hashable) -> None:
+        """Let a parameter keep its present state."""
+        self.kept.append(self.params.pop(param_id))
+        self.dropped.add(param_id)
+
 
 def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignment:
     """Match groups and parameters by their place, with the checks of `Optimizer.load_state_dict`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ptsave.state.copying import Copier
+from ptsave.state.name_keyed import Named, best_names, ways_of_naming
 from ptsave.state.optimizer_groups import (
     Assignment,
     UnmatchedParameters,
@@ -17,9 +18,10 @@ from ptsave.state.optimizer_groups import (
     is_torchs,
     show_unless_plain,
 )
+from ptsave.state.plain_copies import Mismatch
 from ptsave.tree.containers import items_of
 
-__all__ = ["match_by_name"]
+__all__ = ["leave_mismatched_out", "match_by_name"]
 
 # Keys under which torch's optimizers keep a value for each element of a parameter; under other
 # keys, but those below, they keep a number for the whole parameter.
@@ -49,8 +51,25 @@ def match_by_name(
     names: Sequence[str] | None,
     named_parameters: Iterable[tuple[str, Tensor]] | None,
     strict: bool,
+    rename: Callable[[str], str | None] | None = None,
+    as_torch: bool = False,
+    mismatched: list[Mismatch] | None = None,
+    namings: Iterable[Named] | None = None,
 ) -> Assignment:
     """Match parameters by name; the arguments are those of `load_optimizer_state_dict`.
+
+    Parameters
+    ----------
+    rename : callable, optional
+        New names for the saved ones; None leaves a parameter out.
+    as_torch : bool, default False
+        Whether, with `strict`, only a missing parameter that takes part in training is an error, as
+        for ``torch.distributed.checkpoint``, whose state dicts may be of several optimizers.
+    mismatched : list of Mismatch, optional
+        Gets the state whose shape is not the parameter's, which is left out then.
+    namings : iterable of sequences of (str, Tensor), optional
+        Ways of naming the optimizer's parameters beside its own names; that with most of the saved
+        names is taken.
 
     Raises
     ------
@@ -60,7 +79,10 @@ def match_by_name(
         If parameters have no partner, with `strict`, or one of another shape.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    saved = _saved_parameters(saved_groups, names)
+    everything = _saved_parameters(saved_groups, names)
+    saved = everything if rename is None else _renamed(everything, rename)
+    if namings is not None and named_parameters is None:
+        named_parameters = _named_best(groups, namings, {*saved}, bare=as_torch)
     own = _own_parameters(groups, named_parameters)
     if isinstance(optimizer, LBFGS) and list(saved) != list(own):
         raise ValueError(
@@ -75,8 +97,15 @@ def match_by_name(
         name: (param, state_dict["state"].get(partner.param_id))
         for name, (partner, (param, _)) in pairs.items()
     }
-    problems = list(_unmatched_messages(unmatched)) if strict else []
-    problems.extend(_shape_messages(optimizer, states))
+    problems: list[str] = []
+    if strict and as_torch:
+        needed = [name for name in unmatched.missing if own[name].param.requires_grad]
+        problems.extend(_unmatched_messages(UnmatchedParameters(needed, [])))
+    elif strict:
+        problems.extend(_unmatched_messages(unmatched))
+    shapes = [*_mismatches(optimizer, states)]
+    if mismatched is None:
+        problems.extend(map(_shape_message, shapes))
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(
@@ -85,16 +114,21 @@ def match_by_name(
     sources: list[set[int]] = [set() for _ in groups]
     for partner, (_, index) in pairs.values():
         sources[index].add(partner.group)
-    return Assignment(
+    used = {partner.param_id for partner, _ in pairs.values()}
+    assignment = Assignment(
         params={partner.param_id: param for partner, (param, _) in pairs.values()},
         groups=[
             _new_group(index, group, [(i, saved_groups[i]) for i in sorted(source)], copier)
             for index, (group, source) in enumerate(zip(groups, sources, strict=True))
         ],
         kept=[own[name].param for name in unmatched.missing],
-        dropped={saved[name].param_id for name in unmatched.unexpected},
+        dropped={place.param_id for place in everything.values()} - used,
         unmatched=unmatched,
     )
+    if mismatched is not None:
+        _leave_out(assignment, shapes, {name: pair[0].param_id for name, pair in pairs.items()})
+        mismatched += [shape.as_mismatch() for shape in shapes]
+    return assignment
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -108,7 +142,8 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
     if names is None:
         raise ValueError(
             "the state dict has no param_names, because its optimizer was not made from "
-            'named_parameters(): pass names=[...], in saved order, or match="order"'
+            "named_parameters(): pass names=[...], in saved order, to "
+            'ptsave.load_optimizer_state_dict(), or match="order"'
         )
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError("the names of the saved parameters must be a sequence of str")
@@ -118,6 +153,23 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
         raise ValueError("the state dict has two parameters with the same id")
     _check_unique(names, "the state dict")
     return dict(zip(names, places, strict=True))
+
+
+def _renamed(saved: Mapping[str, _Saved], rename: Callable[[str], str | None]) -> dict[str, _Saved]:
+    """Return saved parameters under new names; without those that have none."""
+    result: dict[str, _Saved] = {}
+    origins: dict[str, str] = {}
+    for name, place in saved.items():
+        new = rename(name)
+        if new is None:
+            continue
+        if new in origins:
+            raise ValueError(
+                f"the parameters {origins[new]!r} and {name!r} would both become {new!r}"
+            )
+        origins[new] = name
+        result[new] = place
+    return result
 
 
 def _own_parameters(
@@ -132,11 +184,25 @@ def _own_parameters(
         if own_names is None:
             raise ValueError(
                 "the optimizer's parameters have no names: pass "
-                "named_parameters=model.named_parameters(), or make the optimizer from them"
+                "named_parameters=model.named_parameters(), make the optimizer from them, or give "
+                "ptsave.load_checkpoint() the model, too"
             )
         names = own_names
     _check_unique(names, "the optimizer")
     return dict(zip(names, places, strict=True))
+
+
+def _named_best(
+    groups: list[dict[str, Any]], namings: Iterable[Named], saved: set[str], *, bare: bool
+) -> Named | None:
+    """Return the names that fit the saved ones best, or None; `bare` ones are at the end."""
+    params = [param for group in groups for param in group["params"]]
+    candidates = [*namings]
+    own_names = _names_in(groups, "the optimizer")
+    if own_names is not None:
+        candidates += ways_of_naming(zip(own_names, params, strict=True))
+    best: Named | None = best_names(candidates[::-1] if bare else candidates, params, saved)
+    return best
 
 
 def _names_in(groups: Any, owner: str) -> list[str] | None:
@@ -192,8 +258,62 @@ def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------ shapes
 
 
-def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[str]:
-    """Yield a message for each shape that differs in the state saved for parameters, by name."""
+class _Shape(NamedTuple):
+    """State of a parameter, by name, whose saved shape is not the one that it must have."""
+
+    name: str
+    key: Any
+    saved: torch.Size
+    expected: torch.Size
+
+    def as_mismatch(self) -> Mismatch:
+        return f"{self.name}.{self.key}", self.saved, self.expected
+
+
+def leave_mismatched_out(
+    assignment: Assignment, optimizer: Optimizer, saved_state: Any, mismatched: list[Mismatch]
+) -> None:
+    """Let parameters keep their state whose saved one has another shape, and name it.
+
+    Parameters
+    ----------
+    assignment : Assignment
+        As from `match_by_order`; names are the saved numbers.
+    optimizer : torch.optim.Optimizer
+        The optimizer.
+    saved_state : Mapping
+        The saved state.
+    mismatched : list of Mismatch
+        Gets what is left out.
+    """
+    if not isinstance(saved_state, Mapping):
+        return
+    states = {
+        str(param_id): (param, saved_state.get(param_id))
+        for param_id, param in assignment.params.items()
+    }
+    ids: dict[str, Hashable] = {str(param_id): param_id for param_id in assignment.params}
+    shapes = [*_mismatches(optimizer, states)]
+    _leave_out(assignment, shapes, ids)
+    mismatched += [shape.as_mismatch() for shape in shapes]
+
+
+def _leave_out(
+    assignment: Assignment, shapes: Iterable[_Shape], ids: Mapping[str, Hashable]
+) -> None:
+    for name in dict.fromkeys(shape.name for shape in shapes):
+        assignment.leave_out(ids[name])
+
+
+def _shape_message(shape: _Shape) -> str:
+    return (
+        f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
+        f"checkpoint, but must have shape {shape.expected}."
+    )
+
+
+def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
+    """Yield the shapes that differ in the state saved for parameters, by name."""
     is_known = is_torchs(optimizer, "step")
     for name, (param, state) in states.items():
         if not isinstance(state, dict):
@@ -204,10 +324,7 @@ def _shape_messages(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]])
                 continue
             expected = _shape_in_torch(key, param.shape) if is_known else _shape_in(present, key)
             if expected is not None and value.shape != expected:
-                yield (
-                    f"size mismatch for {name}: its {key} has shape {value.shape} in the "
-                    f"checkpoint, but must have shape {expected}."
-                )
+                yield _Shape(name, key, value.shape, expected)
 
 
 def _shape_in(present: Any, key: Any) -> torch.Size | None:

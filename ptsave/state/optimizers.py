@@ -9,19 +9,22 @@ shape, dtype and device, and shares no memory with another one or with a paramet
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptsave.state.copying import Copier, CopyNothing, CopyNow
+from ptsave.state.copying import Copier, CopyNow, LookOnly
+from ptsave.state.name_keyed import Named, is_name_keyed, names_in, refuse_sharded, regrouped
 from ptsave.state.optimizer_cast import PresentState, StateCaster
-from ptsave.state.optimizer_groups import UnmatchedParameters, match_by_order
-from ptsave.state.optimizer_names import match_by_name
+from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
+from ptsave.state.optimizer_names import leave_mismatched_out, match_by_name
+from ptsave.state.plain_copies import Mismatch
 from ptsave.support.torch_modules import optimizer_post_hooks_of, optimizer_pre_hooks_of
 
-__all__ = ["check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
+__all__ = ["Matching", "check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
 
 _LOAD_STATE_DICT = Optimizer.load_state_dict
 
@@ -127,26 +130,16 @@ def load_optimizer_state_dict(
     >>> len(optimizer.state)
     2
     """
-    return load_optimizer(
-        optimizer,
-        state_dict,
-        CopyNow(),
-        match=match,
-        names=names,
-        named_parameters=named_parameters,
-        strict=strict,
-    )
+    matching = Matching(match, names, named_parameters, strict=strict)
+    return load_optimizer(optimizer, state_dict, CopyNow(), matching)
 
 
 def load_optimizer(
     optimizer: Any,
     state_dict: Any,
     copier: Copier,
+    matching: Matching | None = None,
     *,
-    match: str = "order",
-    names: Sequence[str] | None = None,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    strict: bool = True,
     in_place: bool = False,
 ) -> Any:
     """Load as `load_optimizer_state_dict` does, from bytes that may still be on their way.
@@ -155,32 +148,27 @@ def load_optimizer(
     ----------
     copier : Copier
         Decides when bytes move; is told before anybody may look at them.
+    matching : Matching, optional
+        Which saved parameters belong to which; by default those of the same place.
     in_place : bool, default False
         Whether tensors that the optimizer's state holds already are filled, where their shape,
         dtype and device are right, so that they stay the same objects.
     """
-    _check_options(match, names, named_parameters)
+    matching = Matching() if matching is None else matching
+    matching.check()
     if _overrides_load_state_dict(optimizer):
-        if match == "name":
+        if matching.match == "name":
             raise TypeError(
                 f"{type(optimizer).__name__} has a load_state_dict() of its own, which matches "
                 'parameters in its own way: use match="order"'
             )
         _show(copier, state_dict)
         return optimizer.load_state_dict(state_dict)
+    if matching.match != "order":
+        state_dict = regrouped(state_dict)
     state_dict = _run_pre_hooks(optimizer, state_dict, copier)
     param_groups = state_dict["param_groups"]
-    if match == "name":
-        assignment = match_by_name(
-            optimizer,
-            state_dict,
-            copier,
-            names=names,
-            named_parameters=named_parameters,
-            strict=strict,
-        )
-    else:
-        assignment = match_by_order(optimizer, param_groups, copier)
+    assignment = matching.assign(optimizer, state_dict, copier)
     saved_state = state_dict["state"]
     if type(saved_state) not in (dict, OrderedDict, defaultdict):
         _show(copier, saved_state)
@@ -195,24 +183,91 @@ def load_optimizer(
     return assignment.unmatched
 
 
-def check_optimizer(optimizer: Any, state_dict: Any) -> None:
+@dataclass(frozen=True)
+class Matching:
+    """Which saved parameters belong to which of an optimizer's.
+
+    Attributes
+    ----------
+    match, names, named_parameters, strict
+        As for `load_optimizer_state_dict`.  None as `match`: by name where the file has names in
+        the places of numbers, in any form of torch.distributed.checkpoint's; otherwise by order.
+    namings : sequence of sequences of (str, Tensor), optional
+        Ways of naming the optimizer's parameters beside its own names.
+    rename : callable, optional
+        New names for the saved ones; None leaves a parameter out.
+    mismatched : list of Mismatch, optional
+        Gets the state of other shapes, which is left out then, and an error otherwise (or, by
+        order, loaded as torch does).
+    """
+
+    match: Literal["order", "name"] | None = "order"
+    names: Sequence[str] | None = None
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None
+    namings: Sequence[Named] | None = None
+    rename: Callable[[str], str | None] | None = None
+    strict: bool = True
+    mismatched: list[Mismatch] | None = None
+
+    def check(self) -> None:
+        """Raise for options that contradict each other."""
+        if self.match not in (None, "order", "name"):
+            raise ValueError(f'match must be "order" or "name", not {self.match!r}')
+        if self.match == "order" and (self.names is not None or self.named_parameters is not None):
+            raise ValueError('names and named_parameters are only looked at with match="name"')
+
+    def assign(self, optimizer: Any, state_dict: Any, copier: Copier) -> Assignment:
+        """Match the parameters of a state dict with groups."""
+        is_keyed = self._goes_by_keys(state_dict)
+        if self.match == "name" or (self.match is None and is_keyed):
+            if is_keyed:
+                refuse_sharded(optimizer, self._all_named(), state_dict["state"])
+            return match_by_name(
+                optimizer,
+                state_dict,
+                copier,
+                names=names_in(state_dict) if is_keyed else self.names,
+                named_parameters=self.named_parameters,
+                strict=self.strict,
+                rename=self.rename,
+                as_torch=self.match is None,
+                mismatched=self.mismatched,
+                namings=self.namings,
+            )
+        assignment = match_by_order(optimizer, state_dict["param_groups"], copier)
+        if self.mismatched is not None:
+            leave_mismatched_out(assignment, optimizer, state_dict["state"], self.mismatched)
+        return assignment
+
+    def _goes_by_keys(self, state_dict: Any) -> bool:
+        """Whether the names are in the places of numbers, and nobody has named others."""
+        if self.match == "order" or self.names is not None or not is_name_keyed(state_dict):
+            return False
+        groups = state_dict["param_groups"]
+        return self.namings is not None or not any("param_names" in group for group in groups)
+
+    def _all_named(self) -> Iterable[tuple[str, Tensor]]:
+        return [pair for named in self.namings or () for pair in named]
+
+
+def check_optimizer(
+    optimizer: Any, state_dict: Any, copier: Copier, matching: Matching | None = None
+) -> None:
     """Raise the errors that `load_optimizer` is certain to raise, changing nothing."""
     if _overrides_load_state_dict(optimizer):
         return
+    matching = Matching() if matching is None else matching
     has_hooks = optimizer_pre_hooks_of(optimizer)
     if not has_hooks and type(state_dict) in (dict, OrderedDict):
-        match_by_order(optimizer, state_dict["param_groups"], CopyNothing())
+        skipped: list[Mismatch] | None = None if matching.mismatched is None else []
+        trial = replace(matching, mismatched=skipped)
+        trial.check()
+        state_dict = state_dict if matching.match == "order" else regrouped(state_dict)
+        trial.assign(optimizer, state_dict, LookOnly(copier))
 
 
 def _overrides_load_state_dict(optimizer: Any) -> bool:
     return getattr(optimizer.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
-
-
-def _check_options(match: str, names: object, named_parameters: object) -> None:
-    if match not in ("order", "name"):
-        raise ValueError(f'match must be "order" or "name", not {match!r}')
-    if match == "order" and (names is not None or named_parameters is not None):
-        raise ValueError('names and named_parameters are only looked at with match="name"')
 
 
 def _show(copier: Copier, obj: Any) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ptsave.serialization import load, save
-from ptsave.state.copying import Copier, tensors_in
-from ptsave.state.mappings import check_mapping, load_mapping
-from ptsave.state.modules import check_module, load_module
-from ptsave.state.nested_state import advice
-from ptsave.state.optimizers import check_optimizer, load_optimizer
+from ptsave.archive.loading import LoadOptions
+from ptsave.contents.loading import load_source
+from ptsave.serialization import save
+from ptsave.state.copying import tensors_in
+from ptsave.state.modules import IncompatibleKeys
+from ptsave.state.renaming import Rename
+from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
 from ptsave.training.named_options import check_restoring, check_saving
+from ptsave.training.restored import RestoredEntries, keys_of
 from ptsave.training.restoring import check_locations, restoring
+from ptsave.training.targets import (
+    KeyMapping,
+    Match,
+    TargetOptions,
+    key_mappings,
+    names_of_modules,
+    names_of_parameters,
+)
 from ptsave.tree.containers import items_of
 
 __all__ = ["entries_of", "load_checkpoint", "load_into", "restore_entries", "save_checkpoint"]
@@ -33,6 +43,9 @@ def load_into(
     verify: bool = True,
     progress: bool = False,
     ignore_mismatched_sizes: bool = False,
+    match: Match = None,
+    key_mapping: Rename | None = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Restore a state dict from a file straight into the tensors of `target`.
@@ -50,31 +63,54 @@ def load_into(
         The object to restore.  The tensors of a dict (or of dicts and lists in it) are filled and
         its other values replaced.  Anything else with a ``load_state_dict`` gets the state dict.
     strict : bool, default True
-        Whether missing and unexpected keys are an error.  Not for optimizers, which take no part.
+        Whether missing and unexpected keys are an error; of an optimizer, where it is matched by
+        name.
     assign : bool, default False
         As for :meth:`torch.nn.Module.load_state_dict`: the module gets the tensors that are loaded.
     map_location : callable, torch.device, str, dict or None
         As for :func:`torch.load`, where it matters: the target's tensors stay where they are.
     weights_only : bool or None
-        As for :func:`torch.load`.
+        As for :func:`torch.load`, which refuses harmless values that :func:`ptsave.save` writes:
+        NumPy's numbers, arrays of numbers and dtypes, paths, dates, `Decimal`, `range`, `slice`,
+        `frozenset`, `deque` and `defaultdict`.  A restore takes them.
     verify : bool, default True
         As for :func:`ptsave.load`.
     progress : bool, default False
         Whether to show a progress bar.
     ignore_mismatched_sizes : bool, default False
-        As for :func:`ptsave.load_state_dict`.
+        As for :func:`ptsave.load_state_dict`; and whether an optimizer's parameter keeps its state
+        if the saved one has another shape.
+    match : {"order", "name"}, optional
+        For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None is by order, but by
+        name if the file has names in the places of numbers, as
+        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` writes them, flattened
+        or not.  Of such a file a parameter may be missing that needs no gradient, and others than
+        the optimizer's may be there, as for ``set_optimizer_state_dict``.
+    key_mapping : callable or mapping, optional
+        New names for the file's, as `rename` for :func:`ptsave.load_model`, of a module's entries
+        or an optimizer's parameters: a function of a name, or a mapping of whole names or of one or
+        more of their components.  None as a name leaves an entry out.
+    named_parameters : iterable of (str, Tensor), optional
+        Names for an optimizer's parameters, if it was not made from such; ``module.`` of
+        DistributedDataParallel and what FSDP, torch.compile and checkpointing put into names does
+        not have to be in the file.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
 
     Returns
     -------
     torch.nn.modules.module._IncompatibleKeys or None
-        The keys ``(missing_keys, unexpected_keys)`` for a module or a dict.
+        The keys ``(missing_keys, unexpected_keys)`` for a module or a dict; an `IncompatibleKeys`
+        for an optimizer that was matched by name.
 
     Raises
     ------
     RuntimeError
-        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten then.
+        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten then.  If
+        the file is a checkpoint that has more in it, the message says which part was probably
+        meant.
+    KeyError
+        The file holds no optimizer's state dict, for an optimizer; the message says the same.
     CorruptCheckpointError
         The file is damaged.  If that shows while the target is being overwritten, the message says
         which entries hold the file's values; so does ``overwritten``, an attribute of this and any
@@ -100,98 +136,37 @@ def load_into(
     ...     ptsave.load_into(path, model)
     <All keys matched successfully>
     """
-    is_module = isinstance(target, nn.Module)
-    if assign and not is_module:
-        raise TypeError("assign=True is for modules: nothing else assigns tensors")
+    _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
+    how = TargetOptions(
+        strict,
+        assign,
+        ignore_mismatched_sizes,
+        match,
+        key_mappings(key_mapping, {"": target}).get(""),
+        names_of_parameters(named_parameters),
+    )
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options["storage_options"] = storage_options
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
-            _refuse_module(obj)
-            return _load_state(
-                target,
-                obj,
-                copier,
-                strict,
-                assign=assign,
-                ignore_mismatched_sizes=ignore_mismatched_sizes,
-            )
-        except RuntimeError as error:
-            if is_module and type(error) is RuntimeError and not hasattr(error, "overwritten"):
-                _add_advice(error, obj, target)
-            raise
+            refuse_module(obj)
+            with part_named(obj, target):
+                result = how.load(target, obj, copier)
+            warn_if_nothing_fits(obj, target, result)
+            return result
         finally:
             del obj  # drop our reference: the copier reads only storages that are still referenced
 
 
-def _refuse_module(state: Any) -> None:
-    """Raise for a module that was saved whole, in the place of its state dict."""
-    if isinstance(state, nn.Module):
-        raise TypeError(
-            f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
-            "dict: get it with ptsave.load(), and load its state_dict()"
-        )
-
-
-def _add_advice(error: RuntimeError, obj: Any, module: nn.Module) -> None:
-    """Name in an error about keys the part of the file that was probably meant."""
-    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-    message = str(error)
-    if "key(s) in state_dict" in message and (sentence := advice(obj, names)):
-        error.args = (f"{message}\n\t{sentence}",)
-
-
-def _load_state(
-    target: Any,
-    state: Any,
-    copier: Copier,
-    strict: bool,
-    *,
-    assign: bool = False,
-    ignore_mismatched_sizes: bool = False,
-) -> Any:
-    if isinstance(target, nn.Module):
-        return load_module(
-            target,
-            state,
-            strict,
-            assign,
-            copier,
-            ignore_mismatched_sizes=ignore_mismatched_sizes,
-            check_first=True,
-        )
-    if isinstance(target, Optimizer):
-        return load_optimizer(target, state, copier, in_place=True)
-    if isinstance(target, Mapping):
-        return load_mapping(target, state, strict, copier)
-    _check_type(target)
-    copier.show({"": state})
-    return target.load_state_dict(state)
-
-
-def _check_state(
-    target: Any, state: Any, strict: bool, copier: Copier, *, ignore_mismatched_sizes: bool = False
-) -> None:
-    """Raise the errors that `_load_state` is certain to raise, changing nothing."""
-    if isinstance(target, nn.Module):
-        ignore = ignore_mismatched_sizes
-        check_module(target, state, strict, copier, ignore_mismatched_sizes=ignore)
-    elif isinstance(target, Optimizer):
-        check_optimizer(target, state)
-    elif isinstance(target, Mapping):
-        check_mapping(target, state, strict)
-    else:
-        _check_type(target)
-
-
-def _check_type(target: Any) -> None:
-    if isinstance(target, type) or not callable(getattr(target, "load_state_dict", None)):
-        name = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
-        raise TypeError(
-            f"cannot restore into {name}: expected a module, an optimizer, a dict or an object "
-            "with load_state_dict()"
-        )
+def _check_options(target: Any, *, assign: bool, match: Match, key_mapping: Any) -> None:
+    is_module, is_optimizer = isinstance(target, nn.Module), isinstance(target, Optimizer)
+    if assign and not is_module:
+        raise TypeError("assign=True is for modules: nothing else assigns tensors")
+    if match is not None and not is_optimizer:
+        raise TypeError("match is for optimizers: everything else has names")
+    if key_mapping is not None and not (is_module or is_optimizer):
+        raise TypeError("key_mapping is for modules and optimizers")
 
 
 def save_checkpoint(
@@ -202,6 +177,7 @@ def save_checkpoint(
     atomic: bool = True,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    weights_only_check: bool = False,
     **objects: Any,
 ) -> None:
     """Save objects under names, each with a ``state_dict`` method as its state dict.
@@ -212,7 +188,7 @@ def save_checkpoint(
     ----------
     f : str, os.PathLike or file-like
         File to write: a path, a URL or a file-like object.
-    fsync, atomic, progress, storage_options
+    fsync, atomic, progress, storage_options, weights_only_check
         As for :func:`ptsave.save`.
     **objects : object
         Models, optimizers, schedulers, and anything that can be saved, under any names but those of
@@ -238,7 +214,7 @@ def save_checkpoint(
     {'epoch': 3}
     """
     options: dict[str, Any] = {"fsync": fsync, "atomic": atomic, "progress": progress}
-    options["storage_options"] = storage_options
+    options.update(storage_options=storage_options, weights_only_check=weights_only_check)
     check_saving("ptsave.save_checkpoint", objects, **options)
     save(entries_of(objects), f, **options)
 
@@ -264,9 +240,11 @@ def load_checkpoint(
     verify: bool = True,
     progress: bool = False,
     ignore_mismatched_sizes: bool = False,
+    match: Match = None,
+    key_mapping: KeyMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
     **targets: Any,
-) -> dict[str, Any]:
+) -> RestoredEntries:
     """Restore objects in place from a checkpoint, and return its other entries.
 
     Everything that can be checked is checked for all of them before anything is overwritten.
@@ -280,15 +258,21 @@ def load_checkpoint(
         for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
     strict, map_location, weights_only, verify, progress, storage_options
         As for :func:`ptsave.load_into`.
-    assign, ignore_mismatched_sizes
+    assign
         As for :func:`ptsave.load_into`, for the modules among the targets.
+    ignore_mismatched_sizes, match, key_mapping
+        As for :func:`ptsave.load_into`, for the modules and optimizers among the targets.  The
+        names of an optimizer's parameters are those it was made with, or those in the modules
+        among the targets.  As `key_mapping`, also a mapping of targets' names to one for each:
+        ``{"model": {"gamma": "weight"}, "ema": rename}``.
     **targets : object
         The objects to restore, under the names of the file's entries.
 
     Returns
     -------
-    dict
-        The entries that are no target's.
+    RestoredEntries
+        A dict of the entries that are no target's.  Its attribute `report` has the missing,
+        unexpected and mismatched keys of each module, optimizer and dict, by its name.
 
     Raises
     ------
@@ -313,6 +297,7 @@ def load_checkpoint(
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options.update(strict=strict, map_location=map_location, storage_options=storage_options)
     options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes)
+    options.update(match=match, key_mapping=key_mapping)
     check_restoring("ptsave.load_checkpoint", targets, **options)
     return restore_entries(f, targets, **options)
 
@@ -328,48 +313,50 @@ def restore_entries(
     verify: bool = True,
     progress: bool = False,
     ignore_mismatched_sizes: bool = False,
+    match: Match = None,
+    key_mapping: KeyMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> RestoredEntries:
     """Load as :func:`load_checkpoint` does, for targets of any name."""
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options["storage_options"] = storage_options
-    ignore = ignore_mismatched_sizes
+    renamings = key_mappings(key_mapping, targets)
+    named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
+    how = {
+        name: TargetOptions(
+            strict, assign, ignore_mismatched_sizes, match, renamings.get(name), named
+        )
+        for name in targets
+    }
+    report: dict[str, IncompatibleKeys] = {}
     # Tensors that are assigned are those of the file: their own place is their last.
     with restoring(f, map_location, deferred=not assign, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
             for name in targets:
-                _refuse_module(obj[name])
+                refuse_module(obj[name])
             rest = {name: value for name, value in items_of(obj) if name not in targets}
             moves = locations if tensors_in(rest) else set()
             if moves:
                 check_locations(moves)
             for name, target in targets.items():
-                _check_state(target, obj[name], strict, copier, ignore_mismatched_sizes=ignore)
+                how[name].check(target, obj[name], copier)
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
-                _load_state(
-                    targets[name],
-                    obj[name],
-                    copier,
-                    strict,
-                    assign=assign,
-                    ignore_mismatched_sizes=ignore,
-                )
+                keys = keys_of(how[name].load(targets[name], obj[name], copier))
+                if keys is None and isinstance(targets[name], Optimizer):
+                    keys = IncompatibleKeys([], [])  # by order, where nothing else loads
+                if keys is not None:
+                    report[name] = keys
         finally:
             del obj
         if not moves:
-            return rest
+            return RestoredEntries(rest, report)
         names = set(rest)
         rest.clear()
     # They belong on another device: torch's rules say which, when they are loaded by themselves.
-    again = load(
-        f,
-        map_location,
-        weights_only=weights_only,
-        verify=False,
-        storage_options=storage_options,
-    )
-    return {name: value for name, value in items_of(again) if name in names}
+    loading = LoadOptions(map_location, weights_only=weights_only, verify=False, wants_state=True)
+    again = load_source(f, loading, storage_options)
+    return RestoredEntries({key: each for key, each in items_of(again) if key in names}, report)
 
 
 def _rank(target: Any) -> int:

@@ -33,6 +33,8 @@ from ptsave.training.checkpoint import entries_of, restore_entries
 from ptsave.training.directory import CheckpointDirectory
 from ptsave.training.named_options import check_restoring, check_saving
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
+from ptsave.training.restored import RestoredEntries
+from ptsave.training.targets import KeyMapping, Match
 from ptsave.training.url_directory import directory_opener
 
 __all__ = ["AsyncCheckpointer"]
@@ -63,7 +65,7 @@ class AsyncCheckpointer:
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
         False it survives the death of the process, not that of the machine.
-    staging, max_staged_bytes, when_full, storage_options
+    staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
 
     Raises
@@ -136,12 +138,14 @@ class AsyncCheckpointer:
         max_staged_bytes: int | None = None,
         when_full: Literal["wait", "raise"] = "wait",
         storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
     ) -> None:
         self._keep = None if keep is None else _checked(keep, "keep", 1)
         self._rank = None if rank is None else _checked(rank, "rank", 0)
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         self._fsync = bool(fsync)
+        self._weights_only_check = bool(weights_only_check)
         self._staging: dict[str, Any] = {
             "staging": staging,
             "max_staged_bytes": max_staged_bytes,
@@ -166,6 +170,7 @@ class AsyncCheckpointer:
         fsync: bool | None = None,
         atomic: bool = True,
         progress: bool = False,
+        weights_only_check: bool | None = None,
         **objects: Any,
     ) -> SaveFuture:
         """Save objects under names, in the background, as the checkpoint of a step.
@@ -186,6 +191,8 @@ class AsyncCheckpointer:
             being written, or that a killed process has left unfinished.
         progress : bool, default False
             Whether to show a progress bar.
+        weights_only_check : bool, optional
+            As for :func:`ptsave.save`; by default as the checkpointer's.
         **objects : object
             Models, optimizers, schedulers, and anything that can be saved, under any names but
             those of the options.
@@ -225,6 +232,9 @@ class AsyncCheckpointer:
             "fsync": self._fsync if fsync is None else fsync,
             "atomic": atomic,
             "progress": progress,
+            "weights_only_check": (
+                self._weights_only_check if weights_only_check is None else weights_only_check
+            ),
         }
         check_saving("AsyncCheckpointer.save", objects, **options)
         entries = entries_of(objects)
@@ -338,8 +348,10 @@ class AsyncCheckpointer:
         verify: bool = True,
         progress: bool = False,
         ignore_mismatched_sizes: bool = False,
+        match: Match = None,
+        key_mapping: KeyMapping | None = None,
         **targets: Any,
-    ) -> dict[str, Any]:
+    ) -> RestoredEntries:
         """Restore objects in place, and return the other entries of the checkpoint.
 
         Parameters
@@ -348,15 +360,17 @@ class AsyncCheckpointer:
             Step of the checkpoint; None is the latest complete one (call :meth:`wait` before if
             saves are pending).  If another process removes that one before it is open, the choice
             is made again.  Positional only:  ``restore(1000, model=model)``.
-        strict, assign, map_location, weights_only, verify, progress, ignore_mismatched_sizes
+        strict, assign, map_location, weights_only, verify, progress
+        ignore_mismatched_sizes, match, key_mapping
             As for :func:`ptsave.load_checkpoint`.
         **targets : object
             The objects to restore, under the names they were saved with.
 
         Returns
         -------
-        dict
-            The entries that are no target's.
+        RestoredEntries
+            A dict of the entries that are no target's, with a `report`, as from
+            :func:`ptsave.load_checkpoint`.
 
         Raises
         ------
@@ -386,6 +400,7 @@ class AsyncCheckpointer:
         options: dict[str, Any] = {"strict": strict, "assign": assign, "verify": verify}
         options.update(map_location=map_location, weights_only=weights_only, progress=progress)
         options["ignore_mismatched_sizes"] = ignore_mismatched_sizes
+        options.update(match=match, key_mapping=key_mapping)
         check_restoring("AsyncCheckpointer.restore", targets, **options)
         step = None if step is None else _checked(step, "step", 0)
         if self._parts is None:
@@ -396,7 +411,7 @@ class AsyncCheckpointer:
 
     def _restored(
         self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> RestoredEntries:
         with opened as source:
             if isinstance(source, str):
                 options["storage_options"] = self._staging["storage_options"]

@@ -7,7 +7,7 @@ of another function, which would become an entry of the file, or something to re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ _OPTIONS = {
     "atomic": _Option("ptsave.save_checkpoint", (bool,)),
     "progress": _Option("ptsave.load_checkpoint", (bool,)),
     "storage_options": _Option("ptsave.save_checkpoint", (Mapping, _NONE)),
+    "weights_only_check": _Option("ptsave.save_checkpoint", (bool,)),
     "staging": _Option("ptsave.AsyncCheckpointer", (str,)),
     "max_staged_bytes": _Option("ptsave.AsyncCheckpointer", (int, _NONE)),
     "when_full": _Option("ptsave.AsyncCheckpointer", (str,)),
@@ -50,6 +51,9 @@ _OPTIONS = {
     "verify": _Option("ptsave.load_checkpoint", (bool,)),
     "assign": _Option("ptsave.load_checkpoint", (bool,)),
     "ignore_mismatched_sizes": _Option("ptsave.load_checkpoint", (bool,)),
+    "match": _Option("ptsave.load_checkpoint", (str, _NONE)),
+    "key_mapping": _Option("ptsave.load_checkpoint", (FunctionType,)),
+    "named_parameters": _Option("ptsave.load_into", (GeneratorType,)),
 }
 
 
@@ -95,7 +99,8 @@ def check_restoring(function: str, targets: Mapping[str, Any], **options: Any) -
 def _check_own(function: str, advice: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         is_location = name == "map_location" and _is_location(value)
-        if not is_location and not isinstance(value, _OPTIONS[name].kinds):
+        is_mapping = name == "key_mapping" and _is_key_mapping(value)
+        if not (is_location or is_mapping) and not isinstance(value, _OPTIONS[name].kinds):
             raise TypeError(
                 f"{name!r} is an option of {function}, which cannot be of type "
                 f"{type(value).__name__}: if it is an object of yours, {advice}"
@@ -107,6 +112,13 @@ def _is_location(value: Any) -> bool:
     if hasattr(value, "load_state_dict"):
         return False
     return value is None or isinstance(value, (str, torch.device, dict)) or callable(value)
+
+
+def _is_key_mapping(value: Any) -> bool:
+    """Whether a value is a function or a mapping of names, and nothing to restore into."""
+    if hasattr(value, "load_state_dict"):
+        return False
+    return value is None or isinstance(value, Mapping) or callable(value)
 
 
 def _refuse_others(function: str, objects: Mapping[str, Any]) -> None:

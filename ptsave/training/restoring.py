@@ -104,6 +104,7 @@ def restoring(
         progress_bar(progress, "restoring", reader.engine.nbytes) as callback,
     ):
         reader.check_records()
+        reader.allows_values = True
         copier = FileCopier(reader, callback)
         locations: set[str] = set()
         try:

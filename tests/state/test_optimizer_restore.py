@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptsave.state.optimizers import load_optimizer
+from ptsave.state.optimizers import Matching, load_optimizer
 
 JUNK = 111
 
@@ -117,11 +117,13 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() > 0
 
 
-def restore(optimizer: Any, state_dict: Any, **options: Any) -> LateBytes:
+def restore(
+    optimizer: Any, state_dict: Any, *, in_place: bool = False, **options: Any
+) -> LateBytes:
     """Load from a file whose bytes arrive at the end, or when they are asked for."""
     copier = LateBytes(state_dict)
     with copier:
-        load_optimizer(optimizer, state_dict, copier, **options)
+        load_optimizer(optimizer, state_dict, copier, Matching(**options), in_place=in_place)
     copier.finish()
     # The new state is always shown before the optimizer gets it.
     copier.shown = [each for each in copier.shown if list(each) != ["state", "param_groups"]]
@@ -402,7 +404,8 @@ def test_another_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tensors_among_hyper_parameters() -> None:
     state_dict = state_dict_of([[0]], learning_rate=torch.tensor(0.5))
-    for options in ({}, {"match": "name", "names": ["a"]}):
+    choices: list[dict[str, Any]] = [{}, {"match": "name", "names": ["a"]}]
+    for options in choices:
         optimizer = torch.optim.SGD([("a", Parameter(torch.zeros(2)))])
         copier = restore(optimizer, copy.deepcopy(state_dict), **options)
         assert copier.shown

@@ -130,7 +130,7 @@ def test_restore_in_place(tmp_path: Path) -> None:
     assert checkpointer.restore(**target) == {"epoch": 2}
     assert_same_object(states(target), states(training(2)))
     rest = checkpointer.restore(1)
-    assert_same_object(rest, {**states(saved), "epoch": 1})
+    assert_same_object(dict(rest), {**states(saved), "epoch": 1})
 
 
 def test_values_are_those_of_the_call(tmp_path: Path) -> None:

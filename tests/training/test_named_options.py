@@ -24,7 +24,8 @@ from ptsave import serialization
 from ptsave.writing import targets as writing
 
 ROOT = str(Path(ptsave.__file__).parents[1])
-OPTIONS = ["fsync", "atomic", "progress"]
+OPTIONS = ["fsync", "atomic", "progress", "weights_only_check"]
+DEFAULT_TO_THE_CHECKPOINTERS = ("fsync", "weights_only_check")
 # Of other functions, which were entries of the file.
 OTHERS: dict[str, list[Any]] = {
     "pickle_module": [pickle],
@@ -41,6 +42,9 @@ OTHERS: dict[str, list[Any]] = {
     "verify": [False],
     "assign": [True],
     "ignore_mismatched_sizes": [True],
+    "match": ["name"],
+    "key_mapping": [lambda name: name],
+    "named_parameters": [nn.Linear(1, 1).named_parameters()],
 }
 OTHER_VALUES = [(name, value) for name, values in OTHERS.items() for value in values]
 
@@ -80,7 +84,7 @@ def test_options_are_no_entries(tmp_path: Path, save: Saver, name: str, value: b
 def test_objects_called_as_an_option_are_refused(
     tmp_path: Path, save: Saver, name: str, value: Any
 ) -> None:
-    if (save, name, value) == (save_step, "fsync", None):
+    if save is save_step and name in DEFAULT_TO_THE_CHECKPOINTERS and value is None:
         return  # as the checkpointer
     with pytest.raises(TypeError, match=f"'{name}' is an option of .*under another name"):
         save(tmp_path, model=nn.Linear(2, 2), **{name: value})
@@ -108,7 +112,7 @@ def test_objects_called_as_options_of_others_are_entries(
 
 
 OWN_OF_LOADING = {"strict", "map_location", "weights_only", "verify", "assign"}
-OWN_OF_LOADING |= {"ignore_mismatched_sizes"}
+OWN_OF_LOADING |= {"ignore_mismatched_sizes", "match", "key_mapping"}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,7 @@ OWN_OF_LOADING |= {"ignore_mismatched_sizes"}
     [
         ("fsync", True),
         ("atomic", False),
+        ("weights_only_check", True),
         *(pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING),
     ],
     ids=str,
@@ -139,7 +144,10 @@ def test_restore_takes_no_options_of_others(tmp_path: Path, name: str, value: An
         checkpointer.restore(model=nn.Linear(2, 2), **{name: value})
 
 
-@pytest.mark.parametrize("name", ["strict", "verify", "progress", "weights_only", "map_location"])
+@pytest.mark.parametrize(
+    "name",
+    ["strict", "verify", "progress", "weights_only", "map_location", "match", "key_mapping"],
+)
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), [], 0.5], ids=repr)
 def test_targets_called_as_an_option_of_load_checkpoint(
     tmp_path: Path, name: str, value: Any

@@ -104,7 +104,7 @@ def test_restores(tmp_path: Path, attributes: dict[str, Any]) -> None:
     assert_same_object({**module.state_dict()}, expected)
     torch.save(_Shadowing({"model": state, "rest": torch.ones(1)}, attributes, OrderedDict), path)
     module = nn.Linear(2, 3)
-    assert_same_object(ptsave.load_checkpoint(path, model=module), {"rest": torch.ones(1)})
+    assert_same_object(dict(ptsave.load_checkpoint(path, model=module)), {"rest": torch.ones(1)})
     assert_same_object({**module.state_dict()}, expected)
 
 

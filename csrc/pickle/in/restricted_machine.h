@@ -27,9 +27,9 @@ namespace ptsave {
 class RestrictedMachine {
  public:
   RestrictedMachine(std::string_view pickle, PyObject* persistent_load, PyObject* encoding,
-                    StorageSource* source)
+                    StorageSource* source, PyObject* unpickler_type)
       : cursor_(pickle),
-        torch_(persistent_load, encoding, collector_pause_),
+        torch_(persistent_load, encoding, unpickler_type, collector_pause_),
         globals_(torch_),
         storages_(source, torch_),
         rebuilder_(storages_),

@@ -46,11 +46,14 @@ bool internals_are_torchs() {
 
 }  // namespace
 
-TorchMachine::TorchMachine(PyObject* persistent_load, PyObject* encoding, CollectorPause& pause)
+TorchMachine::TorchMachine(PyObject* persistent_load, PyObject* encoding, PyObject* unpickler_type,
+                           CollectorPause& pause)
     : persistent_load_(persistent_load),
       encoding_(encoding),
       pause_(pause),
-      unpickler_type_(attribute(import_module("torch._weights_only_unpickler"), "Unpickler")),
+      unpickler_type_(unpickler_type != nullptr
+                          ? Object::borrow(unpickler_type)
+                          : attribute(import_module("torch._weights_only_unpickler"), "Unpickler")),
       bytes_io_(attribute(import_module("io"), "BytesIO")) {}
 
 Object TorchMachine::run(std::string_view program, std::initializer_list<PyObject*> memo) const {

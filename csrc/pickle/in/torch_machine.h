@@ -50,10 +50,12 @@ class CollectorResumed {
   CollectorPause& pause_;
 };
 
-// Runs small pickles on torch._weights_only_unpickler.Unpickler.
+// Runs small pickles on torch._weights_only_unpickler.Unpickler, or a subclass that allows more.
 class TorchMachine {
  public:
-  TorchMachine(PyObject* persistent_load, PyObject* encoding, CollectorPause& pause);
+  // `unpickler_type` is that subclass, or null.
+  TorchMachine(PyObject* persistent_load, PyObject* encoding, PyObject* unpickler_type,
+               CollectorPause& pause);
 
   // Returns the object that `program` leaves on the stack; its memo begins with these values.
   Object run(std::string_view program, std::initializer_list<PyObject*> memo = {}) const;

@@ -228,10 +228,12 @@ void RestrictedMachine::appends() {
   make_objects(stack_.last(n + 1));
   PyObject* const list = stack_.last(n + 1).front().get();
   if (!PyList_CheckExact(list)) {
-    torch_.run(std::string_view("h\0(e.", 5), {list});
-    fail(PyExc_TypeError, "APPENDS to this type is not known to ptsave");
+    torch_.run(std::string_view("h\0(e.", 5), {list});  // refuses it, unless a subclass allows it
+    for (const Value& item : stack_.last(n))
+      torch_.run(std::string_view("h\0h\1a.", 6), {list, item.get()});
+  } else {
+    for (const Value& item : stack_.last(n)) checked(PyList_Append(list, item.get()));
   }
-  for (const Value& item : stack_.last(n)) checked(PyList_Append(list, item.get()));
   stack_.drop(n);
 }
 
@@ -272,7 +274,7 @@ void RestrictedMachine::set_items() {
   make_objects(stack_.last(n + 1));
   PyObject* const target = stack_.last(n + 1).front().get();
   if (!store_items(target, n)) {
-    torch_.run(std::string_view("h\0(u.", 5), {target});  // refuses it, unless it is a Counter
+    torch_.run(std::string_view("h\0(u.", 5), {target});  // refuses it, unless it is a Counter, ...
     for (std::size_t i = 0; i < n; i += 2) {
       if (i + 1 == n) fail(PyExc_IndexError, "list index out of range");
       tuple_nesting_.check_key(stack_.last(n)[i].get());
@@ -324,8 +326,8 @@ constexpr RestrictedMachine::Steps RestrictedMachine::steps() {
 constexpr RestrictedMachine::Steps RestrictedMachine::kSteps = RestrictedMachine::steps();
 
 Object unpickle_weights_only(std::string_view pickle, PyObject* persistent_load, PyObject* encoding,
-                             StorageSource* storages) {
-  return RestrictedMachine(pickle, persistent_load, encoding, storages).run();
+                             StorageSource* storages, PyObject* unpickler_type) {
+  return RestrictedMachine(pickle, persistent_load, encoding, storages, unpickler_type).run();
 }
 
 }  // namespace ptsave

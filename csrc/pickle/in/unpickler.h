@@ -31,14 +31,15 @@ class StorageSource {
 // that module's policy as it is at the call.
 //
 // `persistent_load` is torch's, and is called for references that `storages` does not have; with
-// null `storages` for every one.  `encoding` is a str, as torch passes it on.  PythonError: the
-// error of torch's unpickler.  The GIL is held throughout.
+// null `storages` for every one.  `encoding` is a str, as torch passes it on.  The steps that are
+// torch's are taken by an `unpickler_type`, a subclass of torch's that allows more, if it is not
+// null.  PythonError: the error of that unpickler.  The GIL is held throughout.
 //
 // Where torch's machine fails without having meant to (IndexError, EOFError, ...), the error is
 // also an UnpicklingError and says where in data.pkl.  Refused although torch accepts them:
 // quantized tensors that reach beyond their storage (torch crashes later), tuples nested so that
 // hashing them overflows the C stack or never ends, and a bytearray(n) larger than the pickle.
 Object unpickle_weights_only(std::string_view pickle, PyObject* persistent_load, PyObject* encoding,
-                             StorageSource* storages);
+                             StorageSource* storages, PyObject* unpickler_type = nullptr);
 
 }  // namespace ptsave

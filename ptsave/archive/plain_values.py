@@ -1,0 +1,315 @@
+"""Rebuilds harmless values that torch's restricted unpickler does not know: NumPy's, paths, dates.
+
+A checkpoint of a training run has such values beside its tensors, so a restore takes them with
+``weights_only=True``, too.  torch's own machine decides first; only what it refuses is looked for
+here.  A pickle never gets the function that it names, but one of this module, which may be called
+by anybody with anything: it looks at the type and the size of each argument, runs no code of other
+classes, and makes nothing but the value.  An array has as many bytes as the pickle gives it, a
+dtype is one of numbers, text or dates, and nothing that is in use can be changed.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import datetime
+import decimal
+import functools
+import io
+import pathlib
+import pickle
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
+from math import prod
+from types import FunctionType
+from typing import Any
+
+from ptsave.support.torch_serialization import restricted_unpickler, user_allowed_globals
+from ptsave.tree.containers import walk
+
+__all__ = ["ValueUnpickler", "refuse_functions"]
+
+# Programs of one step that the engine's machine leaves to others; their operands are in the memo.
+_REDUCE = b"h\0h\1R."
+_BUILD = b"h\0h\1b."
+_APPEND = b"h\0h\1a."
+_APPENDS = b"h\0(e."  # whether a container can be appended to
+_SET_ITEM = b"h\0h\1h\2s."
+_SET_ITEMS = b"h\0(u."
+
+_DTYPE_CODE = re.compile(r"\?|[bBhHiIlLqQefdgFDG]|[biufcmM][0-9]{1,2}|[SU][0-9]{0,9}")
+_MAX_N_DIMENSIONS = 64
+_UNITS = {b"generic", *(b"Y M W D h m s ms us ns ps fs as".split())}
+_FACTORIES = (bool, dict, float, int, list, set, str, tuple, type(None))
+
+
+def _require(condition: object, name: str) -> None:
+    if not condition:
+        raise pickle.UnpicklingError(f"{name} with these arguments is refused: weights_only=True")
+
+
+def _all_are(arguments: Any, kinds: tuple[type, ...]) -> bool:
+    return all(type(argument) in kinds for argument in arguments)
+
+
+# ------------------------------------------------------------------------------------------- NumPy
+
+
+@functools.cache
+def _numpy() -> Any:
+    """Return the module, or None where it is not installed."""
+    with suppress(ImportError):
+        import numpy
+
+        return numpy
+    return None
+
+
+def _is_plain_dtype(dtype: Any) -> bool:
+    """Whether a dtype is one of numbers, text or dates: its elements are bytes and nothing else."""
+    return isinstance(dtype, _numpy().dtype) and dtype.kind in "biufcSUmM"
+
+
+def _dtype(code: Any, align: Any = False, copy: Any = True) -> Any:
+    _require(type(code) is str and _DTYPE_CODE.fullmatch(code), "numpy.dtype")
+    _require(_all_are((align, copy), (bool, int)), "numpy.dtype")
+    try:
+        return _numpy().dtype(code, False, True)  # a copy, which may get another byte order
+    except TypeError as error:
+        raise pickle.UnpicklingError(f"numpy.dtype({code!r}): {error}") from None
+
+
+def _set_dtype_state(dtype: Any, state: Any) -> None:
+    now = dtype.__reduce__()[2]
+    _require(_is_plain_dtype(dtype) and type(state) is tuple, "numpy.dtype")
+    _require(len(state) == len(now) and _all_are(state[:8], (int, str, type(None))), "numpy.dtype")
+    orders = "<>=" if now[1] in ("<", ">", "=") else now[1]
+    _require(state[1] in [*orders], "numpy.dtype")
+    _require((state[0], *state[2:8]) == (now[0], *now[2:8]), "numpy.dtype")
+    if len(state) > 8:
+        _require(_is_unit(state[8]), "numpy.dtype")
+    dtype.__setstate__(state)
+
+
+def _is_unit(metadata: Any) -> bool:
+    """Whether it is what NumPy writes of a unit of time: (None, (b"ns", 1, 1, 1))."""
+    if type(metadata) is not tuple or len(metadata) != 2 or metadata[0] not in (None, {}):
+        return False
+    unit = metadata[1]
+    if type(unit) is not tuple or len(unit) != 4 or type(unit[0]) is not bytes:
+        return False
+    return unit[0] in _UNITS and all(type(n) is int and 0 < n < 1 << 31 for n in unit[1:])
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    _require(_is_plain_dtype(dtype) and type(data) is bytes, "numpy scalar")
+    _require(len(data) == dtype.itemsize, "numpy scalar")
+    numpy = _numpy()
+    return numpy.ndarray((), dtype, data)[()] if data else dtype.type()
+
+
+def _array_type(*_: Any) -> None:
+    """Stand in for ``numpy.ndarray``, which pickles name and do not call."""
+    _require(False, "numpy.ndarray")
+
+
+def _reconstruct(subtype: Any, shape: Any, code: Any) -> Any:
+    is_usual = subtype is _array_type and type(shape) is tuple and len(shape) == 1
+    _require(is_usual and type(shape[0]) is int and shape[0] == 0, "numpy.ndarray")
+    _require(type(code) in (bytes, str) and code in (b"b", "b"), "numpy.ndarray")
+    return _numpy().empty(0, "b")
+
+
+def _set_array_state(array: Any, state: Any) -> None:
+    """Give a new array its values; a tensor may be looking at the memory of any other one."""
+    _require(array.shape == (0,) and array.dtype == "b", "numpy.ndarray")
+    _require(type(state) is tuple and len(state) == 5, "numpy.ndarray")
+    version, shape, dtype, is_fortran, data = state
+    _require(type(version) is int and version == 1, "numpy.ndarray")
+    _require(type(shape) is tuple and len(shape) <= _MAX_N_DIMENSIONS, "numpy.ndarray")
+    _require(all(type(size) is int and size >= 0 for size in shape), "numpy.ndarray")
+    _require(_is_plain_dtype(dtype) and type(data) is bytes, "numpy.ndarray")
+    _require(type(is_fortran) in (bool, int), "numpy.ndarray")
+    _require(prod(shape) * dtype.itemsize == len(data), "numpy.ndarray")
+    array.__setstate__(state)
+
+
+# ------------------------------------------------------------------------------------------ Python
+
+
+def _made_by(kind: Callable[..., Any], name: str, *kinds: type) -> Callable[..., Any]:
+    """Return a function that makes a value of arguments that are all of exactly these types."""
+
+    def make(*arguments: Any) -> Any:
+        _require(_all_are(arguments, kinds), name)
+        try:
+            return kind(*arguments)
+        except (ArithmeticError, TypeError, ValueError, NotImplementedError) as error:
+            raise pickle.UnpicklingError(f"{name}: {error}") from None
+
+    return make
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _frozen_set(items: Any = ()) -> Any:
+    _require(type(items) in (list, tuple), "frozenset")
+    return frozenset(items)
+
+
+def _default_dict(factory: Any = None) -> Any:
+    _require(factory is None or any(factory is kind for kind in _FACTORIES), "defaultdict")
+    return defaultdict(factory)
+
+
+def _deque(items: Any = (), maxlen: Any = None) -> Any:
+    _require(type(items) is tuple and not items, "deque")
+    _require(maxlen is None or (type(maxlen) is int and 0 <= maxlen < 1 << 62), "deque")
+    return deque(items, maxlen)
+
+
+_TIME = (int, bytes, str, type(None), datetime.timezone)
+
+
+def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the names in pickles, as torch spells them, and what is called in their places."""
+    if _numpy() is not None:
+        yield "numpy.dtype", _dtype
+        yield "numpy.ndarray", _array_type
+        for home in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            yield f"{home}.scalar", _scalar
+            yield f"{home}._reconstruct", _reconstruct
+    for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
+        make = _made_by(path, path.__name__, str)
+        yield f"pathlib.{path.__name__}", make
+        yield f"pathlib._local.{path.__name__}", make  # of Python 3.13
+    for kind in (datetime.date, datetime.datetime, datetime.time):
+        yield f"datetime.{kind.__name__}", _made_by(kind, kind.__name__, *_TIME)
+    yield "datetime.timedelta", _made_by(datetime.timedelta, "timedelta", int)
+    yield (
+        "datetime.timezone",
+        _made_by(datetime.timezone, "timezone", datetime.timedelta, str),
+    )
+    yield "decimal.Decimal", _made_by(decimal.Decimal, "Decimal", str)
+    yield "builtins.range", _made_by(range, "range", int)
+    yield "builtins.slice", _made_by(slice, "slice", int, type(None))
+    yield "builtins.bytes", _no_bytes
+    yield "builtins.frozenset", _frozen_set
+    yield "collections.defaultdict", _default_dict
+    yield "collections.deque", _deque
+
+
+_BY_NAME = dict(_functions())
+_FUNCTIONS = frozenset(_BY_NAME.values())
+_TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
+
+
+# ----------------------------------------------------------------------------------------- machine
+
+
+class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
+    """torch's restricted machine, for one step, which makes these values, too.
+
+    Attributes
+    ----------
+    given : set of callable
+        Gets the functions of this module that the pickle has got for others; one for each load.
+    """
+
+    given: set[Callable[..., Any]]
+    memo: dict[int, Any]
+
+    def __init__(self, file: io.BytesIO, *, encoding: str = "bytes") -> None:
+        super().__init__(file, encoding=encoding)
+        self._program = file.getvalue()
+
+    def load(self) -> Any:
+        program, memo = self._program, self.memo
+        if program.startswith(b"c"):
+            return self._global(program)
+        target = memo.get(0)
+        if program == _REDUCE:
+            if type(target) is FunctionType and target in _FUNCTIONS:
+                return self._call(target, memo[1])
+        elif program == _BUILD:
+            if self._build(target, memo[1]):
+                return target
+        elif type(target) is deque and program in (_APPEND, _APPENDS):
+            if program == _APPEND:
+                target.append(memo[1])
+            return target
+        elif type(target) is defaultdict and program in (_SET_ITEM, _SET_ITEMS):
+            if program == _SET_ITEM:
+                target[memo[1]] = memo[2]
+            return target
+        return super().load()
+
+    def _global(self, program: bytes) -> Any:
+        try:
+            return super().load()
+        except pickle.UnpicklingError:
+            lines = program[1:-1].decode("utf-8").split("\n")
+            name = _full_name(*lines[:2])
+            if name in _TYPES:
+                return _TYPES[name]
+            if name not in _BY_NAME:
+                raise
+            self.given.add(_BY_NAME[name])
+            return _BY_NAME[name]
+
+    def _call(self, function: Callable[..., Any], arguments: Any) -> Any:
+        _require(type(arguments) is tuple, "a call")
+        try:
+            return function(*arguments)
+        except TypeError as error:  # of the number of arguments
+            raise pickle.UnpicklingError(str(error)) from None
+
+    def _build(self, target: Any, state: Any) -> bool:
+        """Set the state of an array or a dtype that torch may not build."""
+        numpy = _numpy()
+        if numpy is None or not isinstance(target, (numpy.ndarray, numpy.dtype)):
+            return False
+        if type(target) in user_allowed_globals().values():
+            return False
+        if isinstance(target, numpy.dtype):
+            _set_dtype_state(target, state)
+        else:
+            _require(type(target) is numpy.ndarray, "numpy.ndarray")
+            _set_array_state(target, state)
+        return True
+
+
+def _full_name(module: str, name: str) -> str:
+    """Return the name of a global as torch has it; files are written with those of Python 2."""
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        module, name = _compat_pickle.NAME_MAPPING[module, name]
+    else:
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+    return f"{module}.{name}"
+
+
+def refuse_functions(obj: Any, given: Set[Callable[..., Any]]) -> None:
+    """Refuse an object in which a function of this module is a value: the pickle named another one.
+
+    Parameters
+    ----------
+    obj : object
+        The object that was unpickled.
+    given : set of callable
+        The functions that its pickle has got.
+
+    Raises
+    ------
+    pickle.UnpicklingError
+        In torch's words for a global that is not allowed.
+    """
+    kinds = (Mapping, list, tuple, set, frozenset, deque)
+    for value in walk(obj, kinds, keys=True) if given else ():
+        if type(value) is FunctionType and value in given:
+            name = next(name for name, function in _BY_NAME.items() if function is value)
+            raise pickle.UnpicklingError(
+                f"Unsupported global: GLOBAL {name} was not an allowed global by default"
+            )

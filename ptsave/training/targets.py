@@ -1,0 +1,189 @@
+"""Loads a state dict into one target of a restore: a module, an optimizer, a dict, or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ptsave.state.copying import Copier
+from ptsave.state.mappings import check_mapping, load_mapping
+from ptsave.state.modules import IncompatibleKeys, check_module, load_module
+from ptsave.state.name_keyed import Named, bare_name, is_name_keyed, ways_of_naming
+from ptsave.state.optimizer_groups import UnmatchedParameters
+from ptsave.state.optimizers import Matching, check_optimizer, load_optimizer
+from ptsave.state.plain_copies import Mismatch
+from ptsave.state.renaming import Rename, Renaming
+
+__all__ = [
+    "KeyMapping",
+    "Match",
+    "TargetOptions",
+    "key_mappings",
+    "names_of_modules",
+    "names_of_parameters",
+]
+
+Match: TypeAlias = 'Literal["order", "name"] | None'
+# New names for a checkpoint's, of all modules and optimizers or by the name of the target.
+KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """How one target is restored.
+
+    Attributes
+    ----------
+    strict, assign, ignore_mismatched_sizes, match
+        As for :func:`ptsave.load_checkpoint`.
+    renaming : Renaming or None
+        New names for a module's or an optimizer's.
+    namings : sequence of sequences of (str, Tensor)
+        Ways of naming the parameters of optimizers beside their own names.
+    """
+
+    strict: bool = True
+    assign: bool = False
+    ignore_mismatched_sizes: bool = False
+    match: Match = None
+    renaming: Renaming | None = None
+    namings: Sequence[Named] = field(default_factory=list)
+
+    def check(self, target: Any, state: Any, copier: Copier) -> None:
+        """Raise the errors that `load` is certain to raise, changing nothing."""
+        if isinstance(target, nn.Module):
+            ignore = self.ignore_mismatched_sizes
+            state = self._renamed(state)
+            check_module(target, state, self.strict, copier, ignore_mismatched_sizes=ignore)
+        elif isinstance(target, Optimizer):
+            check_optimizer(target, state, copier, self._matching(state, []))
+        elif isinstance(target, Mapping):
+            check_mapping(target, state, self.strict)
+        else:
+            _check_type(target)
+
+    def load(self, target: Any, state: Any, copier: Copier) -> Any:
+        """Load a state dict into a target, in place; returns what the target's own way returns."""
+        if isinstance(target, nn.Module):
+            return load_module(
+                target,
+                self._renamed(state),
+                self.strict,
+                self.assign,
+                copier,
+                ignore_mismatched_sizes=self.ignore_mismatched_sizes,
+                check_first=True,
+            )
+        if isinstance(target, Optimizer):
+            return self._load_optimizer(target, state, copier)
+        if isinstance(target, Mapping):
+            return load_mapping(target, state, self.strict, copier)
+        _check_type(target)
+        copier.show({"": state})
+        return target.load_state_dict(state)
+
+    def goes_by_name(self, state: Any) -> bool:
+        """Whether an optimizer's parameters are matched by their names."""
+        return self.match == "name" or (self.match is None and is_name_keyed(state))
+
+    def _load_optimizer(self, target: Optimizer, state: Any, copier: Copier) -> Any:
+        mismatched: list[Mismatch] = []
+        result = load_optimizer(
+            target, state, copier, self._matching(state, mismatched), in_place=True
+        )
+        if isinstance(result, UnmatchedParameters):
+            return IncompatibleKeys(result.missing, result.unexpected, mismatched)
+        return IncompatibleKeys([], [], mismatched) if mismatched else result
+
+    def _matching(self, state: Any, mismatched: list[Mismatch]) -> Matching:
+        by_name = self.goes_by_name(state)
+        return Matching(
+            self.match,
+            namings=self.namings if by_name else None,
+            rename=self.renaming if by_name else None,
+            strict=self.strict,
+            mismatched=mismatched if self.ignore_mismatched_sizes else None,
+        )
+
+    def _renamed(self, state: Any) -> Any:
+        if self.renaming is None or not isinstance(state, Mapping):
+            return state
+        return self.renaming.of_state_dict(state)
+
+
+def _check_type(target: Any) -> None:
+    if isinstance(target, type) or not callable(getattr(target, "load_state_dict", None)):
+        name = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        raise TypeError(
+            f"cannot restore into {name}: expected a module, an optimizer, a dict or an object "
+            "with load_state_dict()"
+        )
+
+
+def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
+    """Return the ways of naming parameters that modules offer: each one's, and all together."""
+    all_named: list[list[Named]] = []
+    for module in modules:
+        named = [*module.named_parameters(remove_duplicate=False)]
+        bare = [(bare_name(module, name), param) for name, param in named]
+        all_named.append([named, bare])
+    found = [way for ways in all_named for way in ways]
+    if len(all_named) > 1:
+        found += [[pair for ways in all_named for pair in ways[i]] for i in range(2)]
+    return found
+
+
+def names_of_parameters(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Named]:
+    """Return the ways of naming parameters that somebody's names offer."""
+    return [] if named_parameters is None else [*ways_of_naming(named_parameters)]
+
+
+def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
+    """Return the new names for each module and optimizer among targets.
+
+    Parameters
+    ----------
+    key_mapping : callable or mapping, optional
+        For all of them, or a mapping of their names to one for each.
+
+    Raises
+    ------
+    TypeError
+        It is neither, or names another target.
+    """
+    named = {
+        name: target
+        for name, target in targets.items()
+        if isinstance(target, (nn.Module, Optimizer))
+    }
+    if key_mapping is None:
+        return {}
+    if not _is_by_target(key_mapping):
+        renaming = _renaming(key_mapping)
+        return dict.fromkeys(named, renaming)
+    by_target: Any = key_mapping
+    for name in by_target:
+        if name not in named:
+            raise TypeError(
+                f"key_mapping is of {name!r}, which is no module and no optimizer among the targets"
+            )
+    return {name: _renaming(rename) for name, rename in by_target.items()}
+
+
+def _is_by_target(key_mapping: Any) -> bool:
+    """Whether a mapping has mappings or functions for names, and not other names."""
+    if not isinstance(key_mapping, Mapping):
+        return False
+    return any(isinstance(value, Mapping) or callable(value) for value in key_mapping.values())
+
+
+def _renaming(rename: Any) -> Renaming:
+    if not (callable(rename) or isinstance(rename, Mapping)):
+        raise TypeError(
+            f"key_mapping must be a function or a mapping of names, not {type(rename).__name__}"
+        )
+    return Renaming(rename)

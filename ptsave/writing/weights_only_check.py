@@ -1,0 +1,120 @@
+"""Warns at save time of what ``weights_only=True`` will refuse to load.
+
+The pickle is run by the machine that would load it, with storages that have no bytes.  Only if it
+is refused is the object looked through, part by part, for the places to name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ptsave.archive.unpickling import refusal_of
+from ptsave.errors import CheckpointWarning
+from ptsave.support.user_warnings import warn_user
+from ptsave.tree.containers import is_container, walk_entries
+from ptsave.writing.pickling import pickle_object
+
+__all__ = ["warn_of_refusals"]
+
+_MAX_NAMED = 8
+_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # has an opcode that torch's machine does not know
+_ACCEPTED = (type(None), bool, float, str, torch.dtype, torch.device, torch.Size)
+_PLAIN_CONTAINERS = (dict, list, tuple, OrderedDict, Counter)
+
+
+class _Refused(NamedTuple):
+    """A part of an object that torch will refuse; `restores` says whether a restore will, too."""
+
+    name: str
+    kind: str
+    restores: bool
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.kind})" if self.name else f"the object itself ({self.kind})"
+
+
+def warn_of_refusals(
+    obj: object, pickle_module: Any, pickle_protocol: int, data: bytes | None = None
+) -> None:
+    """Warn if ``torch.load(weights_only=True)`` will refuse the file of an object.
+
+    Parameters
+    ----------
+    obj : object
+        The object to save.
+    pickle_module, pickle_protocol
+        As for :func:`ptsave.save`.
+    data : bytes, optional
+        Its pickle, if there is one already.
+
+    Warns
+    -----
+    CheckpointWarning
+        With the names and types of up to 8 parts that are refused.
+    """
+    if data is None:
+        data, _ = pickle_object(obj, pickle_module, pickle_protocol)
+    reason = refusal_of(data)
+    if reason is None:
+        return
+    found: list[_Refused] = []
+    for refused in _refused_parts(obj, pickle_module, pickle_protocol):
+        if len(found) == _MAX_NAMED:
+            named = ", ".join(map(str, found)) + " and more"
+            break
+        found.append(refused)
+    else:
+        named = ", ".join(map(str, found)) or f"a key or an attribute ({_first_sentence(reason)})"
+    message = f"torch.load() with weights_only=True will refuse this checkpoint because of {named}"
+    restored = [each for each in found if each.restores]
+    if restored:
+        which = "these" if len(restored) == len(found) else ", ".join(map(str, restored))
+        message += f"; ptsave.load_checkpoint() and ptsave.load_into() accept {which}"
+    advice = "Save numbers, text and plain containers in its place, or load with weights_only=False"
+    warn_user(f"{message}. {advice}", CheckpointWarning)
+
+
+def _refused_parts(obj: object, pickle_module: Any, pickle_protocol: int) -> Iterator[_Refused]:
+    """Yield the refused parts, in order; nothing in a container that is refused itself."""
+    inside: str | None = None
+    for name, value in _odd_parts(obj):
+        if inside is not None and name.startswith(inside):
+            continue
+        try:
+            data, _ = pickle_object(value, pickle_module, pickle_protocol)
+        except Exception:
+            continue
+        if refusal_of(data) is not None:
+            kind = type(value)
+            inside = f"{name}." if name else ""
+            restores = refusal_of(data, allows_values=True) is None
+            yield _Refused(name, f"{kind.__module__}.{kind.__qualname__}", restores)
+
+
+def _odd_parts(obj: object) -> Iterator[tuple[str, Any]]:
+    """Yield the parts that are none of the usual types, with their names."""
+    if _is_odd(obj):
+        yield "", obj
+    if is_container(obj):
+        for _, prefix, key, value, _, again in walk_entries(obj):
+            if again is None and _is_odd(value):
+                yield f"{prefix}{key}", value
+
+
+def _is_odd(value: Any) -> bool:
+    kind = type(value)
+    if kind in (Tensor, Parameter):
+        return bool(value.__dict__)
+    if kind is int:
+        return bool(abs(value) >= _SMALLEST_ODD_INT)
+    return kind not in _ACCEPTED and kind not in _PLAIN_CONTAINERS
+
+
+def _first_sentence(reason: str) -> str:
+    return reason.partition(". ")[0]
