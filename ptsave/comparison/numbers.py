@@ -1,6 +1,9 @@
 """Differences of two equally long rows of numbers, whatever their dtypes: pure arithmetic.
 
-Differences of whole numbers are exact; all others are computed in float64.
+Differences of whole numbers are exact; all others are computed in float64.  Beside the loop of the
+engine (`measures.difference_of_rows`), which may merge a multiplication with an addition, this is
+torch's own arithmetic, because the counts of `compare` are to be those of
+``torch.testing.assert_close`` to the last bit; a test holds both against each other.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ptsave.errors import CheckpointWarning
 from ptsave.models.assigning import Assignment
 from ptsave.models.filling import Filling, items_of
 from ptsave.models.lazy_buffers import LazyBuffers
-from ptsave.models.module_code import LoadOptions, ModuleLoad, extra_state_in, runs_code
+from ptsave.models.module_code import ModuleLoad, ModuleLoadOptions, extra_state_in, runs_code
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.shards import ShardReader, open_shards
 from ptsave.models.unpacking import note_parts
@@ -194,7 +194,9 @@ def load_model(
         plan = WeightPlan(
             tensors_of_model, packed, shards, entries, renaming, ignore_mismatched_sizes
         )
-        options = LoadOptions(strict, ignore_mismatched_sizes, assign, device, dtype, progress)
+        options = ModuleLoadOptions(
+            strict, ignore_mismatched_sizes, assign, device, dtype, progress
+        )
         if runs_code(model, plan):
             _fill_by_code(model, plan, options)
         else:
@@ -204,7 +206,7 @@ def load_model(
 
 
 def _fill_by_names(
-    model: nn.Module, plan: WeightPlan, lazy_buffers: LazyBuffers, options: LoadOptions
+    model: nn.Module, plan: WeightPlan, lazy_buffers: LazyBuffers, options: ModuleLoadOptions
 ) -> None:
     """Fill a model that has nothing to do with its loading but tensors."""
     plan.report.unexpected_keys.extend(extra_state_in(plan))
@@ -233,7 +235,7 @@ def _fill_by_names(
         assignment.put()
 
 
-def _fill_by_code(model: nn.Module, plan: WeightPlan, options: LoadOptions) -> None:
+def _fill_by_code(model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions) -> None:
     """Fill a model in whose loading code of its modules takes part, as lazy buffers' does."""
     load = ModuleLoad(model, plan, options)
     tied_names = plan.tied_names()
@@ -265,7 +267,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _move(
-    model: nn.Module, plan: WeightPlan, options: LoadOptions, assigned: Collection[str]
+    model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions, assigned: Collection[str]
 ) -> list[str]:
     """Move the model to the device; tensors on the meta device that are filled need one.
 

@@ -37,7 +37,7 @@ __all__ = ["ModuleLoad", "runs_code"]
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class ModuleLoadOptions:
     """Options of `load_model`."""
 
     strict: bool
@@ -73,7 +73,7 @@ class ModuleLoad:
         The plan by names.  What a ``weight_loader`` puts in its place, parts of packed parameters,
         parts of DTensors and buffers that state dicts leave out stay in it; everything else, also
         what it does not know, is in the state dict.
-    options : LoadOptions
+    options : ModuleLoadOptions
         How to load it.
 
     Attributes
@@ -82,7 +82,7 @@ class ModuleLoad:
         The names in the state dict.
     """
 
-    def __init__(self, model: nn.Module, plan: WeightPlan, options: LoadOptions) -> None:
+    def __init__(self, model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions) -> None:
         self._model = model
         self._plan = plan
         self._options = options

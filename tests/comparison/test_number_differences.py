@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ptsave.comparison.measures import difference_of_rows
 from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference
 
 INTEGERS = {
@@ -103,6 +104,36 @@ def test_parts_add_up(data: st.DataObject) -> None:
     parts = number_difference(a[:cut], b[:cut], tolerance)
     parts += number_difference(a[cut:], b[cut:], tolerance)
     assert parts == number_difference(a, b, tolerance)
+
+
+@given(st.data(), st.sampled_from([0.0, 1e-3, 0.5]), st.sampled_from([0.0, 1e-6, 3.0]))
+def test_the_loop_of_the_engine_finds_the_same(
+    data: st.DataObject, rtol: float, atol: float
+) -> None:
+    """But for numbers as far apart as the tolerance allows, to the last bit."""
+    n = data.draw(st.integers(1, 8))
+    dtypes = [data.draw(st.sampled_from([*FLOATS, *INTEGERS])) for _ in "ab"]
+    a, b = (
+        floats_of(data, n).to(dtype)
+        if dtype in FLOATS
+        else torch.tensor([data.draw(integers_of(dtype)) for _ in range(n)], dtype=dtype)
+        for dtype in dtypes
+    )
+    ours = number_difference(a, b, Tolerance(rtol, atol))
+    engine = difference_of_rows(a, b, Tolerance(rtol, atol))
+    assert engine is not None
+    assert (engine.numel, engine.n_different) == (ours.numel, ours.n_different)
+    assert (engine.n_nan_only_a, engine.n_nan_only_b) == (ours.n_nan_a, ours.n_nan_b)
+    if isinstance(ours.max_abs, int) and ours.max_abs < 1 << 64:
+        assert engine.max_abs == ours.max_abs
+    else:
+        assert engine.max_abs == pytest.approx(ours.max_abs)
+    assert engine.max_rel == pytest.approx(ours.max_rel)
+    nearly = [
+        number_difference(a, b, Tolerance(rtol * factor, atol * factor)).n_outside
+        for factor in (1 - 1e-12, 1 + 1e-12)
+    ]
+    assert nearly[1] <= engine.n_outside <= nearly[0]
 
 
 def test_more_than_a_block() -> None:
