@@ -176,6 +176,7 @@ setup(
         "accelerate": ["accelerate>=1.1", "safetensors>=0.4"],
         "deepspeed": ["deepspeed>=0.18"],
         "ignite": ["pytorch-ignite>=0.5"],
+        "torch-checkpointing": ["torch_checkpointing>=0.1.1", "safetensors>=0.4"],
         "transformers": ["transformers>=5", "accelerate>=1.1", "safetensors>=0.4"],
     },
     ext_modules=[Extension("ptsave._C", sources=[])],
