@@ -24,6 +24,13 @@ from ptsave import serialization
 from ptsave.writing import targets as writing
 
 ROOT = str(Path(ptsave.__file__).parents[1])
+
+
+def label(value: Any) -> str:
+    """Return the same name in every process, which addresses would not be."""
+    return type(value).__name__ if callable(value) or hasattr(value, "__next__") else str(value)
+
+
 OPTIONS = ["fsync", "atomic", "progress", "weights_only_check"]
 DEFAULT_TO_THE_CHECKPOINTERS = ("fsync", "weights_only_check")
 # Of other functions, which were entries of the file.
@@ -92,7 +99,7 @@ def test_objects_called_as_an_option_are_refused(
 
 
 @pytest.mark.parametrize("save", SAVERS)
-@pytest.mark.parametrize(("name", "value"), OTHER_VALUES, ids=str)
+@pytest.mark.parametrize(("name", "value"), OTHER_VALUES, ids=label)
 def test_options_of_others_are_no_entries(
     tmp_path: Path, save: Saver, name: str, value: Any
 ) -> None:
@@ -123,7 +130,7 @@ OWN_OF_LOADING |= {"ignore_mismatched_sizes", "match", "key_mapping"}
         ("weights_only_check", True),
         *(pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING),
     ],
-    ids=str,
+    ids=label,
 )
 def test_load_checkpoint_takes_no_options_of_others(tmp_path: Path, name: str, value: Any) -> None:
     model = nn.Linear(2, 2)
@@ -135,7 +142,7 @@ def test_load_checkpoint_takes_no_options_of_others(tmp_path: Path, name: str, v
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING], ids=str
+    ("name", "value"), [pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING], ids=label
 )
 def test_restore_takes_no_options_of_others(tmp_path: Path, name: str, value: Any) -> None:
     checkpointer = ptsave.AsyncCheckpointer(tmp_path)
