@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import pickle
 import random
 import struct
@@ -11,6 +12,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from decimal import Decimal
+from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +112,8 @@ _WRITTEN: dict[str, Any] = {
         "tuples": [(), (1,), (1, (2, (3, 4, 5))), (1, 2, 3, 4), ([],)],
         "set": {1, 2, "x", (1, 2)},
         "empty set": set(),
+        "values": [slice(1, 2), range(3), frozenset({1}), Decimal("0.5"), PurePosixPath("a/b")],
+        "times": [datetime.date(2026, 1, 2), datetime.timedelta(1), datetime.timezone.utc],
         "torch": [torch.float32, torch.Size([2, 3]), torch.device("cuda", 1), torch.device("cpu")],
         (1, "key"): {None: 1, 1.5: 2, torch.float16: 3},
     },
@@ -160,7 +165,7 @@ def _with_attribute() -> torch.Tensor:
         {np.float64(1): 1},
         {np.float64(1)},
         collections.defaultdict(list),
-        slice(1, 2),
+        slice(torch.ones(1), 2),
         print,
     ],
     ids=lambda obj: type(obj).__name__,
