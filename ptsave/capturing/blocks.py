@@ -178,8 +178,7 @@ class Blocks:
             host = torch.empty_like(whole, device="cpu", pin_memory=True, requires_grad=False)
             host.copy_(whole, non_blocking=True)
             # Nobody else has the event, which is destroyed on its device, too.
-            event = _event_of_now(tensor.device)
-            staged = Staged(host.expand(tensor.shape), event, name)
+            staged = Staged(host.expand(tensor.shape), _event_of_now(tensor.device), name)
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
