@@ -160,7 +160,7 @@ fuzz-unpickler: build
 fuzz-unpickler-asan: $(SETUP_STAMP)  ## fuzz the unpickler under ASan and UBSan
 	rm -rf build/asan-python && mkdir -p build/asan-python
 	cp -r ptsave csrc setup.py pyproject.toml CMakeLists.txt README.md build/asan-python/
-	rm -f build/asan-python/ptsave/_C*.so
+	rm -f build/asan-python/ptsave/_C*.so build/asan-python/ptsave/_core*.so
 	cd build/asan-python && PTSAVE_CMAKE_ARGS=-DPTSAVE_SANITIZE=address,undefined \
 	  $(abspath $(RUN)) setup.py --quiet build_ext --inplace
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
@@ -195,4 +195,4 @@ format: $(SETUP_STAMP)  ## let ruff and clang-format rewrite what they can
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:  ## remove what was built, keep .venv
-	rm -rf build dist *.egg-info ptsave/_torch_build.py ptsave/_C*.so $(INSTALL_STAMP)
+	rm -rf build dist *.egg-info ptsave/_torch_build.py ptsave/_C*.so ptsave/_core*.so $(INSTALL_STAMP)

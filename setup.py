@@ -116,16 +116,17 @@ def run_cmake(build_dir: Path, option: str, target: str) -> None:
 
 
 class CMakeBuildExt(build_ext):
-    """Build ``ptsave._C`` with CMake and record the torch that it was built against."""
+    """Build the modules with CMake and record the torch that ``ptsave._C`` was built against."""
 
     def build_extension(self, ext: Extension) -> None:
         import torch
 
         build_dir = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
-        run_cmake(build_dir, "PTSAVE_BUILD_PYTHON", "_C")
+        name = ext.name.rpartition(".")[2]
+        run_cmake(build_dir, "PTSAVE_BUILD_PYTHON", name)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        built = build_dir / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+        built = build_dir / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
         self.copy_file(str(built), str(target))
         self.write_torch_build(target.parent, torch.__version__)
 
@@ -179,7 +180,7 @@ setup(
         "torch-checkpointing": ["torch_checkpointing>=0.1.1", "safetensors>=0.4"],
         "transformers": ["transformers>=5", "accelerate>=1.1", "safetensors>=0.4"],
     },
-    ext_modules=[Extension("ptsave._C", sources=[])],
+    ext_modules=[Extension("ptsave._C", sources=[]), Extension("ptsave._core", sources=[])],
     cmdclass={
         "build_ext": CMakeBuildExt,
         "build_fake_accelerator": BuildFakeAccelerator,

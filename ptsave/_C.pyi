@@ -353,9 +353,6 @@ def finish_releases() -> None: ...
 # Removes the temporary files that killed writers of `path` have left.
 def remove_leftovers(path: bytes) -> None: ...
 
-# The name of the file that a temporary file was to replace; b"" for any other directory entry.
-def target_of_temporary(entry: bytes) -> bytes: ...
-
 @final
 class Record:
     @property

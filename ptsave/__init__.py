@@ -1,54 +1,19 @@
-"""torch.save and torch.load at the speed of the hardware: the same files, byte for byte."""
+"""torch.save and torch.load at the speed of the hardware: the same files, byte for byte.
 
-from ptsave.support import torch_version as _torch_version  # first: it may refuse the torch
+Importing this package imports nothing else, so that what needs no torch does not wait for it: the
+command line shows help and lists files in a tenth of the time.  The first use of a public name
+imports all of `ptsave.public`, and torch with it.  If torch is there already, that is done at once.
+"""
 
-# isort: split
-from ptsave import distributed as distributed
-from ptsave.appending.archive_writer import ArchiveWriter
-from ptsave.background.async_save import async_save, release_staging_memory
-from ptsave.background.save_future import SaveFuture
-from ptsave.capturing.capture import Capture, capture
-from ptsave.comparison.captures import (
-    CaptureComparison,
-    CapturedDifference,
-    compare_captures,
-)
-from ptsave.comparison.compare import Comparison, compare
-from ptsave.contents.archive import Archive, open  # noqa: A004 - named as Python's
-from ptsave.contents.tensor_info import TensorInfo
-from ptsave.conversion.compacting import Compaction, compact
-from ptsave.conversion.converting import Conversion, convert
-from ptsave.errors import (
-    CheckpointWarning,
-    CorruptCheckpointError,
-    EntryNotFoundError,
-    NotCheckpointError,
-    SaveError,
-    StagingFullError,
-    UnsupportedSourceError,
-    UnsupportedUrlError,
-)
-from ptsave.installation import install, installed, uninstall
-from ptsave.models.default_loader import default_weight_loader
-from ptsave.models.iterating import iter_weights
-from ptsave.models.load_model import load_model
-from ptsave.models.save_model import save_model
-from ptsave.models.weight_plan import LoadedWeights
-from ptsave.models.weight_slices import WeightSlice
-from ptsave.serialization import load, save
-from ptsave.state.lazy_buffers import register_lazy_buffer
-from ptsave.state.modules import IncompatibleKeys, load_state_dict
-from ptsave.state.optimizer_groups import UnmatchedParameters
-from ptsave.state.optimizers import load_optimizer_state_dict
-from ptsave.state.prefixes import add_prefix, strip_prefix
-from ptsave.state.unsaved import unsaved_tensors
-from ptsave.training.checkpoint import load_checkpoint, load_into, save_checkpoint
-from ptsave.training.checkpointer import AsyncCheckpointer
-from ptsave.training.restored import RestoredEntries
-from ptsave.tree.capture_schema import CapturedCall, CapturedValue
-from ptsave.tree.captured_summary import CaptureSummary
+import sys as _sys
+import typing as _typing
+from importlib import import_module as _import_module
 
-__version__: str = _torch_version.VERSION
+from ptsave.support.version import VERSION as __version__  # refuses a copy that is not built
+
+if _typing.TYPE_CHECKING:
+    from ptsave import distributed as distributed
+    from ptsave.public import *
 
 __all__ = [
     "Archive",
@@ -106,3 +71,31 @@ __all__ = [
     "uninstall",
     "unsaved_tensors",
 ]
+
+
+if not _typing.TYPE_CHECKING:  # or every name would be one for type checkers
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name == "_C":  # linked with the libraries of torch, which has to be the right one
+            _import_module("ptsave.support.torch_version")
+            return _import_module("ptsave._C")
+        if name.startswith("_"):
+            raise AttributeError(f"module 'ptsave' has no attribute {name!r}", name=name)
+        if name in __all__:
+            public = _import_module("ptsave.public")
+            globals().update((each, getattr(public, each)) for each in public.__all__)
+            return globals()[name]
+        try:
+            return _import_module(f"ptsave.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"ptsave.{name}":
+                raise
+            raise AttributeError(f"module 'ptsave' has no attribute {name!r}", name=name) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not _typing.TYPE_CHECKING and "torch" in _sys.modules:
+    __getattr__("load")  # nobody waits for it: all is there at once, or this torch is refused

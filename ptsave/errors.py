@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 __all__ = [
+    "MINIZ_ADVICE",
     "CheckpointWarning",
     "CorruptCheckpointError",
     "EntryNotFoundError",
@@ -19,6 +20,14 @@ __all__ = [
     "UnsupportedSourceError",
     "UnsupportedUrlError",
 ]
+
+
+# torch's advice when miniz fails; people search for it.
+MINIZ_ADVICE = (
+    ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
+    "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
+    "properly, was transferred incorrectly, or the file was modified after saving."
+)
 
 
 class CorruptCheckpointError(RuntimeError):

@@ -6,13 +6,10 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
-#include <string>
+
+#include "bindings/errors.h"
 
 namespace ptsave {
-
-// Bytes of a hostile file are kept: not valid UTF-8 becomes surrogates, and back.
-pybind11::str decode(const std::string& text);
-std::string encode(const pybind11::str& text);
 
 // Of a torch.device; TypeError for anything else.
 c10::Device unpack_device(const pybind11::handle& device);
@@ -21,7 +18,6 @@ c10::Device unpack_device(const pybind11::handle& device);
 // anything else.
 const at::Tensor& unpack_bytes_of(const pybind11::handle& tensor);
 
-void register_errors(pybind11::module_& module);
 void bind_writing(pybind11::module_& module);
 void bind_reading(pybind11::module_& module);
 void bind_listing(pybind11::module_& module);

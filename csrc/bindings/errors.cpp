@@ -3,7 +3,7 @@
 #include <exception>
 #include <string>
 
-#include "bindings/bindings.h"
+#include "bindings/errors.h"
 #include "core/base/error.h"
 #include "core/read/reader.h"
 #include "pickle/common/object.h"
@@ -48,12 +48,14 @@ void set_format_error(const py::object& type, const FormatError& error) {
 }  // namespace
 
 void register_errors(py::module_& module) {
+  const std::string name = py::cast<std::string>(module.attr("__name__")) + ".FormatError";
   static PyObject* format_error = PyErr_NewExceptionWithDoc(
-      "ptsave._C.FormatError", "(reason, detail, record, offset) of what is wrong with an archive.",
+      name.c_str(), "(reason, detail, record, offset) of what is wrong with an archive.",
       PyExc_RuntimeError, nullptr);
   module.attr("FormatError") = py::reinterpret_borrow<py::object>(format_error);
-  py::register_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
-  py::register_exception_translator([](std::exception_ptr pointer) {
+  // Local ones: each module that pybind11 has made would be asked about the others' exceptions.
+  py::register_local_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const IoError& error) {

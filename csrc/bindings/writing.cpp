@@ -185,10 +185,6 @@ void bind_writing(py::module_& module) {
       "remove_leftovers",
       [](const std::string& path) { without_gil([&] { remove_leftovers(path); }); },
       py::arg("path"));
-  module.def(
-      "target_of_temporary",
-      [](const std::string& entry) { return py::bytes(target_of_temporary(entry)); },
-      py::arg("entry"));
 }
 
 }  // namespace ptsave

@@ -5,16 +5,9 @@ from __future__ import annotations
 from typing import NoReturn
 
 from ptsave import _C
-from ptsave.errors import CorruptCheckpointError, CorruptPickleError
+from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptPickleError
 
-__all__ = ["MINIZ_ADVICE", "bare_message", "corrupt", "raise_corrupt"]
-
-# torch's advice when miniz fails; people search for it.
-MINIZ_ADVICE = (
-    ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
-    "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
-    "properly, was transferred incorrectly, or the file was modified after saving."
-)
+__all__ = ["bare_message", "corrupt", "raise_corrupt"]
 
 
 def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:

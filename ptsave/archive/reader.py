@@ -12,8 +12,8 @@ import torch
 from torch.serialization import LoadEndianness
 
 from ptsave import _C
-from ptsave.archive.format_errors import MINIZ_ADVICE, raise_corrupt
-from ptsave.errors import CorruptCheckpointError
+from ptsave.archive.format_errors import raise_corrupt
+from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError
 from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET

@@ -6,19 +6,17 @@ import json
 import re
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ptsave.bench.disk import Measurement, Plan, measure_disk, plan_disk
-from ptsave.bench.plot import plot_speeds, require_matplotlib
-from ptsave.bench.report import SPEED_HEADER, aligned, speed_rows, table
-from ptsave.bench.rounds import LIMIT, STOCK
-from ptsave.bench.system import describe_machine
 from ptsave.cli.command import Command, note, shows_progress
 from ptsave.cli.completing import FILE
 from ptsave.sources.urls import refuse_url_target
 from ptsave.support.text import size_text
+
+if TYPE_CHECKING:
+    from ptsave.bench.disk import Measurement, Plan
 
 __all__ = ["command"]
 
@@ -71,6 +69,10 @@ def command(
     fresh process, and a load ends when every page has been touched.  s and GB/s are medians;
     ratios are medians of the ratios within a round.  Files are removed afterwards.
     """
+    from ptsave.bench.disk import measure_disk, plan_disk
+    from ptsave.bench.plot import plot_speeds
+    from ptsave.bench.report import SPEED_HEADER, aligned, speed_rows, table
+
     if plot is not None:
         _require_plot(plot)
     plan = plan_disk(directory, size, rounds)
@@ -101,6 +103,8 @@ def command(
 
 def _require_plot(path: str) -> None:
     """Raise now the errors of plotting, which would otherwise come after minutes of measuring."""
+    from ptsave.bench.plot import require_matplotlib
+
     refuse_url_target(path)
     figure = require_matplotlib()()
     formats = figure.canvas.get_supported_filetypes()
@@ -115,11 +119,15 @@ def _require_plot(path: str) -> None:
 
 
 def _machine(plan: Plan) -> str:
+    from ptsave.bench.system import describe_machine
+
     command = ["ptsave", "bench", "--size", f"{plan.nbytes >> 20}MiB"]
     return describe_machine(plan.directory, [*command, "--rounds", str(plan.rounds)])
 
 
 def _as_json(plan: Plan, found: Measurement) -> dict[str, Any]:
+    from ptsave.bench.rounds import LIMIT, STOCK
+
     workloads: dict[str, Any] = {}
     for name, results in found.results.items():
         workloads[name] = {

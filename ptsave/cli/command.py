@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from typing import Any
 
 import click
 
-from ptsave.archive.format_errors import MINIZ_ADVICE
-from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
+from ptsave.cli.interrupts import INTERRUPTED, raise_when_interrupted
+from ptsave.errors import MINIZ_ADVICE, CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.sources.urls import is_url
 from ptsave.support.text import printable
 
@@ -36,7 +35,6 @@ __all__ = [
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
 NEGATIVE = 1
 FAILED = 2
-_INTERRUPTED = 130
 _PIPE_CLOSED = 141  # as of programs that SIGPIPE ends
 
 _MAX_LENGTH = 700
@@ -80,6 +78,7 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}{line.strip()}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
+        raise_when_interrupted()
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _remark_of(ctx)
@@ -94,7 +93,7 @@ class Command(click.Command):
             ctx.exit(_PIPE_CLOSED)
         except KeyboardInterrupt:
             _say("interrupted")
-            ctx.exit(_INTERRUPTED)
+            ctx.exit(INTERRUPTED)
         except Exception as error:
             report_error(ctx, error)
             _discard_unwritable()
@@ -182,6 +181,8 @@ def _short_refusal(message: str, path: str) -> str:
 def report_error(ctx: click.Context, error: Exception) -> None:
     """Print an error in one line; ``--debug`` prints the traceback."""
     if ctx.ensure_object(Settings).debug:
+        import traceback
+
         traceback.print_exception(error)
     else:
         _say(one_line(error))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 import click
+from click.shell_completion import CompletionItem
 
 import ptsave
 
 __all__ = ["commands"]
 
-# A command, and the module of this package that has it.
-_MODULES: dict[str, str] = {
-    "ls": "ls",
-    "verify": "verify",
-    "globals": "globals",
-    "extract": "extract",
-    "convert": "convert",
-    "compact": "compact",
-    "diff": "diff",
-    "run": "run",
-    "bench": "bench",
-    "completion": "completion",
+# A command, and what it is for: so help and completion import none of the modules that have them.
+_COMMANDS = {
+    "ls": "What a file holds.",
+    "verify": "Whether files are whole.",
+    "globals": "What code a file needs.",
+    "extract": "Parts of a file as a new one.",
+    "convert": "A file in another format.",
+    "compact": "A file without unused bytes.",
+    "diff": "In what two checkpoints differ.",
+    "run": "A program under ptsave.",
+    "bench": "How fast your disk is, beside torch.",
+    "completion": "A script for your shell.",
 }
 
 
@@ -29,15 +31,41 @@ class _Commands(click.Group):
     """A group whose commands are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_MODULES]
+        return [*_COMMANDS]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _MODULES:
+        if name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"ptsave.cli.{_MODULES[name]}")
-        command = module.command
+        command = importlib.import_module(f"ptsave.cli.{name}").command
         assert isinstance(command, click.Command)
+        # Python looks for garbage among all objects, while it imports more and at exit: not among
+        # those of modules, of which torch has many.
+        gc.freeze()
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            import difflib
+
+            similar = difflib.get_close_matches(name, _COMMANDS, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+            ctx.fail(f"No such command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*_COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=purpose)
+            for name, purpose in _COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
-from ptsave.contents.checkpoint_files import find_files
-from ptsave.inspection.listing import FileListing, list_files
-from ptsave.tree.capture_schema import HEADER, is_capture
+if TYPE_CHECKING:
+    from ptsave.inspection.listing import FileListing
 
 __all__ = ["FILE", "complete_names"]
 
@@ -34,6 +34,9 @@ def complete_names(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the names of entries of the command's file that begin so."""
+    from ptsave.contents.checkpoint_files import find_files
+    from ptsave.inspection.listing import list_files
+
     found: dict[str, None] = {}
     try:
         files = find_files(ctx.params["file"], ctx.params.get("storage_options"))
@@ -47,6 +50,8 @@ def complete_names(
 
 
 def _names_in(listing: FileListing, of_modules: bool) -> Iterable[str]:
+    from ptsave.tree.capture_schema import HEADER, is_capture
+
     if of_modules and is_capture(listing.tree.obj):
         return listing.tree.obj[HEADER].get("modules", {})  # type: ignore[no-any-return]
     return (node.name for node in listing.tree.nodes)

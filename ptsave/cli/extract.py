@@ -11,7 +11,6 @@ from ptsave.cli.command import Command, note, with_recovery
 from ptsave.cli.completing import FILE, complete_names
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.errors import CorruptCheckpointError
-from ptsave.inspection.extraction import default_output, read_entries, write_entries
 from ptsave.support.text import printable
 
 __all__ = ["command"]
@@ -72,6 +71,8 @@ def command(
     model, or other values. One is written as it is, several as a dict. Nothing else is read. A name
     that may mean several entries is written as Python's tuple: "('a.b', 0)".
     """
+    from ptsave.inspection.extraction import default_output, read_entries, write_entries
+
     if output is None and len(names) > 1:
         raise click.UsageError("Several entries need a name for the file: -o OUT")
     target = default_output(names[0]) if output is None else output

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ptsave.contents.tensor_info import Facts
 from ptsave.inspection.listing import FileListing, Totals
 from ptsave.support.text import (
     count_text,
@@ -19,9 +17,11 @@ from ptsave.support.text import (
     shape_text,
     size_text,
 )
-from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.captured_run import CapturedRecords
 from ptsave.tree.tree import EntryTree, Node, is_plain
+
+if TYPE_CHECKING:
+    from ptsave.contents.tensor_info import Facts
 
 __all__ = ["lines_by_size", "totals_lines", "tree_lines"]
 
@@ -167,7 +167,7 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def type_text(value: Any) -> str:
     """Return the name of a type, and how many there are in a container."""
     name = type(value).__name__
-    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+    if _is_storage(value):
         return name
     return f"{name} of {len(value)}" if isinstance(value, (Mapping, list, tuple, set)) else name
 
@@ -178,12 +178,8 @@ def value_text(value: Any) -> str:
     >>> value_text([*range(1000)]), value_text((0.9, 0.999)), value_text("text")
     ('[0, 1, 2, ..., 997, 998, 999]', '(0.9, 0.999)', "'text'")
     """
-    if isinstance(value, torch.TypedStorage):
-        value = untyped_of(value)  # asking itself would warn
-    if isinstance(value, torch.UntypedStorage):
-        return size_text(value.nbytes())
-    if isinstance(value, (torch.dtype, torch.device)):
-        return str(value)
+    if "torch" in sys.modules and (text := _text_of_torchs(value)) is not None:
+        return text
     if isinstance(value, CapturedRecords):
         return str(value)
     if not is_plain(value):
@@ -197,6 +193,24 @@ def value_text(value: Any) -> str:
     shown = [*value[:_N_SHOWN], "...", *value[-_N_SHOWN:]] if len(value) > 6 else value
     parts = ["..." if part == "..." else _cut(repr(part)) for part in shown]
     return printable(f"{begin}{', '.join(parts)}{end}")
+
+
+def _is_storage(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
+
+
+def _text_of_torchs(value: Any) -> str | None:
+    """Return a short form of a value of torch's types; None for another."""
+    import torch
+
+    from ptsave.support.torch_tensors import untyped_of
+
+    if isinstance(value, torch.TypedStorage):
+        value = untyped_of(value)  # asking itself would warn
+    if isinstance(value, torch.UntypedStorage):
+        return size_text(value.nbytes())
+    return str(value) if isinstance(value, (torch.dtype, torch.device)) else None
 
 
 def _has_length(value: Any) -> bool:

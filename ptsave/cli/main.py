@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import sys
+
+from ptsave.cli.interrupts import exit_when_interrupted
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line."""
-    # Python looks for garbage among all objects, while it imports more and at exit: not among those
-    # that torch has made.
-    gc.freeze()
+    exit_when_interrupted()
+    import io
+
     from ptsave.cli.command import exits_if_unwritable
     from ptsave.cli.commands import commands
 

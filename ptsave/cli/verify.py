@@ -22,7 +22,8 @@ from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.shard_files import ShardFiles
-from ptsave.inspection.verification import Problem, Verification, compare_with_index, verify_file
+from ptsave.inspection.findings import Problem, Verification, compare_with_index
+from ptsave.inspection.whole_files import whole_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
 from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
@@ -104,12 +105,7 @@ def _verify_all(  # noqa: PLR0917
         shards = []
         for path, nbytes in zip(files.paths, file_sizes, strict=True):
             try:
-                found = verify_file(
-                    path,
-                    progress_from(progress, done),
-                    recover=recover,
-                    storage_options=files.storage_options,
-                )
+                found = _verify(path, files, recover, progress_from(progress, done))
             except Exception as error:
                 codes.append(FAILED)
                 report_error(ctx, error)
@@ -125,6 +121,18 @@ def _verify_all(  # noqa: PLR0917
     if rest := _rest_of(checkpoints):
         click.echo(f"{printable(checkpoints.path)}: not looked at: {_some(rest, list_all)}")
     return max(codes)
+
+
+def _verify(
+    path: str, files: ShardFiles, recover: bool, progress: ProgressCallback | None
+) -> Verification:
+    """Verify one file: without torch, which takes a second to import, if it is plain and whole."""
+    found = None if recover else whole_file(path, progress)
+    if found is not None:
+        return found
+    from ptsave.inspection.verification import verify_file
+
+    return verify_file(path, progress, recover=recover, storage_options=files.storage_options)
 
 
 def _rest_of(files: CheckpointFiles) -> list[str]:

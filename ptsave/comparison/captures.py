@@ -18,9 +18,9 @@ from ptsave.comparison.measures import TensorDifference, difference_of_rows
 from ptsave.comparison.tensors import cannot_compare, compare_tensors, dense_values
 from ptsave.comparison.tolerances import Tolerances
 from ptsave.contents.opening import open_contents
-from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.sources.local import position_kept
 from ptsave.support import config
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.text import count_text
 from ptsave.support.thread_pool import ThreadPool

@@ -16,8 +16,8 @@ from ptsave.comparison.sides import ComparedCheckpoint, flat
 from ptsave.comparison.tensors import NumberMeasure, are_empty, compare_tensors
 from ptsave.comparison.tolerances import checked_tolerance
 from ptsave.contents.opening import open_contents
-from ptsave.contents.tensor_info import pausing_garbage_collection
 from ptsave.sources.local import position_kept
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
 from ptsave.tree.capture_schema import is_capture
 from ptsave.tree.containers import is_container, walk

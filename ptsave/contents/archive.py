@@ -18,8 +18,9 @@ from torch import Tensor
 from ptsave.archive.recovery import recovered
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
-from ptsave.contents.tensor_info import TensorInfo, list_tensors, pausing_garbage_collection
+from ptsave.contents.tensor_info import TensorInfo, list_tensors
 from ptsave.sources.local import describe
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.capture_schema import CapturedCall, CapturedValue
 from ptsave.tree.captured_run import CapturedRun
 from ptsave.tree.captured_summary import CaptureSummary, summary_of

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ptsave import _C
+from ptsave import _core
 from ptsave.contents.shard_files import (
     INDEX_SUFFIX,
     ShardFiles,
@@ -29,7 +29,7 @@ from ptsave.sources.kinds import (
 from ptsave.sources.local import describe
 from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.tree.flat import some_of
+from ptsave.support.text import some_of
 
 __all__ = ["CheckpointFiles", "checkpoint_files", "find_files"]
 
@@ -268,7 +268,7 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
         If it is a directory.
     """
     is_promising = bool(_PROMISING.fullmatch(name) or _PROMISING_BIN.fullmatch(name))
-    if _C.target_of_temporary(os.fsencode(name)):
+    if _core.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
     if not folder.exists(path):
         return _Else("it is a link that leads nowhere", is_promising)

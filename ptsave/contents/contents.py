@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pickle import UnpicklingError
 from typing import Any, Protocol, TypeAlias
@@ -19,6 +19,7 @@ from ptsave.archive.spans import ArchiveSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
 from ptsave.archive.weights_only import raise_with_advice
+from ptsave.contents.metadata import metadata_of
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import RangeSource
 from ptsave.state.plain_copies import shares_bytes
@@ -30,7 +31,6 @@ from ptsave.tree.view_blocks import span_of
 
 __all__ = ["CPU", "Contents", "LoadedContents", "OneFile", "Place", "UnreadContents", "as_saved"]
 
-_SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 CPU = torch.device("cpu")
 _ALIGNMENT = 16  # the largest size of an element
 
@@ -289,16 +289,6 @@ class LoadedContents(OneFile):
 
     def verify(self, *, progress: bool) -> None:
         """Do nothing: checksums were compared, as far as there are any, when it was loaded."""
-
-
-def metadata_of(small: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the texts of an archive's small records, such as its version."""
-    found = {
-        text: next((small[name] for name in places if name in small), None)
-        for text, *places in ((text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS)
-    }
-    texts = {text: data.decode("utf-8", "replace") for text, data in found.items() if data}
-    return {"format": "pt", **{text: value.strip() for text, value in texts.items()}}
 
 
 def as_saved(like: Tensor, values: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from ptsave.archive.opening import open_source_archive, reader_for
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
-from ptsave.contents.contents import Contents, LoadedContents, UnreadContents, metadata_of
+from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
+from ptsave.contents.metadata import metadata_of
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import ShardFiles, name_lost_entries
 from ptsave.contents.sharded import ShardedContents
@@ -28,6 +29,7 @@ __all__ = [
     "open_contents",
     "open_each",
     "open_file",
+    "open_one",
     "reporting_damage",
     "require_checkpoint",
     "require_saved_object",
@@ -93,12 +95,22 @@ def open_each(
 ) -> Iterator[Contents]:
     """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
     for path in files.paths:
-        source = files.open_one(path)
-        try:
-            yield open_file(localize(source) if localize else source, verify=verify)
-        except CorruptCheckpointError as error:
-            name_lost_entries(error, source.name, files)
-            raise
+        yield open_one(files.open_one(path), files, verify=verify, localize=localize)
+
+
+def open_one(
+    source: RangeSource,
+    files: ShardFiles,
+    *,
+    verify: bool = True,
+    localize: Localizer | None = None,
+) -> Contents:
+    """Open one of the files of a checkpoint; parameters and errors as of `open_contents`."""
+    try:
+        return open_file(localize(source) if localize else source, verify=verify)
+    except CorruptCheckpointError as error:
+        name_lost_entries(error, source.name, files)
+        raise
 
 
 def open_file(source: RangeSource, *, verify: bool) -> Contents:

@@ -14,8 +14,8 @@ from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import what_came_instead
 from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
+from ptsave.support.text import some_of
 from ptsave.tree.containers import items_of
-from ptsave.tree.flat import some_of
 
 __all__ = [
     "FORMATS",

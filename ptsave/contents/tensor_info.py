@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
@@ -12,10 +10,11 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.contents.contents import Contents
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.names import EntryNames
 from ptsave.tree.paths import Path
 
-__all__ = ["Facts", "TensorInfo", "facts_of", "list_tensors", "pausing_garbage_collection"]
+__all__ = ["Facts", "TensorInfo", "facts_of", "list_tensors"]
 
 # Of a tensor: dtype, shape, stride, where in its storage it begins, its size, and its storage's
 # size; all three in bytes.  A plain tuple, of which there may be 100,000.
@@ -136,15 +135,3 @@ def facts_of(tensors: list[Tensor]) -> list[Facts]:
 def _dense_facts_of(tensor: Tensor) -> Facts:
     nbytes = int(tensor.numel() * tensor.itemsize)
     return tensor.dtype, tensor.shape, (), 0, nbytes, nbytes
-
-
-@contextmanager
-def pausing_garbage_collection() -> Iterator[None]:
-    """Make many objects without the collector's looking for garbage among them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -40,10 +40,11 @@ from ptsave.streaming.streamed_files import (
 )
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.sizes import parse_size
+from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of
 from ptsave.tree.expansion import check_expansion
-from ptsave.tree.flat import Flattened, flatten, some_of
+from ptsave.tree.flat import Flattened, flatten
 from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folder
 from ptsave.writing.targets import FileTarget
 from ptsave.writing.url_targets import UrlTarget

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ptsave.archive.recovery import recovered
-from ptsave.contents.contents import Contents, Place
-from ptsave.contents.opening import open_contents, open_each
+from ptsave.contents.outline import Outline, outline_of
 from ptsave.contents.shard_files import ShardFiles
-from ptsave.contents.tensor_info import Facts, facts_of, pausing_garbage_collection
 from ptsave.sources.local import position_kept
+from ptsave.sources.ranges import RangeSource
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.captured_run import with_short_records
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
+
+if TYPE_CHECKING:
+    from ptsave.contents.contents import Contents, Place
+    from ptsave.contents.tensor_info import Facts
 
 __all__ = ["FileListing", "Totals", "list_file", "list_files", "listing_of", "select"]
 
@@ -105,12 +108,16 @@ def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> Fi
     >>> list_file(stream).totals.unused_nbytes
     384
     """
+    from ptsave.contents.opening import open_contents
+
     with pausing_garbage_collection(), position_kept(f):
         return listing_of(open_contents(f, storage_options))
 
 
 def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileListing]:
     """Yield a listing of each file of a checkpoint; raises as :func:`ptsave.open` does.
+
+    A plain file is listed without torch, which takes a second to import.
 
     Parameters
     ----------
@@ -119,15 +126,28 @@ def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileList
     recover : bool, default False
         As for :func:`ptsave.open`.
     """
-    for contents in open_each(files, localize=recovered if recover else None):
+    for path in files.paths:
+        source = files.open_one(path)
         with pausing_garbage_collection():
-            yield listing_of(contents)
+            outlined = None if recover else outline_of(source)
+            if outlined is not None:
+                source.close()
+                yield listing_of(outlined)
+                continue
+            yield listing_of(_open_one(source, files, recover=recover))
 
 
-def listing_of(contents: Contents) -> FileListing:
+def _open_one(source: RangeSource, files: ShardFiles, *, recover: bool) -> Contents:
+    from ptsave.archive.recovery import recovered
+    from ptsave.contents.opening import open_one
+
+    return open_one(source, files, localize=recovered if recover else None)
+
+
+def listing_of(contents: Contents | Outline) -> FileListing:
     """Return the listing of an open file."""
     tree = EntryTree(with_short_records(contents.obj, contents.path))
-    facts = facts_of(tree.tensors)
+    facts = _facts_of(contents, tree.tensors)
     places = contents.places_of(tree.tensors)
     groups = _groups_of([place[0] for place in places])
     sharing = {number: group for group in groups.values() for number in group}
@@ -160,6 +180,14 @@ def listing_of(contents: Contents) -> FileListing:
         sharing,
         totals,
     )
+
+
+def _facts_of(contents: Contents | Outline, tensors: list[Any]) -> list[Facts]:
+    if isinstance(contents, Outline):
+        return contents.facts_of(tensors)
+    from ptsave.contents.tensor_info import facts_of
+
+    return facts_of(tensors)
 
 
 def _groups_of(storages: list[object]) -> dict[int, list[int]]:

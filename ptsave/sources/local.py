@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -44,13 +43,18 @@ def real_file(f: Any) -> Any:
 
     Subclasses may do anything with the bytes, and a buffered object may sit on one.
     """
-    if type(f) is tempfile._TemporaryFileWrapper:
+    if _is_temporary(f):
         f = f.file
     elif _is_fsspec_local(f):
         f = f.f
     if type(f) in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
         return f if not f.closed and type(f.raw) is io.FileIO else None
     return f if type(f) is io.FileIO and not f.closed else None
+
+
+def _is_temporary(f: object) -> bool:
+    tempfile = sys.modules.get("tempfile")
+    return tempfile is not None and type(f) is tempfile._TemporaryFileWrapper
 
 
 def _is_fsspec_local(f: object) -> bool:

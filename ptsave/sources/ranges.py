@@ -17,14 +17,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from ptsave import _C
 from ptsave.errors import UnsupportedUrlError
 from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
 from ptsave.sources.remote_errors import name_file, os_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "Buffer",
@@ -371,6 +371,8 @@ class LocalFile(_OpenFile, RangeSource):
     @cached_property
     def is_remote(self) -> bool:
         """Whether it lies on a network file system, or one that a program serves (FUSE)."""
+        from ptsave import _C
+
         return _C.is_remote(*self.for_engine)
 
     @property
@@ -390,6 +392,8 @@ class LocalFile(_OpenFile, RangeSource):
 
     def map(self, begin: int, nbytes: int) -> Tensor:
         """Return bytes of the file, which are read when they are used."""
+        from ptsave import _C
+
         return _C.map_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
@@ -399,6 +403,8 @@ class LocalFile(_OpenFile, RangeSource):
         """
         if self.is_remote:
             return None
+        from ptsave import _C
+
         return _C.map_cached_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def _read(self, begin: int, end: int) -> bytes:

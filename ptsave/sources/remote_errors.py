@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -61,7 +61,9 @@ def _os_error(url: str, error: BaseException) -> OSError:
     if isinstance(status, int):
         reason = f"{status} {getattr(error, 'message', '')}".strip()
         return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    asyncio = sys.modules.get("asyncio")  # which an error of its own has imported
+    timeouts = (TimeoutError,) if asyncio is None else (TimeoutError, asyncio.TimeoutError)
+    if isinstance(error, timeouts):
         return TimeoutError(f"{url}: its server did not answer in time")
     kind = ConnectionError if isinstance(error, OSError) else OSError
     return kind(f"{url}: {type(error).__name__}: {error}")

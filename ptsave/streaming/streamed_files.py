@@ -15,9 +15,9 @@ from ptsave import _C
 from ptsave.archive.damage import RecordDamage, damage_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.contents.contents import UnreadContents
+from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.contents.safetensors_header import (
     header_of,
-    let_library_read,
     safetensors_dtypes,
     stored_shape,
 )

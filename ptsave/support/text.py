@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "count_text",
@@ -17,6 +19,7 @@ __all__ = [
     "shape_text",
     "short_count_text",
     "size_text",
+    "some_of",
 ]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -44,9 +47,10 @@ def shape_text(shape: Sequence[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def dtype_text(dtype: torch.dtype) -> str:
-    """Return a dtype without the name of the module.
+def dtype_text(dtype: torch.dtype | str) -> str:
+    """Return a dtype, or its name, without the name of the module.
 
+    >>> import torch
     >>> dtype_text(torch.bfloat16)
     'bfloat16'
     """
@@ -122,3 +126,9 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
+
+
+def some_of(texts: Sequence[str], n: int) -> str:
+    """Return the first `n` texts, and how many more there are."""
+    more = len(texts) - n
+    return ", ".join(texts[:n]) + (f" and {more} more" if more > 0 else "")

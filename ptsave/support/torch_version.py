@@ -4,14 +4,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["TORCH_VERSION", "VERSION", "private"]
+from ptsave.support.version import TORCH_VERSION, VERSION
 
-try:
-    from ptsave._torch_build import TORCH_VERSION, VERSION
-except ModuleNotFoundError as error:
-    raise ImportError(
-        "ptsave is not built here: run `make build`, or `pip install --no-build-isolation .`"
-    ) from error
+__all__ = ["TORCH_VERSION", "VERSION", "private"]
 
 
 def _minor_series(version: str) -> str:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Any
 
-from ptsave import _C
+from ptsave import _C, _core
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support.syncing import sync_path
 from ptsave.training.naming import Naming, WholeFiles
@@ -187,7 +187,9 @@ class CheckpointDirectory:
     def remove_temporary_files(self) -> None:
         """Remove temporary files that nobody is writing."""
         with suppress(FileNotFoundError):
-            targets = {_C.target_of_temporary(name) for name in os.listdir(os.fsencode(self.path))}
+            targets = {
+                _core.target_of_temporary(name) for name in os.listdir(os.fsencode(self.path))
+            }
             for target in targets:
                 if self._naming.is_checkpoint(os.fsdecode(target)):
                     _C.remove_leftovers(os.path.join(os.fsencode(self.path), target))

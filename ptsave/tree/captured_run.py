@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
+from ptsave.support.tensor_types import is_tensor
 from ptsave.support.text import count_text
 from ptsave.tree.capture_columns import are_texts, is_column_right
 from ptsave.tree.capture_schema import (
@@ -32,6 +31,9 @@ from ptsave.tree.capture_schema import (
     parse_name,
 )
 from ptsave.tree.names import entry_not_found
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CapturedRecords", "CapturedRun", "Row", "with_short_records"]
 
@@ -158,7 +160,7 @@ class CapturedRun:
                 f"{self.path}: the tensor {name!r} is not in the file ({reason})"
             )
         tensor = self._obj.get(value.stored)
-        if not isinstance(tensor, Tensor):
+        if not is_tensor(tensor):
             raise self._damaged(f"{name!r} should be the tensor {value.stored!r}, which is missing")
         return tensor
 

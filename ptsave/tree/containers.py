@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
+from ptsave.support.tensor_types import tensor_types
 from ptsave.tree.paths import MAX_DEPTH, Path
 
 __all__ = [
@@ -153,12 +152,13 @@ def walk_entries(
     >>> [f"{prefix}{key}" for _, prefix, key, _, _, _ in walk_entries({"a": [1, 2]})]
     ['a', 'a.0', 'a.1']
     """
+    tensors = tensor_types()
     seen = {id(obj): whole}
     pending: list[tuple[Iterator[tuple[Any, Any]], Path, str]] = [(iter(items_of(obj)), (), "")]
     while pending:
         items, path, prefix = pending[-1]
         for key, value in items:
-            if isinstance(value, Tensor) or not is_container(value):
+            if isinstance(value, tensors) or not is_container(value):
                 yield path, prefix, key, value, False, None
                 continue
             again = seen.get(id(value))

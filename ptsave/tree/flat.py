@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ptsave.support.text import some_of
 from ptsave.tree.containers import (
     attributes_of,
     is_container,
@@ -18,7 +19,7 @@ from ptsave.tree.containers import (
 )
 from ptsave.tree.paths import MAX_DEPTH, Path
 
-__all__ = ["Flattened", "flatten", "some_of"]
+__all__ = ["Flattened", "flatten"]
 
 _N_NAMED = 5
 
@@ -147,9 +148,3 @@ def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str |
     if dtypes is not None and value.dtype not in dtypes:
         return f"dtype {str(value.dtype).removeprefix('torch.')}"
     return None
-
-
-def some_of(texts: Sequence[str], n: int) -> str:
-    """Return the first `n` texts, and how many more there are."""
-    more = len(texts) - n
-    return ", ".join(texts[:n]) + (f" and {more} more" if more > 0 else "")

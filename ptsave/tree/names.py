@@ -6,16 +6,17 @@ every other path finds it, too.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import EntryNotFoundError
+from ptsave.support.tensor_types import is_tensor
 from ptsave.tree.containers import is_container, nested_too_deep, walk_entries
 from ptsave.tree.paths import MAX_DEPTH, Path, dotted
 from ptsave.tree.tree import EntryTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["EntryNames", "entry_not_found"]
 
@@ -128,13 +129,13 @@ def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryN
 
 def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
     """Yield dotted name, path and value of every tensor."""
-    if isinstance(obj, Tensor):
+    if is_tensor(obj):
         yield "", (), obj
         return
     if not is_container(obj):
         return
     for path, prefix, key, value, is_inner, again in walk_entries(obj):
-        if isinstance(value, Tensor):
+        if is_tensor(value):
             yield f"{prefix}{key}", (*path, key), value
         elif is_inner and again is None and len(path) >= MAX_DEPTH:
             raise nested_too_deep(file)
@@ -168,5 +169,7 @@ def _keys_called(value: Any, text: str) -> list[Any]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> list[str]:
+    import difflib
+
     similar = [other for other in names if 2 * abs(len(other) - len(name)) <= len(name) + 8]
     return difflib.get_close_matches(name, similar[:_MAX_COMPARED], n=_MAX_SUGGESTED)

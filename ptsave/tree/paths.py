@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -27,6 +26,8 @@ def path_in(text: str) -> Path | None:
     (('a.b', 0), None)
     """
     if text.startswith("(") and text.endswith(")"):
+        import ast
+
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             path = ast.literal_eval(text)
             if isinstance(path, tuple):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-
+from ptsave.support.tensor_types import is_tensor, tensor_types
 from ptsave.tree.containers import walk_entries
 from ptsave.tree.paths import MAX_DEPTH, Path, path_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["EntryTree", "Node", "is_plain"]
 
@@ -86,8 +88,8 @@ class EntryTree:
         self.tensors: list[Tensor] = []
         self.is_whole = True
         self._ends: dict[int, int] = {}
-        self._is_alone = not _is_container(obj)
-        if isinstance(obj, Tensor):
+        self._is_alone = is_tensor(obj) or not _is_container(obj)
+        if is_tensor(obj):
             self.tensors.append(obj)
         if not self._is_alone:
             self._walk(obj)
@@ -96,6 +98,7 @@ class EntryTree:
 
     def _walk(self, obj: Any) -> None:
         nodes, tensors = self.nodes, self.tensors
+        types = tensor_types()
         new = tuple.__new__  # Node() takes three times as long, and there may be 100,000
         around = [-1]  # the numbers of the containers around an entry, from outside
         for path, prefix, key, value, is_inner, again in walk_entries(
@@ -104,7 +107,7 @@ class EntryTree:
             depth = len(path)
             while len(around) > depth + 1:
                 self._ends[around.pop()] = len(nodes)
-            if isinstance(value, Tensor):
+            if isinstance(value, types):
                 nodes.append(new(Node, (depth, around[-1], prefix, key, value, len(tensors), None)))
                 tensors.append(value)
                 continue
@@ -130,7 +133,7 @@ class EntryTree:
                 found.append((node.name or "the tensor itself", node.value))
             elif isinstance(node.value, (set, frozenset)):
                 name = node.name or "the set itself"
-                found += [(name, value) for value in node.value if isinstance(value, Tensor)]
+                found += [(name, value) for value in node.value if is_tensor(value)]
         return found
 
     def end_of(self, number: int) -> int:

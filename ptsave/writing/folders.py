@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from ptsave import _C
+from ptsave import _C, _core
 from ptsave.support.syncing import sync_path
 from ptsave.writing.url_targets import UrlTarget, resolve
 
@@ -61,7 +61,7 @@ class LocalFolder:
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
         """Remove temporary files of killed processes that were writing one of our files."""
         entries = os.listdir(os.fsencode(self.name))
-        for target in {os.fsdecode(_C.target_of_temporary(entry)) for entry in entries}:
+        for target in {os.fsdecode(_core.target_of_temporary(entry)) for entry in entries}:
             if is_own(target):
                 _C.remove_leftovers(os.fsencode(self.file(target)))
 

@@ -33,7 +33,7 @@ from torch.utils.serialization import config as _config
 import ptsave
 from ptsave.archive.views import unfilled_tensors
 from ptsave.cli.commands import commands
-from ptsave.contents.safetensors_header import let_library_read
+from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.errors import CorruptCheckpointError

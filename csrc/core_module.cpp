@@ -1,0 +1,153 @@
+// The Python module ptsave._core: what needs no torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/gil.h"
+#include "core/crc/crc32.h"
+#include "core/format/archive.h"
+#include "core/io/file.h"
+#include "core/read/data_records.h"
+#include "core/read/reader.h"
+#include "pickle/outline/outline.h"
+
+namespace py = pybind11;
+
+namespace ptsave {
+namespace {
+
+PyTypeObject* outlined_tensor_type() {
+  static PyObject* const type = make_outlined_tensor_type().release();
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+// The records of an archive's storages, and the places of those that a pickle refers to.
+class PlacedRecords final : public StorageRecords {
+ public:
+  explicit PlacedRecords(const ArchiveIndex& index) : index_(index), data_(index) {}
+
+  std::optional<std::size_t> find(std::string_view key, std::uint64_t nbytes) override {
+    const std::size_t i = data_.find(key);
+    if (i == ArchiveIndex::kNotFound || index_.records()[i].nbytes != nbytes) return std::nullopt;
+    return i;
+  }
+
+  // (number, name, payload offset, location): as of Reader.places() of ptsave._C.
+  Object place_of(std::size_t i, PyObject* location) override {
+    const IndexedRecord& record = index_.records()[i];
+    const py::tuple place =
+        py::make_tuple(i, decode(record.name), record.payload_offset, py::handle(location));
+    return Object::borrow(place.ptr());
+  }
+
+ private:
+  const ArchiveIndex& index_;
+  DataRecords data_;
+};
+
+// An archive that is only looked at.
+class Archive {
+ public:
+  explicit Archive(ByteSource source)
+      : reader_(without_gil([&] { return std::make_unique<ArchiveReader>(std::move(source)); })),
+        data_(index()) {}
+
+  static std::unique_ptr<Archive> open_descriptor(int fd, std::uint64_t offset,
+                                                  const std::string& name, bool direct) {
+    return std::make_unique<Archive>(
+        ByteSource(File::reopen_for_reading(fd, name), offset, direct_reads(direct)));
+  }
+
+  std::uint64_t nbytes() const { return reader_->source().nbytes(); }
+  bool all_stored() const { return index().all_stored(); }
+  // Whether every record can be verified.
+  bool has_crcs() const { return index().has_crcs() && data_.have_crcs(); }
+  std::size_t n_records() const { return index().records().size(); }
+  std::optional<std::uint64_t> nbytes_of(const py::str& name) const {
+    const std::size_t i = index().find(encode(name));
+    if (i == ArchiveIndex::kNotFound) return std::nullopt;
+    return index().records()[i].nbytes;
+  }
+
+  // Verified.
+  py::bytes read(const py::str& name) const {
+    const std::size_t i = index().find(encode(name));
+    if (i == ArchiveIndex::kNotFound) throw py::key_error("no such record");
+    const std::uint64_t offset = without_gil([&] { return reader_->stored_payload_offset(i); });
+    PyObject* const bytes =
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(index().records()[i].nbytes));
+    if (bytes == nullptr) throw py::error_already_set();
+    auto payload = py::reinterpret_steal<py::bytes>(bytes);
+    without_gil([&] { reader_->read(i, offset, PyBytes_AS_STRING(bytes), true); });
+    return payload;
+  }
+
+  // The outline of a pickle, once all storages have places; None if torch must say what it is.
+  py::object outline(const py::bytes& pickle) {
+    without_gil([&] { reader_->reserve(data_.storages()); });
+    PlacedRecords records(index());
+    Object found =
+        ptsave::outline(static_cast<std::string_view>(pickle), records, outlined_tensor_type());
+    if (!found) return py::none();
+    return py::make_tuple(py::reinterpret_steal<py::object>(found.release()));
+  }
+
+  // Compares some records, by their numbers, with their checksums.
+  bool are_whole(std::size_t begin, std::size_t end, std::size_t n_threads) const {
+    if (begin > end || end > n_records()) throw py::index_error("no such record");
+    std::vector<std::size_t> records;
+    for (std::size_t i = begin; i < end; ++i) records.push_back(i);
+    const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+    return without_gil(
+               [&] { return reader_->read_records(std::move(records), {}, n_threads, true, poll); })
+        .empty();
+  }
+  // The end of each record, up to the next one.
+  std::vector<std::uint64_t> limits() const {
+    std::vector<std::uint64_t> found;
+    found.reserve(n_records());
+    for (const IndexedRecord& record : index().records()) found.push_back(record.limit);
+    return found;
+  }
+
+ private:
+  const ArchiveIndex& index() const { return reader_->index(); }
+
+  std::unique_ptr<ArchiveReader> reader_;
+  DataRecords data_;
+};
+
+}  // namespace
+}  // namespace ptsave
+
+PYBIND11_MODULE(_core, module) {
+  using namespace ptsave;
+  register_errors(module);
+  module.attr("OutlinedTensor") =
+      py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(outlined_tensor_type()));
+  py::class_<Archive>(module, "Archive", py::module_local())
+      .def_static("open_descriptor", &Archive::open_descriptor, py::arg("fd"), py::arg("offset"),
+                  py::arg("name"), py::kw_only(), py::arg("direct"))
+      .def_property_readonly("nbytes", &Archive::nbytes)
+      .def_property_readonly("all_stored", &Archive::all_stored)
+      .def_property_readonly("has_crcs", &Archive::has_crcs)
+      .def_property_readonly("n_records", &Archive::n_records)
+      .def("nbytes_of", &Archive::nbytes_of, py::arg("name"))
+      .def("read", &Archive::read, py::arg("name"))
+      .def("outline", &Archive::outline, py::arg("pickle"))
+      .def("are_whole", &Archive::are_whole, py::arg("begin"), py::arg("end"), py::kw_only(),
+           py::arg("n_threads"))
+      .def("limits", &Archive::limits);
+  module.def(
+      "target_of_temporary",
+      [](const std::string& entry) { return py::bytes(target_of_temporary(entry)); },
+      py::arg("entry"));
+}

@@ -1,0 +1,195 @@
+"""Outlines: what plain files hold, found without torch, which takes a second to import.
+
+A file is plain if it holds tensors, parameters, numbers and text in dicts, lists and tuples, as
+state dicts and the states of optimizers do, and nothing of it is damaged.  For any other one there
+is no outline: it is opened with torch, whose words then say what is wrong with it.  A listing made
+of an outline equals the one that torch's objects give.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ptsave import _core
+from ptsave._core import OutlinedTensor
+from ptsave.contents.metadata import metadata_of
+from ptsave.contents.safetensors_fields import DTYPES, SafetensorsFields, read_fields
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.sources.kinds import what_it_is
+from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.support import config
+
+if TYPE_CHECKING:
+    from ptsave.contents.contents import Place
+
+__all__ = ["Outline", "outline_of", "plain_archive", "plain_pickle"]
+
+_SMALL = (
+    ".format_version",
+    "byteorder",
+    ".storage_alignment",
+    ".data/serialization_id",
+    "version",
+    ".data/version",
+)
+_MAX_SMALL_NBYTES = 64 << 10
+_VERSIONS = re.compile(rb"([1-9]|10)\n?")  # those that torch reads
+# With these, torch's loader does something else.
+_VARIABLES = ("TORCH_SERIALIZATION_DEBUG", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+
+# Of the dtypes that safetensors files have: the sizes of their elements.
+_ITEMSIZES = {
+    name: int(bits) // 8 or 1
+    for name in DTYPES.values()
+    for bits in re.findall(r"(?:float|int|complex)(\d+)", name)
+} | {"bool": 1}
+del _ITEMSIZES["float4_e2m1fn_x2"]  # whose elements are pairs
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The contents of a file, with an `OutlinedTensor` in place of each tensor.
+
+    Attributes
+    ----------
+    path, kind, obj, metadata, nbytes
+        As of `Contents`.
+    archive : _core.Archive or None
+        The open file, if it is one.
+    """
+
+    path: str
+    kind: str
+    obj: Any
+    metadata: dict[str, str]
+    nbytes: int
+    archive: _core.Archive | None = None
+
+    def facts_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the facts of tensors, as `tensor_info.facts_of`."""
+        return [tensor[0] for tensor in tensors]
+
+    def places_of(self, tensors: Sequence[Any]) -> list[Place]:
+        """Return the places of tensors, as `Contents.places_of`."""
+        return [tensor[1] or (id(tensor), None, None, None) for tensor in tensors]
+
+
+def outline_of(source: RangeSource) -> Outline | None:
+    """Return the outline of a local file; None if there is none, which torch may say why.
+
+    Parameters
+    ----------
+    source : RangeSource
+        The file, which is not closed.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "model.pt")
+    ...     torch.save({"weight": torch.ones(2, 3)}, path)
+    ...     outline_of(LocalFile.open(path)).obj["weight"].facts
+    ('float32', (2, 3), (3, 1), 0, 24, 24)
+    """
+    if not isinstance(source, LocalFile) or sys.byteorder != "little":
+        return None
+    if source.kind == "safetensors":
+        return _outline_of_safetensors(source)
+    archive = plain_archive(source)
+    if archive is None:
+        return None
+    try:
+        small = {name: archive.read(name) for name in _SMALL if archive.nbytes_of(name) is not None}
+        found = archive.outline(archive.read("data.pkl"))
+    except _core.FormatError:
+        return None
+    if found is None:
+        return None
+    metadata = metadata_of(small)
+    return Outline(source.name, metadata["format"], *found, metadata, archive.nbytes, archive)
+
+
+def plain_archive(source: RangeSource) -> _core.Archive | None:
+    """Open a local archive as torch.save writes them; None for any other file."""
+    if not isinstance(source, LocalFile) or source.kind != "zip":
+        return None
+    if what_it_is(source.head, source.nbytes) is not None:
+        return None
+    if not stat.S_ISREG(os.fstat(source.descriptor).st_mode):
+        return None
+    if any(os.environ.get(name, "0") != "0" for name in _VARIABLES):
+        return None
+    try:
+        archive = _core.Archive.open_descriptor(
+            source.descriptor,
+            source.begin,
+            os.fsencode(source.name),
+            direct=config.current().direct_reads,
+        )
+        return archive if _is_plain(archive) else None
+    except _core.FormatError:
+        return None
+
+
+def _is_plain(archive: _core.Archive) -> bool:
+    sizes = {name: archive.nbytes_of(name) for name in (*_SMALL, "data.pkl", "constants.pkl")}
+    if sizes["data.pkl"] is None or sizes["constants.pkl"] is not None or not archive.all_stored:
+        return False
+    if any((sizes[name] or 0) > _MAX_SMALL_NBYTES for name in _SMALL):
+        return False
+    if sizes["byteorder"] is not None and archive.read("byteorder") != b"little":
+        return False
+    version = ".data/version" if sizes[".data/version"] is not None else "version"
+    return sizes[version] is not None and bool(_VERSIONS.fullmatch(archive.read(version)))
+
+
+def plain_pickle(source: RangeSource) -> bytes | None:
+    """Return the pickle of a plain local archive; None for any other file."""
+    archive = plain_archive(source)
+    try:
+        return None if archive is None else archive.read("data.pkl")
+    except _core.FormatError:
+        return None
+
+
+def _outline_of_safetensors(source: RangeSource) -> Outline | None:
+    try:
+        fields = read_fields(source)
+    except (CorruptCheckpointError, NotCheckpointError, ImportError):
+        return None
+    tensors = _tensors_in(fields, source.nbytes)
+    if tensors is None:
+        return None
+    metadata = {"format": "safetensors", **fields.metadata}
+    return Outline(source.name, "safetensors", tensors, metadata, source.nbytes)
+
+
+def _tensors_in(fields: SafetensorsFields, file_nbytes: int) -> dict[str, OutlinedTensor] | None:
+    tensors = {}
+    for name, entry in fields.tensors:
+        dtype = DTYPES.get(entry["dtype"], "")
+        if dtype not in _ITEMSIZES:
+            return None
+        shape = tuple(entry["shape"])
+        begin, end = (fields.nbytes + offset for offset in entry["data_offsets"])
+        nbytes = prod(shape) * _ITEMSIZES[dtype]
+        if end - begin != nbytes or not fields.nbytes <= begin <= end <= file_nbytes:
+            return None
+        steps = accumulate((max(n, 1) for n in reversed(shape[1:])), int.__mul__, initial=1)
+        stride = tuple(reversed([*steps])) if shape else ()
+        facts = (dtype, shape, stride, 0, nbytes, nbytes)
+        tensors[name] = OutlinedTensor((facts, (name, None, begin, None)))  # type: ignore[arg-type, call-arg]  # as of C
+    return tensors

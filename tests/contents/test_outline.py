@@ -1,0 +1,190 @@
+"""Outlines: what is listed without torch equals what torch's objects give, or is left to torch."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unpickler_mutation
+from checkpoint_strategies import CHECKPOINTS
+from hypothesis import given, settings
+from safetensors.torch import save_file
+from stock_comparison import saved_bytes, stock_save, zip_records, zipped
+
+from ptsave.cli.listing_json import file_json
+from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
+from ptsave.contents.opening import open_file
+from ptsave.contents.outline import Outline, outline_of
+from ptsave.inspection.listing import FileListing, listing_of
+from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS
+from ptsave.inspection.required_globals import unsafe_globals
+from ptsave.inspection.verification import verify_file
+from ptsave.inspection.whole_files import whole_file
+from ptsave.sources.ranges import LocalFile
+
+CORPUS = unpickler_mutation.corpus()
+N_MUTATIONS = 40  # of each object's pickle
+
+
+def outlined(data: bytes, folder: Path) -> Outline | None:
+    path = folder / "outlined.pt"
+    path.write_bytes(data)
+    return outline_of(LocalFile.open(str(path)))
+
+
+def shown(listing: FileListing) -> list[str]:
+    """Return all that the command shows of a listing."""
+    numbers = [*range(len(listing.tree.nodes))]
+    return [
+        json.dumps(file_json(listing, numbers)),
+        *tree_lines(listing, numbers, None),
+        *lines_by_size(listing, numbers),
+        *totals_lines(listing.totals),
+    ]
+
+
+def by_torch(folder: Path) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return shown(
+            listing_of(open_file(LocalFile.open(str(folder / "outlined.pt")), verify=True))
+        )
+
+
+def assert_equal_or_left_to_torch(data: bytes, folder: Path) -> bool:
+    """Return whether there is an outline."""
+    found = outlined(data, folder)
+    if found is None:
+        return False
+    assert shown(listing_of(found)) == by_torch(folder)
+    return True
+
+
+# Of the objects of the unpickler's tests.
+PLAIN = {"cyclic", "empty", "optimizer", "parameters", "shared", "state dict", "tensor", "tensors"}
+PLAIN |= {"views"}
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_objects(name: str, tmp_path: Path) -> None:
+    has_outline = assert_equal_or_left_to_torch(CORPUS[name], tmp_path)
+    assert has_outline or name not in PLAIN
+
+
+@settings(max_examples=150, deadline=None)
+@given(CHECKPOINTS)
+def test_any_checkpoint(tmp_path_factory: Any, obj: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = saved_bytes(stock_save, obj)
+    assert_equal_or_left_to_torch(data, tmp_path_factory.mktemp("any"))
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_mutated_pickles(name: str, tmp_path: Path) -> None:
+    """Nothing crashes, and what torch refuses has no outline."""
+    records = zip_records(CORPUS[name])
+    others = [zip_records(data)["data.pkl"] for data in CORPUS.values()]
+    source = random.Random(name)
+    for _ in range(N_MUTATIONS):
+        data = unpickler_mutation.mutated(records["data.pkl"], others, source)
+        assert_equal_or_left_to_torch(zipped(records | {"data.pkl": data}), tmp_path)
+
+
+STATE = OrderedDict(weight=torch.ones(2, 3), bias=torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"version": b"11\n"},
+        {"version": b"x"},
+        {"version": b"3" * 70_000},
+        {"byteorder": b"big"},
+        {"constants.pkl": b"N."},
+        {"data.pkl": b""},
+        {"data.pkl": b"\x80\x02r\xff\xff\xff\xff."},
+        {"data.pkl": b"\x80\x02X\xff\xff\xff\x7fabc."},
+        {"data.pkl": b"\x80\x02" + b"(" * 100_000 + b"t" * 100_000 + b"."},
+        {"data.pkl": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."},
+        {"data.pkl": b"\x80\x02cos\nsystem\n(X\x04\0\0\0truetR."},
+        {"data/0": b"short"},
+    ],
+    ids=str,
+)
+def test_what_is_not_plain(records: dict[str, bytes], tmp_path: Path) -> None:
+    state = zip_records(saved_bytes(stock_save, STATE))
+    data = zipped(state | records)
+    if outlined(data, tmp_path) is not None:
+        assert by_torch(tmp_path)
+
+
+def test_damage_is_left_to_torch(tmp_path: Path) -> None:
+    data = bytearray(saved_bytes(stock_save, STATE))
+    at = data.index(b"torch._utils")
+    data[at] ^= 1
+    assert outlined(bytes(data), tmp_path) is None
+    data[at] ^= 1
+    assert outlined(bytes(data[:-30]), tmp_path) is None
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "outlined.pt"
+    tensors = {str(dtype): torch.zeros(3, 0, 2).to(dtype) for dtype in unpickler_dtypes()}
+    tensors |= {
+        f"{name} full": torch.ones(2, 3, 4).to(each.dtype) for name, each in tensors.items()
+    }
+    tensors |= {"scalar": torch.tensor(1.5), "one": torch.ones(1, 1, 5)}
+    save_file(tensors, path, metadata={"format": "pt", "key": "value"})
+    assert assert_equal_or_left_to_torch(path.read_bytes(), tmp_path)
+    assert not assert_equal_or_left_to_torch(path.read_bytes()[:-1], tmp_path)
+
+
+def unpickler_dtypes() -> list[torch.dtype]:
+    return [
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32,
+        torch.int64, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [STATE, {}, [1, "two"], {"a": {"b": [torch.ones(3)]}}], ids=str)
+def test_whole_files(state: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save(state, path)
+    found: list[int] = []
+    expected: list[int] = []
+    assert whole_file(path, found.append) == verify_file(path, expected.append)
+    assert found == expected
+    content = Path(path).read_bytes()
+    damaged = content.replace(torch.ones(3).numpy().tobytes(), b"damage" + bytes(6), 1)
+    if damaged != content:
+        Path(path).write_bytes(damaged)
+        assert whole_file(path, None) is None
+        assert verify_file(path).problems
+
+
+def test_ordinary_globals_are_allowed() -> None:
+    assert unsafe_globals(ORDINARY_GLOBALS) == []
+
+
+def test_the_commands_import_no_torch(tmp_path: Path) -> None:
+    torch.save({"model": STATE, "epoch": 3}, tmp_path / "a.pt")
+    code = "import sys\nfrom ptsave.cli.main import main\ntry:\n    main()\nfinally:\n"
+    code += "    sys.stderr.write(str('torch' in sys.modules))"
+    for arguments in (["ls"], ["ls", "--json"], ["verify"], ["globals"], ["globals", "--all"]):
+        result = subprocess.run(
+            [sys.executable, "-c", code, *arguments, str(tmp_path / "a.pt")],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert (result.stderr, bool(result.stdout)) == ("False", True), arguments
