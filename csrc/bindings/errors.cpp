@@ -1,9 +1,10 @@
 // Exceptions of core as Python exceptions.
+#include "bindings/errors.h"
+
 #include <cstring>
 #include <exception>
 #include <string>
 
-#include "bindings/errors.h"
 #include "core/base/error.h"
 #include "core/read/reader.h"
 #include "pickle/common/object.h"
