@@ -25,8 +25,8 @@ namespace ptsave {
 namespace {
 
 PyTypeObject* outlined_tensor_type() {
-  static PyObject* const type = make_outlined_tensor_type().release();
-  return reinterpret_cast<PyTypeObject*>(type);
+  static PyObject* const kType = make_outlined_tensor_type().release();
+  return reinterpret_cast<PyTypeObject*>(kType);
 }
 
 // The records of an archive's storages, and the places of those that a pickle refers to.
