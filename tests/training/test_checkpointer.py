@@ -680,7 +680,7 @@ def test_directory_that_cannot_be_made() -> None:
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become someone else")
 def test_directory_that_may_not_be_written(tmp_path: Path) -> None:
     script = """
-import errno, os, ptsave
+import errno, os, torch, ptsave
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for path in ("/usr", "/usr/checkpoints"):
     try:
