@@ -92,7 +92,7 @@ def dict_of_parts(parts: list[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What there is of an archive without its end.
+    """Rest of an archive without its end.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class Recovery:
     n_records: int = 0
 
     def damage(self) -> str:
-        """Return what is damaged, and what is not there for that; empty if nothing is."""
+        """Return a text about damaged records, and entries lost with them; empty if nothing is."""
         if not self.storages and not self.journals:
             return ""
         text = f"damaged: {_some([*self.storages, *self.journals])}"
@@ -144,7 +144,7 @@ def recovered(source: RangeSource) -> RangeSource:
 
 
 def recover(source: RangeSource) -> Recovery | None:
-    """Return what there is of an archive without its end; None if it is whole, or is none.
+    """Return the rest of an archive without its end; None if it is whole, or is none.
 
     Raises
     ------

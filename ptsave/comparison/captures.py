@@ -101,7 +101,7 @@ class CaptureComparison:
         Steps and calls that one run has alone, and values of calls that both have, in order of
         execution.
     remarks : list of str
-        What was not compared, and differences that do not count.
+        Parts that were not compared, and differences that do not count.
     nbytes : int
         Bytes of the first run's tensors that were compared.
     incomparable : dict of str to str
@@ -165,7 +165,7 @@ def compare_captures(
     step : int, optional
         Compare this step alone.  Beside a checkpoint the default is the first one.
     recover : bool, default False
-        Whether to read what killed runs have left, as :func:`ptsave.open` does.
+        Whether to read leftovers of killed runs, as :func:`ptsave.open` does.
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional

@@ -1,7 +1,7 @@
 """The directory of a checkpoint: names of its files, and how a new set replaces the old one.
 
 A save writes files whose names nobody has used, then replaces ``.metadata`` by one rename, and only
-then removes what that no longer names.  So a reader finds the old checkpoint or the new one.
+then removes files that it no longer names.  So a reader finds the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CheckpointDirectory:
         Parameters
         ----------
         metadata : Metadata
-            What to write.
+            The bytes to write.
         sizes : dict of str to int
             The files that it names, and the bytes of each.
         rank : int or None
@@ -142,7 +142,7 @@ class CheckpointDirectory:
                 infos = load_metadata(self.file(name)).storage_data.values()
                 named |= {info.relative_path for info in infos}
             except (OSError, CorruptCheckpointError, AttributeError):
-                # What it names is not known: nothing that it might name is removed.
+                # Its names are not known: nothing that it might name is removed.
                 pattern = rf"__{match['rank']}_.*" if match is not None else r"__.*"
                 named |= {each for each in names if re.fullmatch(pattern, each)}
         return named

@@ -68,7 +68,7 @@ class _Pickler(pickle.Pickler):
 
 @functools.lru_cache(maxsize=1024)
 def head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """Return what torch.load has to read before the bytes of a contiguous tensor.
+    """Return the pickles that torch.load reads before the bytes of a contiguous tensor.
 
     Parameters
     ----------

@@ -63,9 +63,9 @@ class _Unpickler(pickle.Unpickler):
     """Builds DCP's classes and plain values, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle may name.
+        """Return the object of a name that a pickle may use.
 
-        Functions are made anew, because a pickle can set attributes of what it gets.
+        Functions are made anew, because a pickle can set attributes of all that it gets.
         """
         full = f"{module}.{name}"
         if full in _ALLOWED:
@@ -96,7 +96,7 @@ def _layout(text: str) -> torch.layout:
 
 @contextmanager
 def _guarded_classes() -> Iterator[None]:
-    """Undo, and refuse, what a pickle has set on the classes themselves."""
+    """Undo, and refuse, attributes that a pickle has set on the classes themselves."""
     before = {kind: dict(vars(kind)) for kind in _CLASSES}
     try:
         yield
@@ -179,7 +179,7 @@ def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
     Raises
     ------
     CorruptCheckpointError
-        If what the metadata says of them makes no sense, or a later release has written it.
+        If the metadata's words about them make no sense, or a later release has written it.
     """
     described = getattr(metadata.storage_meta, _ATTRIBUTE, None)
     if described is None:

@@ -178,7 +178,7 @@ class RankFiles:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    # ------------------------------------------------------------------------- what is in them
+    # ------------------------------------------------------------------------- their contents
 
     def is_checked(self, info: Any) -> bool:
         """Return whether an item is in a file that has checksums."""
@@ -352,7 +352,7 @@ class RankFiles:
         return table
 
     def _check_whole(self, box: Box) -> None:
-        """Compare the checksum of what an archive of torch's writer holds."""
+        """Compare the checksum of a record in an archive of torch's writer."""
         if box.crc is None:
             return
         if _C.crc32(box.target.view(-1).view(torch.uint8).numpy().data) != box.crc:

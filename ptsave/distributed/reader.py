@@ -1,4 +1,4 @@
-"""`StorageReader`: loads of torch.distributed.checkpoint that read what they need, and check it."""
+"""`StorageReader`: loads of torch.distributed.checkpoint that read the bytes they need, checked."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StorageReader(storage.StorageReader):
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
 
-    # --------------------------------------------------------- what DCP calls, in this order
+    # --------------------------------------------------------- called by DCP, in this order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from another directory if that is given."""
@@ -152,7 +152,7 @@ class _Wanted:
     Attributes
     ----------
     item : ReadItem
-        What the plan says.
+        The plan's entry.
     box : Box
         Where the bytes are, and where they go.
     target : torch.Tensor or None

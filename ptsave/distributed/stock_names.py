@@ -35,7 +35,7 @@ class FileSystemWriter(StorageWriter):
     """
 
     def __new__(cls, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of torch's class for what only that can do."""
+        """Return an instance of torch's class, for everything that only it can do."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
         if (
@@ -61,7 +61,7 @@ class FileSystemWriter(StorageWriter):
         super().__init__(path, fsync=sync_files, overwrite=overwrite)
 
     def __getnewargs__(self) -> tuple[str]:
-        """Return what a copy in another process begins with."""
+        """Return the state that a copy in another process begins with."""
         return (self.checkpoint_id,)
 
     @property
@@ -83,7 +83,7 @@ _ARGUMENTS = (
 
 
 class FileSystemReader(StorageReader):
-    """`StorageReader` with the arguments of torch's class, which reads what extensions wrote."""
+    """`StorageReader` with the arguments of torch's class, which reads files of extensions."""
 
     def __new__(cls, path: str | os.PathLike[str], _extension_registry: Any = None) -> Any:
         """Return an instance of torch's class if there are extensions."""

@@ -33,7 +33,7 @@ _PLAIN_TYPES = (Tensor, Parameter)
 _FILE = "ptsave_file"
 # Attribute of an item that is a whole torch.save file, as an object's is.
 _WHOLE = "ptsave_whole"
-# Attribute of an item whose tensor is not what the plan says: dtype and shape.
+# Attribute of an item whose tensor differs from the plan: dtype and shape.
 _TENSOR = "ptsave_tensor"
 
 
@@ -87,7 +87,7 @@ class StorageWriter(storage.StorageWriter):
         self._rank = 0
         self._use_collectives = True
 
-    # --------------------------------------------------------- what DCP calls, in this order
+    # --------------------------------------------------------- called by DCP, in this order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, to another directory if that is given."""
@@ -138,7 +138,7 @@ class StorageWriter(storage.StorageWriter):
     # ------------------------------------------------------------------------------ the rest
 
     def storage_meta(self) -> StorageMeta:
-        """Return what the metadata says of this save."""
+        """Return the metadata of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
@@ -229,7 +229,7 @@ def _size_class(data: Tensor | bytes) -> int:
 
 
 def _describe(info: Any, item: WriteItem, data: Tensor | bytes) -> None:
-    """Note on an item what a reader cannot take from the plan."""
+    """Note on an item the facts that a reader cannot take from the plan."""
     planned = item.tensor_data
     if planned is None:
         return

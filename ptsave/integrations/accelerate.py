@@ -49,7 +49,7 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     complete; accelerate's own goes first.  Where it takes a random state that cannot be read for
     one that is not there, a damaged file is an error here.
 
-    ``save_state`` into a directory that exists leaves in it what it does not write, as accelerate's
+    ``save_state`` into a directory that exists leaves in it all else, as accelerate's
     own does: notes, logs.  They are moved into the new directory once that has its name.
 
     Files that DeepSpeed, FSDP and Megatron write by themselves are theirs.  All processes have to
@@ -96,7 +96,7 @@ def _save_state(
     final = os.path.expanduser(os.fspath(output_dir))
     folder = StagedFolder(final, fsync=fsync, keeps_others=True)
     if accelerator.is_main_process:
-        folder.discard()  # what a killed process has left
+        folder.discard()  # of a killed process
         os.makedirs(os.path.dirname(folder.root), exist_ok=True)
     accelerator.wait_for_everyone()
     project.automatic_checkpoint_naming = False

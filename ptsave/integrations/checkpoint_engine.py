@@ -1,4 +1,4 @@
-"""What DeepSpeed asks of a checkpoint engine."""
+"""A checkpoint engine as DeepSpeed asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Lightning asks of a plug-in for checkpoints, for both of its packages.
+"""Plug-ins for checkpoints as Lightning asks for them, for both of its packages.
 
 ``lightning`` and ``pytorch_lightning`` are the same code under two names, and each refuses the
 other's classes.  So `lightning` and `pytorch_lightning` beside this file make the classes of either

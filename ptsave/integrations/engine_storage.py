@@ -1,4 +1,4 @@
-"""What torch_checkpointing asks of a storage: files, streams and directories of this machine.
+"""Storage as torch_checkpointing asks for it: files, streams and directories of this machine.
 
 * Its writer opens a stream for an object and calls ``torch.save(object, stream)``.  The stream is a
   path, too, which torch.save asks for first; so the object goes to the engine, and nothing of it
@@ -67,7 +67,7 @@ class Storage:
     Parameters
     ----------
     config : StorageConfig
-        What to sync and to verify.
+        Whether to sync and to verify.
     """
 
     def __init__(self, config: StorageConfig) -> None:
@@ -154,7 +154,7 @@ class Storage:
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Give a file or a directory its name: what is committed by it is durable then.
+        """Give a file or a directory its name: all in it is durable then.
 
         A directory takes the place of an empty one, and a file that of a file; nothing else is
         replaced, and nothing is copied from one file system to another.

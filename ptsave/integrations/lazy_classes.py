@@ -25,13 +25,13 @@ def class_over(
     module : str
         The module that asks, ``__name__``.
     name : str
-        What it is asked for.
+        The attribute that it is asked for.
     parts : mapping of str to type
-        What the classes of the module do, by their names.
+        The parts of its classes that are the module's own, by their names.
     base : str
         Path of the library's class, such as ``"ignite.handlers.checkpoint.BaseSaveHandler"``.
     package : str
-        What to install for it.
+        The package to install for it.
 
     Raises
     ------

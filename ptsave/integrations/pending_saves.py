@@ -1,4 +1,4 @@
-"""Saves in the background for libraries that save, and remove what is older, by path.
+"""Saves in the background for libraries that save, and remove older checkpoints, by path.
 
 A library removes its old checkpoint as soon as the call that saves the new one has returned.  Here
 that one is not written by then.  So a removal waits for the saves that were begun before it: if one
@@ -180,5 +180,5 @@ def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = Non
 
 
 def _key(path: str) -> str:
-    """Return what is the same for all names of a path, as far as they tell."""
+    """Return a key that is the same for all names of a path, as far as they tell."""
     return path if is_url_target(path) else os.path.abspath(path)

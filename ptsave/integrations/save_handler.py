@@ -1,4 +1,4 @@
-"""What ignite asks of a handler that saves checkpoints."""
+"""Handlers that save checkpoints as ignite asks for them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def local_model(
 
 
 class _Part:
-    """What the loaders of both engines have."""
+    """Methods that the loaders of both engines have."""
 
     load_config: Any
 

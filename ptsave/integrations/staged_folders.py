@@ -34,7 +34,7 @@ from ptsave.support.syncing import sync_path
 __all__ = ["FolderSaves", "StagedFolder", "in_place_of", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
-# Beside what is written, which may have any other name: what had the name before, and a note of
+# Beside the new folder, which may have any other name: the one that it replaces, and a note of
 # which directory is the new one.
 _OLD, _MARK = ".old", ".new"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -74,7 +74,7 @@ class StagedFolder:
         Raises
         ------
         OSError
-            If it cannot be renamed; what had the name before still has it.
+            If it cannot be renamed; the folder that had the name before still has it.
         """
         if self._fsync:
             _sync_tree(Path(self.path))
@@ -82,12 +82,12 @@ class StagedFolder:
         self._take_name()
         if self._fsync:
             _sync(Path(self.final).parent)
-        self.discard()  # what had the name before
+        self.discard()  # the folder that had the name before
 
     def discard(self) -> None:
-        """Remove what was written, or replaced; also what a killed process has left of either.
+        """Remove the new folder, or the replaced one; also leftovers of a killed process.
 
-        What had the name before a killed process gets it back, if its successor did not get it.
+        A folder that had the name before a killed process gets it back, if no successor has it.
         """
         old = self._old
         if os.path.lexists(old) and not os.path.lexists(self.final):
@@ -179,7 +179,7 @@ class FolderSaves:
         self._failures: list[Exception] = []
 
     def remove_leftovers(self, directory: str, prefix: str) -> None:
-        """Remove what killed processes have left in a directory of checkpoints.
+        """Remove leftovers of killed processes in a directory of checkpoints.
 
         A checkpoint that had given up its name, and whose successor did not get it, gets it back.
         """
@@ -315,7 +315,7 @@ def _held_back(folder: StagedFolder, futures: list[SaveFuture], *, fsync: bool) 
 
 @contextmanager
 def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of what is ``torch.save`` or ``torch.load`` in the block."""
+    """Put a function in the place of ``torch.save`` or ``torch.load`` in the block."""
     _substitute(old, new)
     try:
         yield

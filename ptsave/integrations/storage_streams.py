@@ -196,7 +196,7 @@ class WriteStream(io.RawIOBase):
     def _opened(self) -> io.BufferedWriter:
         if self._file is None:
             folder, name = os.path.split(self._path)
-            # Of the engine's form, so that what a killed process leaves is known for what it is.
+            # Of the engine's form, so that leftovers of a killed process are known as such.
             self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.ptsave")
             self._file = open(self._temporary, "xb")  # noqa: SIM115
         return self._file
@@ -223,7 +223,7 @@ class WriteStream(io.RawIOBase):
             sync_path(os.path.dirname(self._path) or ".")
 
     def abort(self) -> None:
-        """Close the stream, and leave what was at the path as it is."""
+        """Close the stream, and leave the file at the path as it is."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -244,7 +244,7 @@ class WriteStream(io.RawIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        """Do not commit what nobody has closed."""
+        """Do not commit a stream that nobody has closed."""
         self.abort()
 
 
@@ -255,7 +255,7 @@ class _ObjectSavedError(Exception):
 class ObjectStream(WriteStream):
     """Saves one object by the engine when it is given to torch.save, in a ``with`` block.
 
-    What is written to it otherwise is written as to any stream.
+    Bytes that are written to it go to the file as with any stream.
 
     Parameters
     ----------

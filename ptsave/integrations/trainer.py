@@ -1,4 +1,4 @@
-"""What transformers' Trainer does with checkpoints, by ptsave."""
+"""Checkpoints of transformers' Trainer by ptsave."""
 
 from __future__ import annotations
 

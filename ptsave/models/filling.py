@@ -35,16 +35,16 @@ _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A tensor of a file, or a part of it, and what it fills.
+    """A tensor of a file, or a part of it, and the target it fills.
 
     Attributes
     ----------
     entry : Entry
         The tensor.
     name : str
-        Name of what it fills, in messages.
+        Name of the target, in messages.
     target : torch.Tensor
-        What it fills, or the parameter for its loader.
+        The tensor it fills, or the parameter for its loader.
     part : Part
         The part of the entry.
     loader : callable or None
@@ -67,19 +67,19 @@ class Item:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether its loader reads what it wants."""
+        """Whether its loader reads by itself."""
         return self.loader is not None and takes_slices(self.loader)
 
 
 def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> list[Item]:
-    """Return what fills a model's tensors on this rank, in the order of the deliveries.
+    """Return the parts that fill a model's tensors on this rank, in the order of the deliveries.
 
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor
         The model's tensors.
     deliveries : iterable of Delivery
-        What goes into them.
+        The tensors that go into them.
     """
     loaders = loaders_of(tensors)
     items = []

@@ -162,7 +162,7 @@ class ModuleLoad:
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
     def items(self, filling: Filling, reader: ShardReader) -> list[Item]:
-        """Load the state dict; returns what is left to be filled.
+        """Load the state dict; returns the parts that are left to be filled.
 
         Raises
         ------
@@ -229,7 +229,7 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
             super().__setitem__(key, value)
 
     def unread_items(self) -> Iterator[tuple[str, Any]]:
-        """Yield what is there, with stand-ins for what nobody has asked for."""
+        """Yield all entries, with stand-ins for those that nobody has asked for."""
         return ((key, super(_ReadWhenAsked, self).__getitem__(key)) for key in self)
 
     def read_all(self) -> None:

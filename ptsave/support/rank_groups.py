@@ -1,6 +1,6 @@
 """Lets the ranks of a job exchange small values: over torch.distributed, or over a directory.
 
-What is exchanged can be written as JSON.  Each call is collective: all ranks make it, in the same
+Values can be written as JSON.  Each call is collective: all ranks make it, in the same
 order, and none returns before all have called.
 """
 
@@ -73,8 +73,8 @@ class GroupRanks:
 class FileRanks:
     """Ranks that know their numbers, and see one directory, but have no process group.
 
-    Each locks a file of its own while it lives.  What the files of all ranks that live say is the
-    session; a store for its values is a file named after it.
+    Each locks a file of its own while it lives.  The session is made
+    of the files of all ranks that live; a store for its values is a file named after it.
 
     Parameters
     ----------

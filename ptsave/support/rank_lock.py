@@ -36,7 +36,7 @@ class RankLock:
     Attributes
     ----------
     token : str
-        What the file says.
+        The file's contents.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def is_held(folder: Path, rank: int, size: int) -> bool:
 
 
 def token_of(folder: Path, rank: int, size: int) -> str:
-    """Return what the file of a rank says, if a process holds it; else the empty string."""
+    """Return the contents of a rank's file, if a process holds it; else the empty string."""
     try:
         descriptor = os.open(_path(folder, rank, size), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -24,9 +24,9 @@ _OPTION = "skip_nnmodule_hook_guards"
 
 
 class HookWatch:
-    """Makes dynamo compile anew what ran without hooks, and guard code against their changes.
+    """Makes dynamo compile code anew that ran without hooks, and guard code against their changes.
 
-    It takes back what is compiled already, of all modules, since nothing tells which of them a
+    It takes back compiled code, of all modules, since nothing tells which of them a
     piece of code calls.  Dynamo is not imported for it, as that takes seconds.
     """
 
@@ -60,7 +60,7 @@ class HookWatch:
                 self._forget_code()
 
     def guard_hooks(self) -> None:
-        """Have dynamo guard what it compiles from now on against new hooks."""
+        """Have dynamo guard all code that it compiles from now on against new hooks."""
         if self._was_skipped is not None or not self._n:
             return
         config = _config()

@@ -28,7 +28,7 @@ MemoryFormat: Any = private(metadata, "_MEM_FORMAT_ENCODING")
 # The function of torch.serialization that pickles name for a torch.layout.
 layout_function = "_get_layout"
 
-# What pickles call for a tensor; the second where no class of storages has its dtype.
+# Called by pickles for a tensor; the second where no class of storages has its dtype.
 rebuild_tensor: Any = private(torch._utils, "_rebuild_tensor_v2")
 rebuild_tensor_of_dtype: Any = private(torch._utils, "_rebuild_tensor_v3")
 

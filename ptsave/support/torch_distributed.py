@@ -20,7 +20,7 @@ def is_distributed_tensor(tensor: Any) -> bool:
     """
     if type(tensor) in _PLAIN_TYPES:  # which answer slowly that they have no such attribute
         return False
-    # What torch.distributed.checkpoint asks for; importing the class takes a second.
+    # The attribute that torch.distributed.checkpoint asks for; importing the class takes a second.
     return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "to_local")
 
 

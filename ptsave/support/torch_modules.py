@@ -65,7 +65,7 @@ non_persistent_buffers_of = _attribute("_non_persistent_buffers_set")
 pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_pre_hooks")
 post_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_post_hooks")
 
-# Replaces all tensors of a module and its children by what a function makes of them.
+# Replaces all tensors of a module and its children by those that a function makes of them.
 apply_to_tensors_of: Callable[[nn.Module], Callable[[Callable[[Tensor], Tensor]], nn.Module]]
 apply_to_tensors_of = _attribute("_apply")
 

@@ -440,7 +440,7 @@ class AsyncCheckpointer:
             raise elsewhere
 
     def _settle(self, parts: RankParts) -> SaveError | None:
-        """Wait for the other ranks, clean up, and return what failed on one of them."""
+        """Wait for the other ranks, clean up, and return a failure of one of them."""
         error = parts.settle()
         for name in parts.take_lost():
             with suppress(OSError):  # it may not have been written

@@ -177,7 +177,7 @@ class CheckpointDirectory:
                     self._remove_or_warn(name)
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes have left that were writing checkpoints."""
+        """Remove leftovers of killed processes that were writing checkpoints."""
         self.remove_temporary_files()
         with self._lock:
             for name in self._naming.dead(self._files()):

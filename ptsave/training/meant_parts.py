@@ -34,7 +34,7 @@ def part_named(obj: Any, target: Any) -> Iterator[None]:
     obj : object
         The object in the file.
     target : object
-        What it is loaded into.
+        The object it is loaded into.
     """
     try:
         yield

@@ -39,7 +39,7 @@ class Naming(Protocol):
         """Return the name to save a step under; `names` are the files of it that are there."""
 
     def remark(self, files: Iterable[str]) -> str:
-        """Return what is there in place of a checkpoint, in brackets, or nothing."""
+        """Return a remark on other files that are there, in brackets, or nothing."""
 
 
 class WholeFiles:
@@ -168,7 +168,7 @@ class Parts:
         return _name(part.save, self._rank, self._size)
 
     def save_of(self, name: str) -> str:
-        """Return what the names of all parts of a save have in common."""
+        """Return the beginning that the names of all parts of a save share."""
         return name.partition(".rank-")[0]
 
     def remark(self, files: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Makes the checkpoints of several ranks one: who they are, which step they restore, what failed.
+"""Makes the checkpoints of several ranks one: names, the step to restore, saves that failed.
 
 Nothing is exchanged when a step is saved.  A step counts once the parts of all ranks are there, so
 a rank that dies leaves the step before as the latest one.
@@ -133,7 +133,7 @@ class RankParts:
         Raises
         ------
         OSError
-            What `choose` raised on rank 0.
+            As `choose` raised it on rank 0.
         """
         try:
             choice: list[Any] = [choose() if self.is_first else None]
@@ -145,7 +145,7 @@ class RankParts:
         return self.naming.own(choice[0])
 
     def settle(self) -> SaveError | None:
-        """Wait until all ranks have come, and return what has failed on one of the others.
+        """Wait until all ranks have come, and return a failure of one of the others.
 
         It is an error as well if a save was begun on some of them only.
 
@@ -164,7 +164,7 @@ class RankParts:
         return self._error(unknown[0]) if unknown else None
 
     def _messages(self, everyone: list[Any]) -> dict[str, str]:
-        """Return what is to say of each save that is not complete."""
+        """Return a message for each save that is not complete."""
         messages = {
             self.naming.save_of(name): f"the part of rank {rank}, {name}, was not saved: {message}"
             for rank, theirs in enumerate(everyone)

@@ -1,4 +1,4 @@
-"""What `load_checkpoint` returns: the entries that are no target's, and a report of the others."""
+"""Results of `load_checkpoint`: the entries that are no target's, and a report of the others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RestoredEntries(dict[str, Any]):
 
 
 def keys_of(result: Any) -> IncompatibleKeys | None:
-    """Return what a load has reported as keys; None if it has reported nothing."""
+    """Return the keys that a load has reported; None if it has reported nothing."""
     if isinstance(result, IncompatibleKeys):
         return result
     missing = getattr(result, "missing_keys", None)

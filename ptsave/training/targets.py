@@ -67,7 +67,7 @@ class TargetOptions:
             _check_type(target)
 
     def load(self, target: Any, state: Any, copier: Copier) -> Any:
-        """Load a state dict into a target, in place; returns what the target's own way returns."""
+        """Load a state dict into a target, in place; returns the result of the target's own way."""
         if isinstance(target, nn.Module):
             return load_module(
                 target,
