@@ -50,15 +50,20 @@ void replace(const std::string& path) {
   file.commit(false);
 }
 
-// AddressSanitizer of gcc 12 takes none of its own locks at fork: a thread that is ending may hold
-// one, and a child that starts a thread then waits for it for ever.
+// The sanitizers of gcc 12 do not take all of their own locks at fork: a thread that is ending may
+// hold one, and a child that starts a thread then waits for it for ever.
 void wait_for_ending_threads() {
-#ifdef __SANITIZE_ADDRESS__
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef __SANITIZE_THREAD__
+  constexpr int kOwnThreads = 2;  // the sanitizer has one
+#else
+  constexpr int kOwnThreads = 1;
+#endif
   namespace fs = std::filesystem;
   const auto n_threads = [] {
     return std::distance(fs::directory_iterator("/proc/self/task"), fs::directory_iterator());
   };
-  while (n_threads() > 1) std::this_thread::yield();
+  while (n_threads() > kOwnThreads) std::this_thread::yield();
 #endif
 }
 
