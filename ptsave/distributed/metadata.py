@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support import torch_dcp
-from ptsave.support.collector import paused_collector
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
 
 __all__ = ["CheckedFile", "checked_files", "load_metadata", "metadata_name", "set_checked_files"]
@@ -125,7 +125,7 @@ def load_metadata(path: str) -> Metadata:
     with open(path, "rb") as stream:
         data = stream.read()
     try:
-        with paused_collector(), _guarded_classes():
+        with pausing_garbage_collection(), _guarded_classes():
             metadata = _Unpickler(io.BytesIO(data)).load()
     except MemoryError:
         raise

@@ -27,7 +27,7 @@ from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file_reading import Box, RankFiles
 from ptsave.distributed.stock_items import stored_tensor
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support.collector import paused_collector
+from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["StorageReader"]
 
@@ -121,7 +121,7 @@ class StorageReader(storage.StorageReader):
         checked = checked_files(self._metadata, metadata_path)
         directory = CheckpointDirectory(self._path)
         with (
-            paused_collector(),
+            pausing_garbage_collection(),
             RankFiles(directory, checked, verify=self._verify) as files,
         ):
             _Load(self._metadata, files, planner).run(plan.items)

@@ -24,7 +24,7 @@ from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import BLOCK_NBYTES, RankFile, table_nbytes
 from ptsave.distributed.staging import staged
 from ptsave.support import torch_dcp
-from ptsave.support.collector import paused_collector
+from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["StorageWriter"]
 
@@ -117,7 +117,7 @@ class StorageWriter(storage.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; it is there, durable, when the call returns."""
         future: Future[list[WriteResult]] = Future()
-        with paused_collector():
+        with pausing_garbage_collection():
             future.set_result(self._write(plan.items, planner))
         return future
 
@@ -132,7 +132,7 @@ class StorageWriter(storage.StorageWriter):
         set_checked_files(metadata, files)
         sizes = {name: file.nbytes + table_nbytes(file.nbytes) for name, file in files.items()}
         rank = None if self._use_collectives else self._rank
-        with paused_collector():
+        with pausing_garbage_collection():
             CheckpointDirectory(self._path).publish(metadata, sizes, rank, fsync=self._fsync)
 
     # ------------------------------------------------------------------------------ the rest
