@@ -55,24 +55,55 @@ class Snapshot:
     # The same in a forked child, where accelerators must not be touched: frees nothing.
     def abandon(self) -> None: ...
 
-@final
-class WritePlan:
-    # A list of storages, all in reach, stands for the records data/0, data/1, ...
-    def __init__(
-        self, root: str, records: Sequence[PlannedRecord | StorageList], alignment: int
-    ) -> None: ...
+# A planned file, as the bindings give it to each kind of plan.
+class _FilePlan:
     @property
     def nbytes(self) -> int: ...
     @property
     def has_holes(self) -> bool: ...
-    # Lets go of the storages to write; nothing can be written after.
-    def release(self) -> None: ...
-    # The same in a forked child, where accelerators must not be touched: does not free their part.
-    def abandon(self) -> None: ...
     @property
     def is_sequential(self) -> bool: ...
     @property
     def is_staged(self) -> bool: ...
+    def write_file(
+        self,
+        path: bytes,
+        display: bytes,
+        *,
+        durable: bool,
+        direct: bool,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+    # By way of `scratch`, an empty file open for reading and writing, if that is given.
+    def write_in_place(
+        self,
+        path: bytes,
+        *,
+        scratch: int | None,
+        durable: bool,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+    def write_stream(
+        self,
+        sink: Callable[[memoryview], object],
+        skip: Callable[[int], object],
+        *,
+        options: WriteOptions,
+        progress: Progress,
+    ) -> None: ...
+
+@final
+class WritePlan(_FilePlan):
+    # A list of storages, all in reach, stands for the records data/0, data/1, ...
+    def __init__(
+        self, root: str, records: Sequence[PlannedRecord | StorageList], alignment: int
+    ) -> None: ...
+    # Lets go of the storages to write; nothing can be written after.
+    def release(self) -> None: ...
+    # The same in a forked child, where accelerators must not be touched: does not free their part.
+    def abandon(self) -> None: ...
     # These payloads are parts of sources: (record, source, offset, CRC if it is known).
     def read_from(
         self, sources: PayloadSources, payloads: Sequence[tuple[str, int, int, int | None]]
@@ -86,26 +117,6 @@ class WritePlan:
     def begin_staging(self, *, options: WriteOptions) -> None: ...
     # Copies it to the host.
     def stage(self, *, n_threads: int, progress: Progress) -> None: ...
-    def write_file(
-        self,
-        path: bytes,
-        display: bytes,
-        *,
-        durable: bool,
-        direct: bool,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
-    # By way of `scratch`, an empty file open for reading and writing, if that is given.
-    def write_in_place(
-        self,
-        path: bytes,
-        *,
-        scratch: int | None,
-        durable: bool,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
     def write_descriptor(
         self,
         fd: int,
@@ -119,14 +130,6 @@ class WritePlan:
     def write_memory(
         self, target: Buffer, *, options: WriteOptions, progress: Progress
     ) -> None: ...
-    def write_stream(
-        self,
-        sink: Callable[[memoryview], object],
-        skip: Callable[[int], object],
-        *,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
 
 # Where payloads come from: files, each a descriptor, which stays the caller's, and a name; or the
 # address and size of memory, which has to live as long, and a name.  `direct`: files may be read
@@ -139,7 +142,7 @@ class PayloadSources:
 
 # A file that is a header and payloads: (size, source, offset, CRC if it is known).
 @final
-class PackedPlan:
+class PackedPlan(_FilePlan):
     def __init__(
         self,
         header: bytes,
@@ -149,46 +152,10 @@ class PackedPlan:
     # Of contiguous tensors, on accelerators that can_stage() or in CPU memory, as they are now.
     @staticmethod
     def of_tensors(header: bytes, tensors: Sequence[torch.Tensor]) -> PackedPlan: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def has_holes(self) -> bool: ...
-    @property
-    def is_sequential(self) -> bool: ...
-    @property
-    def is_staged(self) -> bool: ...
     # Of the last write: the payloads whose CRC differed, each with the CRC found.  Raises
     # FormatError.
     @property
     def damaged(self) -> list[tuple[int, int]]: ...
-    def write_file(
-        self,
-        path: bytes,
-        display: bytes,
-        *,
-        durable: bool,
-        direct: bool,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
-    # By way of `scratch`, an empty file open for reading and writing, if that is given.
-    def write_in_place(
-        self,
-        path: bytes,
-        *,
-        scratch: int | None,
-        durable: bool,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
-    def write_stream(
-        self,
-        sink: Callable[[memoryview], object],
-        skip: Callable[[int], object],
-        *,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
 
 # The number of bytes that have a checksum of their own in a file of CheckedPlan.
 CHECKED_BLOCK_NBYTES: int
@@ -197,47 +164,11 @@ CHECKED_BLOCK_NBYTES: int
 # on accelerators that can_stage().  Zeros between them, up to a multiple of CHECKED_BLOCK_NBYTES;
 # then the CRC-32 of each block, four bytes.
 @final
-class CheckedPlan:
+class CheckedPlan(_FilePlan):
     def __init__(self, pieces: list[tuple[int, bytes | torch.Tensor]]) -> None: ...
     # Of the last write: what is behind the blocks.
     @property
     def block_crcs(self) -> bytes: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def has_holes(self) -> bool: ...
-    @property
-    def is_sequential(self) -> bool: ...
-    @property
-    def is_staged(self) -> bool: ...
-    def write_file(
-        self,
-        path: bytes,
-        display: bytes,
-        *,
-        durable: bool,
-        direct: bool,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
-    # By way of `scratch`, an empty file open for reading and writing, if that is given.
-    def write_in_place(
-        self,
-        path: bytes,
-        *,
-        scratch: int | None,
-        durable: bool,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
-    def write_stream(
-        self,
-        sink: Callable[[memoryview], object],
-        skip: Callable[[int], object],
-        *,
-        options: WriteOptions,
-        progress: Progress,
-    ) -> None: ...
 
 # Fills tensors in CPU memory, of any strides: (number of the file, offset, bytes from one element
 # of each dimension to the next in the file, tensor).  A table is all that CheckedPlan writes behind
