@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from typing_extensions import Buffer
 
-from ptsave.integrations.storage_streams import MemoryStream, ObjectStream, ReadStream, WriteStream
+from ptsave.integrations.storage_streams import ObjectStream, ReadStream, WriteStream
 from ptsave.support.syncing import sync_path
 
 __all__ = ["Storage", "StorageConfig"]
@@ -81,7 +81,7 @@ class Storage:
 
     # ------------------------------------------------------------------------------- reading
 
-    def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase:
+    def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase | io.BytesIO:
         """Open a file.
 
         Parameters
@@ -102,7 +102,7 @@ class Storage:
         if read_args is not None and not read_args.pre_read_full_file:
             return stream
         with stream:
-            return MemoryStream(stream.readall())
+            return io.BytesIO(stream.readall())
 
     def read(self, path: Path, read_args: Any = None) -> bytes:
         """Return the bytes of a file; errors are those of `stream_read`."""

@@ -23,7 +23,7 @@ from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.support import config
 from ptsave.support.syncing import sync_path
 
-__all__ = ["MemoryStream", "ObjectStream", "ReadStream", "WriteStream"]
+__all__ = ["ObjectStream", "ReadStream", "WriteStream"]
 
 # From here on several threads read faster than one.
 _MIN_PARALLEL_NBYTES = 8 << 20
@@ -126,38 +126,6 @@ class ReadStream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
-
-
-class MemoryStream(io.RawIOBase):
-    """Reads bytes that are in memory.
-
-    Parameters
-    ----------
-    data : bytes
-        They.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__()
-        self._stream = io.BytesIO(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._stream.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def readinto(self, buffer: Buffer) -> int:
-        return self._stream.readinto(buffer)
-
-    def readall(self) -> bytes:
-        return self._stream.read()
 
 
 class WriteStream(io.RawIOBase):

@@ -1,7 +1,7 @@
 """Lets the ranks of a job exchange small values: over torch.distributed, or over a directory.
 
-Values can be written as JSON.  Each call is collective: all ranks make it, in the same
-order, and none returns before all have called.
+Values can be written as JSON.  Each call is collective: all ranks make it, in the same order, and
+none returns before all have called.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class GroupRanks:
 class FileRanks:
     """Ranks that know their numbers, and see one directory, but have no process group.
 
-    Each locks a file of its own while it lives.  The session is made
-    of the files of all ranks that live; a store for its values is a file named after it.
+    Each locks a file of its own while it lives.  The session is made of the files of all ranks that
+    live; a store for its values is a file named after it.
 
     Parameters
     ----------
@@ -160,7 +160,3 @@ class FileRanks:
         for path in self._folder.glob(".ranks-*"):
             if path.name != f".ranks-{self.session}":
                 path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Let others have this number."""
-        self.lock.release()

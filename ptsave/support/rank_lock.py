@@ -63,7 +63,7 @@ class RankLock:
         if is_held(folder, rank, size):
             raise RuntimeError(
                 f"{folder}: another process saves as rank {rank} of {size} here: end it, or give "
-                "this job a directory of its own"
+                "this job a directory of its own (if it is this process, close the other object)"
             )
         self.token = new_token()
         self._descriptor = _locked_file(self._path, self.token)

@@ -441,8 +441,8 @@ class AsyncCheckpointer:
 
     def _settle(self, parts: RankParts) -> SaveError | None:
         """Wait for the other ranks, clean up, and return a failure of one of them."""
-        error = parts.settle()
-        for name in parts.take_lost():
+        lost, error = parts.settle()
+        for name in lost:
             with suppress(OSError):  # it may not have been written
                 self._directory.remove(name)
         if parts.is_first and self._last_step is not None:

@@ -89,11 +89,11 @@ class RankParts:
     def __init__(self, ranks: Ranks, place: Path | str) -> None:
         self._ranks = ranks
         self._place = place
-        self._lock: RankLock | None = None
+        # Held from the beginning by ranks that find each other by it.
+        self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
         # Since the ranks have last waited for each other:
         self._saved: list[str] = []
         self._failures: list[tuple[str, str]] = []
-        self._lost: list[str] = []
         self.naming = Parts(ranks.rank, ranks.size, ranks.session)
 
     @property
@@ -110,8 +110,7 @@ class RankParts:
             Another job does.
         """
         if self._lock is None and isinstance(self._place, Path):
-            own = self._ranks.lock if isinstance(self._ranks, FileRanks) else None
-            self._lock = own or RankLock(self._place, self._ranks.rank, self._ranks.size)
+            self._lock = RankLock(self._place, self._ranks.rank, self._ranks.size)
 
     @property
     def tidies(self) -> bool:
@@ -144,10 +143,16 @@ class RankParts:
             raise OSError(*choice)
         return self.naming.own(choice[0])
 
-    def settle(self) -> SaveError | None:
-        """Wait until all ranks have come, and return a failure of one of the others.
+    def settle(self) -> tuple[list[str], SaveError | None]:
+        """Wait until all ranks have come, and learn of saves that are not complete.
 
-        It is an error as well if a save was begun on some of them only.
+        Returns
+        -------
+        lost : list of str
+            This rank's parts of such saves.
+        error : SaveError or None
+            A failure of one of the others.  It is one as well if a save was begun on some ranks
+            only.
 
         Raises
         ------
@@ -158,10 +163,10 @@ class RankParts:
         self._saved, self._failures = [], []
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
         messages = self._messages(everyone)
-        self._lost = [name for name in saved if self.naming.save_of(name) in messages]
+        lost = [name for name in saved if self.naming.save_of(name) in messages]
         known = {self.naming.save_of(name) for name, _ in failures}
         unknown = [message for save, message in messages.items() if save not in known]
-        return self._error(unknown[0]) if unknown else None
+        return lost, self._error(unknown[0]) if unknown else None
 
     def _messages(self, everyone: list[Any]) -> dict[str, str]:
         """Return a message for each save that is not complete."""
@@ -180,11 +185,6 @@ class RankParts:
                     "call save() for the same steps",
                 )
         return messages
-
-    def take_lost(self) -> list[str]:
-        """Return this rank's parts of saves that other ranks have no part of."""
-        lost, self._lost = self._lost, []
-        return lost
 
     def meet(self) -> None:
         """Wait until all ranks have come."""

@@ -195,6 +195,27 @@ def test_a_second_job_is_refused(tmp_path: Path) -> None:
         assert "AsyncCheckpointer" in each["first"]
 
 
+@pytest.mark.parametrize("in_group", [True, False])
+def test_who_only_restores_leaves_the_directory_to_others(tmp_path: Path, in_group: bool) -> None:
+    program = """
+    with make() as checkpointer:
+        checkpointer.save(1, value=values(1))
+    kept = []
+    for _ in range(2):
+        kept.append(make())
+        attempt("restored", lambda: restore(kept[-1]))
+        kept[-1].close()
+    with make() as checkpointer:
+        checkpointer.save(2, value=values(2))
+    found["steps"] = checkpointer.steps()
+    """
+    for rank, found in enumerate(
+        Ranks(tmp_path, MAKE + dedent(program), 2, in_group=in_group).found()
+    ):
+        assert found["restored"] == [[100 + rank], f"1 of {rank}"]
+        assert found["steps"] == [1, 2]
+
+
 def test_other_numbers_of_ranks_are_named(tmp_path: Path) -> None:
     save = """
     with make() as checkpointer:
