@@ -134,8 +134,8 @@ std::vector<DamagedBlock> CheckedRead::run(std::size_t n_threads, const Poll& po
                          [&](ChunkPipeline&, std::size_t i) { read(stretches_[i]); });
   pipeline.finish(poll);
   std::ranges::sort(damaged_);
-  const auto repeated = std::ranges::unique(damaged_);
-  damaged_.erase(repeated.begin(), repeated.end());
+  // Of the iterators: clang 14 does not take the subrange of libstdc++ 12's std::ranges::unique.
+  damaged_.erase(std::unique(damaged_.begin(), damaged_.end()), damaged_.end());
   return damaged_;
 }
 
