@@ -176,19 +176,26 @@ def _load_beside(folder: Path, model: nn.Module, optimizer: Any, state: Any) -> 
     return ptsave.load_checkpoint(folder / "b.pt", model=model, optimizer=optimizer)
 
 
+def _assert_loads_as_torch(
+    folder: Path, model: nn.Module, fresh: nn.Module, stock: nn.Module, *, flat: bool
+) -> None:
+    """Load a state of `model` into the optimizer of a fresh one, and by torch into another's."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    state = state_dict_of(model, optimizer, flat=flat)
+    mine = torch.optim.AdamW(fresh.parameters())
+    _load_beside(folder, fresh, mine, state)
+    expected = by_torch(stock, torch.optim.AdamW(stock.parameters()), state, flat=flat)
+    assert_same_optimizer(mine, expected)
+
+
 @pytest.mark.parametrize("flat", FORMS)
 def test_a_child_called_module(tmp_path: Path, flat: bool) -> None:
     """Only what a wrapper has put into a name is taken out of it."""
     model, fresh, stock = (nn.Sequential() for _ in range(3))
     for each in (model, fresh, stock):
         each.add_module("module", nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    state = state_dict_of(model, optimizer, flat=flat)
-    mine = torch.optim.AdamW(fresh.parameters())
-    _load_beside(tmp_path, fresh, mine, state)
-    expected = by_torch(stock, torch.optim.AdamW(stock.parameters()), state, flat=flat)
-    assert_same_optimizer(mine, expected)
+    _assert_loads_as_torch(tmp_path, model, fresh, stock, flat=flat)
 
 
 @pytest.mark.parametrize("flat", FORMS)
@@ -227,13 +234,7 @@ def test_tied_and_frozen_parameters(tmp_path: Path, flat: bool) -> None:
             self.frozen = nn.Linear(2, 2).requires_grad_(False)
 
     model, fresh, stock = Tied(), Tied(), Tied()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    state = state_dict_of(model, optimizer, flat=flat)
-    mine = torch.optim.AdamW(fresh.parameters())
-    _load_beside(tmp_path, fresh, mine, state)
-    expected = by_torch(stock, torch.optim.AdamW(stock.parameters()), state, flat=flat)
-    assert_same_optimizer(mine, expected)
+    _assert_loads_as_torch(tmp_path, model, fresh, stock, flat=flat)
 
 
 @pytest.mark.parametrize("flat", FORMS)
