@@ -143,9 +143,17 @@ def _remove_oldest(directory: str, limit: int | None) -> None:
         shutil.rmtree(os.path.join(directory, name))
 
 
-def _load_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_state(
+    accelerator: Any,
+    input_dir: str | os.PathLike[str] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if input_dir is not None:
+        final = os.path.expanduser(os.fspath(input_dir))
+        input_dir = StagedFolder(final, fsync=False).left_behind() or input_dir
     with installed(safetensors=True), _remembering_damage():
-        return type(accelerator).load_state(accelerator, *args, **kwargs)
+        return type(accelerator).load_state(accelerator, input_dir, *args, **kwargs)
 
 
 @contextmanager

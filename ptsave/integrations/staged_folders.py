@@ -89,15 +89,26 @@ class StagedFolder:
 
         A folder that had the name before a killed process gets it back, if no successor has it.
         """
-        old = self._old
-        if os.path.lexists(old) and not os.path.lexists(self.final):
-            os.rename(old, self.final)
+        self.restore()
         if self._keeps_others:
             for replaced in self._replaced():
                 _move_missing(replaced, self.final)
                 if self._fsync:
                     _sync(Path(self.final))
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def restore(self) -> None:
+        """Give a folder its name back that a killed process has taken, if no successor has it.
+
+        For whoever is going to write here: another process that does might just be between its two
+        renames.
+        """
+        if self.left_behind() is not None:
+            os.rename(self._old, self.final)
+
+    def left_behind(self) -> str | None:
+        """Return where the complete folder is if a process was killed between its two renames."""
+        return self._old if os.path.isdir(self._old) and not os.path.lexists(self.final) else None
 
     @property
     def _old(self) -> str:
@@ -183,14 +194,25 @@ class FolderSaves:
 
         A checkpoint that had given up its name, and whose successor did not get it, gets it back.
         """
+        for folder in self._leftovers(directory, prefix):
+            folder.discard()
+
+    def restore_names(self, directory: str, prefix: str) -> None:
+        """Give checkpoints their names back, as `remove_leftovers`, and remove nothing."""
+        for folder in self._leftovers(directory, prefix):
+            folder.restore()
+
+    def _leftovers(self, directory: str, prefix: str) -> list[StagedFolder]:
         with self._changed:
             own = {folder.root for folder in self._pending}
+        folders = []
         with suppress(FileNotFoundError), os.scandir(directory) as entries:
-            for entry in list(entries):
+            for entry in entries:
                 is_staged = entry.name.startswith(f".{prefix}") and entry.name.endswith(_SUFFIX)
                 if is_staged and os.path.realpath(entry.path) not in own:
-                    name = entry.name[1 : -len(_SUFFIX)]
-                    StagedFolder(os.path.join(directory, name), fsync=False).discard()
+                    final = os.path.join(directory, entry.name[1 : -len(_SUFFIX)])
+                    folders.append(StagedFolder(final, fsync=False))
+        return folders
 
     def commit(
         self,

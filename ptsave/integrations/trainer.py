@@ -166,6 +166,8 @@ class CheckpointMixin:
             If a checkpoint could not be written in the background.
         """
         self._saves.wait()  # of an earlier call: this one may resume from it
+        if self.args.should_save:
+            self._saves.restore_names(self.args.output_dir, f"{_PREFIX}-")
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         self._saves.check()
         return result

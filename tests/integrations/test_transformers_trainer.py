@@ -16,10 +16,16 @@ import torch
 from _corruption import flip_middle
 from client_checkpoints import (
     assert_same_state,
-    imported,
     killed_by_itself,
     names_written_by_the_engine,
     share_of_the_engine,
+)
+from tiny_trainers import (
+    N_STEPS,
+    assert_same_checkpoint,
+    imported_transformers,
+    make_trainer,
+    state_of,
 )
 
 import ptsave
@@ -27,14 +33,11 @@ from ptsave.integrations import staged_folders
 from ptsave.integrations.staged_folders import FolderSaves, StagedFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-N_STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    library = imported("transformers", "accelerate")
-    library.utils.logging.set_verbosity_error()
-    return library
+    return imported_transformers()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,84 +49,33 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-def model(library: Any) -> Any:
-    torch.manual_seed(0)
-    config = library.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, resid_pdrop=0.2
-    )
-    return library.GPT2LMHeadModel(config)
-
-
-def trainer(library: Any, kind: str, folder: Path, **options: Any) -> Any:
-    from ptsave.integrations.transformers import Trainer
-
-    arguments = {
-        "output_dir": str(folder),
-        "max_steps": N_STEPS,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_total_limit": 2,
-        "logging_strategy": "no",
-        **options,
-    }
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, 64, (24, 8), generator=generator)
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    arguments = library.TrainingArguments(**arguments)
-    classes = {
-        "stock": library.Trainer,
-        "blocking": Trainer,
-        "background": lambda *a, **k: Trainer(*a, async_checkpoints=True, **k),
-    }
-    return classes[kind](model(library), arguments, train_dataset=data, eval_dataset=data[:4])
-
-
-def state_of(trained: Any) -> dict[str, Any]:
-    return {
-        "model": trained.model.state_dict(),
-        "optimizer": trained.optimizer.state_dict()["state"],
-        "scheduler": trained.lr_scheduler.state_dict(),
-        "rng": torch.get_rng_state(),
-    }
-
-
 @pytest.fixture(scope="module")
 def stock(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("stock")
-    trained = trainer(transformers, "stock", folder)
+    trained = make_trainer(transformers, "stock", folder)
     trained.train()
     return {"state": state_of(trained), "folder": folder}
 
 
 @pytest.mark.parametrize("kind", ["blocking", "background"])
 def test_resumes_exactly(kind: str, transformers: Any, stock: Any, tmp_path: Path) -> None:
-    trained = trainer(transformers, kind, tmp_path)
+    trained = make_trainer(transformers, kind, tmp_path)
     trained.train()
     assert_same_state(state_of(trained), stock["state"])
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-6"]
-    _assert_same_files(tmp_path / "checkpoint-6", stock["folder"] / "checkpoint-6")
+    assert_same_checkpoint(tmp_path / "checkpoint-6", stock["folder"] / "checkpoint-6")
     shutil.rmtree(tmp_path / "checkpoint-6")
-    resumed = trainer(transformers, kind, tmp_path)
+    resumed = make_trainer(transformers, kind, tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert_same_state(state_of(resumed), stock["state"])
     read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-6")
     assert_same_state(read.state_dict(), stock["state"]["model"])
 
 
-def _assert_same_files(found: Path, expected: Path) -> None:
-    assert sorted(os.listdir(found)) == sorted(os.listdir(expected))
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        ours, stock = (torch.load if name.endswith("pt") else Path.read_bytes for _ in range(2))
-        assert_same_state(ours(found / name), stock(expected / name))
-
-
 def test_stock_trainer_resumes_from_it(transformers: Any, stock: Any, tmp_path: Path) -> None:
-    trainer(transformers, "background", tmp_path, max_steps=N_STEPS).train()
+    make_trainer(transformers, "background", tmp_path, max_steps=N_STEPS).train()
     shutil.rmtree(tmp_path / "checkpoint-6")
-    resumed = trainer(transformers, "stock", tmp_path)
+    resumed = make_trainer(transformers, "stock", tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert_same_state(state_of(resumed), stock["state"])
 
@@ -137,7 +89,7 @@ def test_best_model(kind: str, transformers: Any, tmp_path: Path) -> None:
         "metric_for_best_model": "loss",
         "save_total_limit": 1,
     }
-    trained = trainer(transformers, kind, tmp_path, **options)
+    trained = make_trainer(transformers, kind, tmp_path, **options)
     trained.train()
     best = trained.state.best_model_checkpoint
     assert os.path.dirname(best) == str(tmp_path)
@@ -150,9 +102,9 @@ def test_best_model(kind: str, transformers: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
 def test_damaged_file(name: str, transformers: Any, tmp_path: Path) -> None:
-    trainer(transformers, "blocking", tmp_path, max_steps=2).train()
+    make_trainer(transformers, "blocking", tmp_path, max_steps=2).train()
     flip_middle(tmp_path / "checkpoint-2" / name, "data/0")
-    resumed = trainer(transformers, "blocking", tmp_path)
+    resumed = make_trainer(transformers, "blocking", tmp_path)
     with pytest.raises(ptsave.CorruptCheckpointError, match=name.replace(".", r"\.")):
         resumed.train(resume_from_checkpoint=True)
 
@@ -161,7 +113,7 @@ def test_damaged_file(name: str, transformers: Any, tmp_path: Path) -> None:
 def test_failed_save(
     kind: str, transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = trainer(transformers, kind, tmp_path)
+    trained = make_trainer(transformers, kind, tmp_path)
     publish = StagedFolder.publish
 
     def fail(folder: StagedFolder) -> None:
@@ -183,7 +135,7 @@ def test_all_bytes_go_through_the_engine(
     written = names_written_by_the_engine(monkeypatch)
     for kind in ("blocking", "background"):
         written.clear()
-        trainer(transformers, kind, tmp_path, max_steps=2).train()
+        make_trainer(transformers, kind, tmp_path, max_steps=2).train()
         assert sorted(written) == [
             "model.safetensors",
             "optimizer.pt",
