@@ -194,18 +194,22 @@ PTSAVE_INLINE void count_each(const std::uint8_t* ulps, std::size_t n, std::uint
   }
 }
 
-// Numbers near each other are in the first few buckets, which take less time one by one.
+PTSAVE_INLINE std::uint8_t smallest_of(const std::uint8_t* data, std::size_t n) {
+  std::uint8_t smallest = std::numeric_limits<std::uint8_t>::max();
+  for (std::size_t i = 0; i < n; ++i) smallest = data[i] < smallest ? data[i] : smallest;
+  return smallest;
+}
+
+// Pairs of one block are in few buckets that follow each other, which take less time one by one.
 PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) {
-  constexpr std::uint8_t kNTries = 16;
-  constexpr std::uint8_t kNFirst = 4;  // have most of them, or others have too many
-  std::size_t n_left = n;
+  constexpr int kNTries = 20;
+  constexpr int kNFirst = 6;  // have most of them, or others have too many
   std::uint32_t found[kNUlpBuckets] = {};
-  for (std::uint8_t bucket = 0; bucket < kNTries && n_left > 0; ++bucket) {
-    if (bucket == kNFirst) {
-      if (n_left > n / 2) break;
-      found[kNoUlps] = count_equal(ulps, n, kNoUlps);
-      n_left -= found[kNoUlps];
-    }
+  found[kNoUlps] = count_equal(ulps, n, kNoUlps);
+  std::size_t n_left = n - found[kNoUlps];
+  std::uint8_t bucket = n_left > 0 ? smallest_of(ulps, n) : std::uint8_t{0};
+  for (int i = 0; i < kNTries && n_left > 0; ++i, ++bucket) {
+    if (i == kNFirst && n_left > n / 2) break;
     found[bucket] = count_equal(ulps, n, bucket);
     n_left -= found[bucket];
   }
@@ -213,7 +217,7 @@ PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint
     count_each(ulps, n, counts);
     return;
   }
-  for (std::size_t bucket = 0; bucket < kNUlpBuckets; ++bucket) counts[bucket] += found[bucket];
+  for (std::size_t i = 0; i < kNUlpBuckets; ++i) counts[i] += found[i];
 }
 
 // Infinity: the bits of infinity.
