@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,12 +16,19 @@ from ptsave.support import config
 from ptsave.support.torch_tensors import negated_view
 from ptsave.tree.view_blocks import blocks_of
 
-__all__ = ["bytes_of", "new_storage", "read_view", "unfilled_tensors", "view_as"]
+__all__ = ["Allocator", "bytes_of", "new_storage", "read_view", "unfilled_tensors", "view_as"]
+
+Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # of so many bytes on the CPU
 
 _MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
 _MIN_SENT_NBYTES = 256 << 10  # of a block that goes to an accelerator by itself
 _PACK_NBYTES = 16 << 20  # of those that go there together
 _CPU = torch.device("cpu")
+
+
+def new_storage(nbytes: int, device: torch.device = _CPU) -> torch.UntypedStorage:
+    """Return memory, whatever the default device is."""
+    return torch.UntypedStorage(nbytes, device=device)
 
 
 def read_view(
@@ -29,6 +37,8 @@ def read_view(
     view: Tensor,
     verify: bool | None,
     device: torch.device = _CPU,
+    *,
+    allocate: Allocator = new_storage,
 ) -> Tensor:
     """Read the bytes of one view; bytes between its blocks are read and dropped.
 
@@ -45,6 +55,8 @@ def read_view(
     device : torch.device
         Device of the result.  To an accelerator the blocks go one by one or, if they are small,
         in packs, of which one is in host memory at a time.
+    allocate : callable
+        Gives the memory of a result on the CPU.
 
     Returns
     -------
@@ -61,7 +73,7 @@ def read_view(
         if verify:
             spans.check([record])
         return _read_halves(spans, record, view, device)
-    storage = new_storage(nbytes, device)
+    storage = allocate(nbytes) if device == _CPU else new_storage(nbytes, device)
     if record is not None:
         memory = bytes_of(storage)
         parts = [
@@ -123,11 +135,6 @@ def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.dev
         part = read_view(spans, record, view.narrow(dim, begin, n), False, device)
         result.narrow(dim, begin, n).copy_(part)
     return result
-
-
-def new_storage(nbytes: int, device: torch.device = _CPU) -> torch.UntypedStorage:
-    """Return memory, whatever the default device is."""
-    return torch.UntypedStorage(nbytes, device=device)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ptsave.archive.recycled_memory import RecycledMemory
+from ptsave.archive.views import Allocator
 from ptsave.contents.contents import Contents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.sharded import ShardedContents
@@ -14,6 +16,8 @@ from ptsave.tree.names import EntryNames
 from ptsave.tree.paths import dotted
 
 __all__ = ["ComparedCheckpoint", "flat"]
+
+_MAX_IDLE_NBYTES = 64 << 20  # fresh pages take longer than reading into them, and comparing
 
 
 class ComparedCheckpoint:
@@ -32,6 +36,8 @@ class ComparedCheckpoint:
         The saved object.
     is_flat : bool
         Whether it cannot hold more than a dict of tensors.
+    allocate : callable
+        Gives memory for values that are compared and dropped.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -39,10 +45,11 @@ class ComparedCheckpoint:
         self.path = self._contents.path
         self.obj = self._contents.obj
         self.is_flat = isinstance(self._contents, (SafetensorsContents, ShardedContents))
+        self.allocate: Allocator = RecycledMemory(_MAX_IDLE_NBYTES).storage
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Read whole tensors."""
-        return self._contents.read(tensors, None)
+        return self._contents.read(tensors, None, self.allocate)
 
     def packs(self, tensors: list[Tensor]) -> UnreadContents | None:
         """Return the contents that can read all of these tensors in one row; None if none can."""
@@ -54,7 +61,7 @@ class ComparedCheckpoint:
 
     def read_slice(self, tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
-        return self._contents.read_slice(tensor, index, None)
+        return self._contents.read_slice(tensor, index, None, allocate=self.allocate)
 
     def places_of(self, tensors: list[Tensor]) -> list[object]:
         """Return for each tensor a key of its storage, unique in a file and across files."""

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # Of one side.  There are two sides, and while one piece is compared the next ones are read.
-_PIECE_NBYTES = 8 << 20  # malloc keeps freed memory of this size: larger pieces are page faults
+_PIECE_NBYTES = 16 << 20
 _N_PIECES = 3
 _SMALL_NUMEL = 1 << 12
 _WORD_NBYTES = 8  # no dtype of _PLAIN_BITS is larger
@@ -181,7 +181,7 @@ class _Packing:
         contents, tensors = self._sides[id(source)]
         if not self.numbers or contents is None:
             return None
-        return contents.read_packed(tensors, self.begins, self.nbytes)
+        return contents.read_packed(tensors, self.begins, self.nbytes, source.allocate)
 
     def differing(self, x: Tensor, y: Tensor) -> set[int]:
         """Return which pairs of the piece have other bytes in the rows of the two sides."""

@@ -17,7 +17,7 @@ from ptsave.archive.filling import to_device
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import ArchiveSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
-from ptsave.archive.views import bytes_of, new_storage, read_view, view_as
+from ptsave.archive.views import Allocator, bytes_of, new_storage, read_view, view_as
 from ptsave.archive.weights_only import raise_with_advice
 from ptsave.contents.metadata import metadata_of
 from ptsave.errors import CheckpointWarning
@@ -70,10 +70,17 @@ class Contents(Protocol):
     def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]: ...
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
-    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]: ...
+    def read(
+        self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
+    ) -> list[Tensor]: ...
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor: ...
     def read_slice(
-        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+        self,
+        tensor: Tensor,
+        index: Any,
+        verify: bool | None,
+        device: torch.device = CPU,
+        allocate: Allocator = new_storage,
     ) -> Tensor: ...
     def verify(self, *, progress: bool) -> None: ...
 
@@ -139,10 +146,13 @@ class UnreadContents(OneFile):
             for number, tensor in zip(engine.records_of(tensors), tensors, strict=True)
         ]
 
-    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+    def read(
+        self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
+    ) -> list[Tensor]:
         """Read tensors; those that share a storage do so afterwards."""
         if len(tensors) == 1:
-            return [as_saved(tensors[0], self.read_slice(tensors[0], ..., verify))]
+            values = self.read_slice(tensors[0], ..., verify, allocate=allocate)
+            return [as_saved(tensors[0], values)]
         extents: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             number = self.reader.engine.record_of(tensor)
@@ -151,7 +161,7 @@ class UnreadContents(OneFile):
             if number is not None and begin < end:
                 first, last = extents.get(number, (begin, end))
                 extents[number] = min(first, begin), max(last, end)
-        storages = {number: new_storage(end - begin) for number, (begin, end) in extents.items()}
+        storages = {number: allocate(end - begin) for number, (begin, end) in extents.items()}
         spans = [Span(i, extents[i][0], bytes_of(storage)) for i, storage in storages.items()]
         self._spans.read(spans, verify=verify)
         result = []
@@ -174,7 +184,13 @@ class UnreadContents(OneFile):
         numbers = set(self.reader.engine.records_of(tensors))
         return None not in numbers and len(numbers) == len(tensors)
 
-    def read_packed(self, tensors: list[Tensor], begins: list[int], nbytes: int) -> Tensor:
+    def read_packed(
+        self,
+        tensors: list[Tensor],
+        begins: list[int],
+        nbytes: int,
+        allocate: Allocator = new_storage,
+    ) -> Tensor:
         """Return one row of bytes with tensors in it, and zeros between them.
 
         Parameters
@@ -185,8 +201,10 @@ class UnreadContents(OneFile):
             Offset of each in the row, in bytes.
         nbytes : int
             The length of the row.
+        allocate : callable
+            Gives its memory.
         """
-        row = bytes_of(new_storage(nbytes)).zero_()
+        row = bytes_of(allocate(nbytes)).zero_()
         spans = []
         for number, tensor, begin in zip(
             self.reader.engine.records_of(tensors), tensors, begins, strict=True
@@ -197,10 +215,17 @@ class UnreadContents(OneFile):
         return row
 
     def read_slice(
-        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+        self,
+        tensor: Tensor,
+        index: Any,
+        verify: bool | None,
+        device: torch.device = CPU,
+        allocate: Allocator = new_storage,
     ) -> Tensor:
         number = self.reader.engine.record_of(tensor)
-        return read_view(self._spans, number, tensor.detach()[index], verify, device)
+        return read_view(
+            self._spans, number, tensor.detach()[index], verify, device, allocate=allocate
+        )
 
     def check(self, records: Sequence[int]) -> None:
         """Compare some records, by their numbers, with their checksums."""
@@ -265,11 +290,18 @@ class LoadedContents(OneFile):
             return id(tensor), None, None, str(tensor.device)
         return storage, None, None, self.locations.get(storage, str(tensor.device))
 
-    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+    def read(
+        self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
+    ) -> list[Tensor]:
         return list(tensors)
 
     def read_slice(
-        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+        self,
+        tensor: Tensor,
+        index: Any,
+        verify: bool | None,
+        device: torch.device = CPU,
+        allocate: Allocator = new_storage,
     ) -> Tensor:
         return to_device(self._part_of(tensor, index), device)
 

@@ -13,6 +13,7 @@ from ptsave.archive.filling import to_device
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.spans import MAX_FETCHED_GAP, MAX_READ_GAP, Span, batches, memory_of
 from ptsave.archive.views import (
+    Allocator,
     bytes_of,
     new_storage,
     read_view,
@@ -75,7 +76,9 @@ class SafetensorsContents(OneFile):
         stored = (self._stored[self._numbers[id(tensor)]] for tensor in tensors)
         return [(tensor.name, None, tensor.offset, None) for tensor in stored]
 
-    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+    def read(
+        self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
+    ) -> list[Tensor]:
         self._refuse(verify)
         found: list[Tensor] = []
         spans: dict[int, Span] = {}
@@ -87,8 +90,8 @@ class SafetensorsContents(OneFile):
                 continue
             span = spans.get(number)
             if span is None:
-                is_large = tensor.nbytes >= _MIN_MAPPED_NBYTES
-                storage = (_C.huge_page_storage if is_large else new_storage)(tensor.nbytes)
+                is_fresh = allocate is new_storage and tensor.nbytes >= _MIN_MAPPED_NBYTES
+                storage = (_C.huge_page_storage if is_fresh else allocate)(tensor.nbytes)
                 span = spans[number] = Span(number, 0, bytes_of(storage))
             found.append(view_as(span.target.untyped_storage(), tensor, 0, tensor.stride()))
         self._spans.read([*spans.values()], verify=False)
@@ -119,14 +122,19 @@ class SafetensorsContents(OneFile):
         return super().read_to(device, tensor, verify)
 
     def read_slice(
-        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+        self,
+        tensor: Tensor,
+        index: Any,
+        verify: bool | None,
+        device: torch.device = CPU,
+        allocate: Allocator = new_storage,
     ) -> Tensor:
         self._refuse(verify)
         number = self._numbers[id(tensor)]
         mapped = None if _C.can_stage(device) else self._mapped(number)
         if mapped is not None:
             return to_device(mapped[index].clone(), device)
-        return read_view(self._spans, number, tensor[index], False, device)
+        return read_view(self._spans, number, tensor[index], False, device, allocate=allocate)
 
     def verify(self, *, progress: bool) -> None:
         self._refuse(True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptsave.archive.views import Allocator, new_storage
 from ptsave.contents.contents import CPU, Contents, Place
 from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.support.torch_tensors import storage_id_of
@@ -58,10 +59,12 @@ class ShardedContents:
                 places[id(tensor)] = ((id(part), place[0]), *place[1:])
         return [places[id(tensor)] for tensor in tensors]
 
-    def read(self, tensors: Sequence[Tensor], verify: bool | None) -> list[Tensor]:
+    def read(
+        self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
+    ) -> list[Tensor]:
         values: dict[int, Tensor] = {}
         for part, group in self.by_part(list(tensors)):
-            found = part.read(group, verify)
+            found = part.read(group, verify, allocate)
             values.update((id(t), v) for t, v in zip(group, found, strict=True))
         return [values[id(tensor)] for tensor in tensors]
 
@@ -70,10 +73,15 @@ class ShardedContents:
         return part.read_to(device, tensor, verify)
 
     def read_slice(
-        self, tensor: Tensor, index: Any, verify: bool | None, device: torch.device = CPU
+        self,
+        tensor: Tensor,
+        index: Any,
+        verify: bool | None,
+        device: torch.device = CPU,
+        allocate: Allocator = new_storage,
     ) -> Tensor:
         ((part, _),) = self.by_part([tensor])
-        return part.read_slice(tensor, index, verify, device)
+        return part.read_slice(tensor, index, verify, device, allocate)
 
     def verify(self, *, progress: bool) -> None:
         for part in self.parts:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.errors import add_note
 from ptsave.models.packed_modules import ShardId
 from ptsave.models.pinned_memory import PinnedMemory
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
-from ptsave.models.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, ShardReader
 from ptsave.models.weight_parts import Part, part_of, target_of
 from ptsave.models.weight_plan import Delivery, loaders_of, takes_slices

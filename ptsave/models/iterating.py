@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.recycled_memory import RecycledMemory
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
-from ptsave.models.recycled_memory import RecycledMemory
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
 from ptsave.state.renaming import Rename, Renaming
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ptsave.models.recycled_memory import MIN_NBYTES, is_idle
+from ptsave.archive.recycled_memory import MIN_NBYTES, is_idle
 
 __all__ = ["PinnedMemory"]
 

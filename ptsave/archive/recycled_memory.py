@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.views import new_storage
 
 __all__ = ["MIN_NBYTES", "RecycledMemory", "is_idle"]
 
@@ -20,7 +22,7 @@ class RecycledMemory:
 
     Fresh pages cost more than the copy into them, and a model has many tensors of one size.
     Memory is lent again for the same number of bytes only, so that a tensor that somebody keeps has
-    no more than its own.  One thread at a time.
+    no more than its own.  Safe for concurrent use.
 
     Parameters
     ----------
@@ -40,6 +42,7 @@ class RecycledMemory:
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
         self._storages: list[torch.UntypedStorage] = []
+        self._lock = Lock()
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor in CPU memory, with any values."""
@@ -48,9 +51,16 @@ class RecycledMemory:
             return torch.empty(shape, dtype=dtype, device="cpu")
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         contiguous = torch.empty(shape, dtype=dtype, device="meta").stride()
-        return tensor.set_(self._storage(nbytes), 0, shape, contiguous)
+        return tensor.set_(self.storage(nbytes), 0, shape, contiguous)
 
-    def _storage(self, nbytes: int) -> torch.UntypedStorage:
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return CPU memory, with any values."""
+        if nbytes < MIN_NBYTES:
+            return new_storage(nbytes)
+        with self._lock:
+            return self._recycled(nbytes)
+
+    def _recycled(self, nbytes: int) -> torch.UntypedStorage:
         lent, idle = self._sorted_by_use()
         found = next((storage for storage in idle if storage.nbytes() == nbytes), None)
         if found is None:
