@@ -73,6 +73,7 @@ def make_tensors() -> list[torch.Tensor]:
 
 def copy_seconds(tensors: list[torch.Tensor]) -> float:
     """Return how long copies into memory that is there take, of one thread."""
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     copies = [torch.zeros_like(tensor) for tensor in tensors]
     seconds = []
@@ -81,6 +82,7 @@ def copy_seconds(tensors: list[torch.Tensor]) -> float:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor)
         seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(n_threads)
     return median(seconds)
 
 

@@ -116,7 +116,7 @@ def write_capture(path: Path, change: float, dtype: torch.dtype) -> None:
 def write_captures(folder: Path) -> None:
     write_capture(folder / "a.pt", 0.0, torch.float32)
     write_capture(folder / "equal.pt", 0.0, torch.float32)
-    write_capture(folder / "near.pt", 1e-7, torch.float32)
+    write_capture(folder / "near.pt", 1e-6, torch.float32)
     write_capture(folder / "bfloat16.pt", 0.0, torch.bfloat16)
 
 
