@@ -104,9 +104,11 @@ class WritePlan(_FilePlan):
     def release(self) -> None: ...
     # The same in a forked child, where accelerators must not be touched: does not free their part.
     def abandon(self) -> None: ...
-    # These payloads are parts of sources: (record, source, offset, CRC if it is known).
+    # These payloads are in sources: (record, source, offset, CRC if it is known, parts).
     def read_from(
-        self, sources: PayloadSources, payloads: Sequence[tuple[str, int, int, int | None]]
+        self,
+        sources: PayloadSources,
+        payloads: Sequence[tuple[str, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
     # Of the last write: the records whose CRC differed, each with the CRC found.  Raises
     # FormatError.
@@ -140,14 +142,18 @@ class PayloadSources:
         self, items: Sequence[tuple[int, bytes] | tuple[int, int, bytes]], *, direct: bool
     ) -> None: ...
 
-# A file that is a header and payloads: (size, source, offset, CRC if it is known).
+# Where a payload that is not one range comes from, in its order: (begin in the payload, source,
+# offset).
+SourcePart: TypeAlias = tuple[int, int, int]
+
+# A file that is a header and payloads: (size, source, offset, CRC if it is known, parts).
 @final
 class PackedPlan(_FilePlan):
     def __init__(
         self,
         header: bytes,
         sources: PayloadSources,
-        payloads: Sequence[tuple[int, int, int, int | None]],
+        payloads: Sequence[tuple[int, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
     # Of contiguous tensors, on accelerators that can_stage() or in CPU memory, as they are now.
     @staticmethod
@@ -160,15 +166,25 @@ class PackedPlan(_FilePlan):
 # The number of bytes that have a checksum of their own in a file of CheckedPlan.
 CHECKED_BLOCK_NBYTES: int
 
-# A file of pieces at offsets of their own, in order: bytes, or contiguous tensors in CPU memory or
-# on accelerators that can_stage().  Zeros between them, up to a multiple of CHECKED_BLOCK_NBYTES;
-# then the CRC-32 of each block, four bytes.
+# A file of pieces at offsets of their own, in order: bytes, contiguous tensors in CPU memory or on
+# accelerators that can_stage(), or bytes of sources (size, source, offset, parts).  Zeros between
+# them, up to a multiple of CHECKED_BLOCK_NBYTES; then the CRC-32 of each block, four bytes.
 @final
 class CheckedPlan(_FilePlan):
-    def __init__(self, pieces: list[tuple[int, bytes | torch.Tensor]]) -> None: ...
+    def __init__(
+        self,
+        pieces: list[tuple[int, bytes | torch.Tensor | tuple[int, int, int, Sequence[SourcePart]]]],
+        sources: PayloadSources | None = None,
+    ) -> None: ...
     # Of the last write: what is behind the blocks.
     @property
     def block_crcs(self) -> bytes: ...
+
+# The CRC-32 of blocks of CHECKED_BLOCK_NBYTES, one after the other, from a table of those of each.
+def crc_of_blocks(table: torch.Tensor) -> int: ...
+
+# That of bytes followed by so many others.
+def crc32_combine(crc_a: int, crc_b: int, nbytes_b: int) -> int: ...
 
 # Fills tensors in CPU memory, of any strides: (number of the file, offset, bytes from one element
 # of each dimension to the next in the file, tensor).  A table is all that CheckedPlan writes behind

@@ -22,6 +22,7 @@ ROOMS = (
     "tree",
     "sources",
     "archive",
+    "dcp",
     "writing",
     "state",
     "contents",

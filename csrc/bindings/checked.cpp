@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "bindings/bindings.h"
 #include "bindings/file_plans.h"
 #include "bindings/gil.h"
+#include "core/crc/crc32.h"
 #include "core/io/checked_blocks.h"
 #include "core/read/checked_read.h"
 #include "core/write/checked_plan.h"
@@ -26,15 +28,39 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-// Offset in the file; bytes or a contiguous tensor.
+// Offset in the file; bytes, a contiguous tensor, or a SourcedPiece.
 using PieceOfPython = std::pair<std::uint64_t, py::object>;
+// nbytes, source, offset, parts.
+using SourcedPiece = std::tuple<std::uint64_t, std::size_t, std::uint64_t, PartsOfPython>;
+
+// The pieces that are in other files, or all that are on accelerators.
+std::unique_ptr<PayloadStaging> staging_of(AcceleratorStager::Sources on_accelerators,
+                                           std::vector<SourcePayload> sourced,
+                                           const PayloadSources* sources) {
+  if (!sourced.empty()) {
+    if (sources == nullptr) throw py::type_error("expected the sources of pieces");
+    if (!on_accelerators.empty()) throw py::type_error("expected no tensors on accelerators");
+    return std::make_unique<SourcedPayloads>(sources->get(), std::move(sourced));
+  }
+  if (on_accelerators.empty()) return nullptr;
+  return std::make_unique<AcceleratorPayloads>(std::move(on_accelerators));
+}
 
 // The caller keeps bytes and tensors in CPU memory alive.
-std::unique_ptr<CheckedPlan> make_checked_plan(const std::vector<PieceOfPython>& objects) {
+std::unique_ptr<CheckedPlan> make_checked_plan(const std::vector<PieceOfPython>& objects,
+                                               const PayloadSources* sources) {
   std::vector<PlacedPiece> pieces;
   pieces.reserve(objects.size());
   AcceleratorStager::Sources on_accelerators;
+  std::vector<SourcePayload> sourced;
   for (const auto& [offset, object] : objects) {
+    if (PyTuple_Check(object.ptr())) {
+      const auto [nbytes, source, source_offset, parts] = object.cast<SourcedPiece>();
+      sourced.resize(pieces.size());
+      sourced.push_back({source, source_offset, std::nullopt, parts_of(parts)});
+      pieces.push_back({offset, nbytes, nullptr});
+      continue;
+    }
     if (PyBytes_Check(object.ptr())) {
       const auto nbytes = static_cast<std::uint64_t>(PyBytes_GET_SIZE(object.ptr()));
       const auto* data = reinterpret_cast<const std::byte*>(PyBytes_AS_STRING(object.ptr()));
@@ -54,11 +80,8 @@ std::unique_ptr<CheckedPlan> make_checked_plan(const std::vector<PieceOfPython>&
         pieces.size(), AcceleratorStager::Source{tensor.storage(), byte_offset(tensor), nbytes});
     pieces.push_back({offset, nbytes, nullptr});
   }
-  std::unique_ptr<PayloadStaging> staging;
-  if (!on_accelerators.empty()) {
-    staging = std::make_unique<AcceleratorPayloads>(std::move(on_accelerators));
-  }
-  return std::make_unique<CheckedPlan>(std::move(pieces), std::move(staging));
+  return std::make_unique<CheckedPlan>(
+      std::move(pieces), staging_of(std::move(on_accelerators), std::move(sourced), sources));
 }
 
 py::bytes block_crcs_of(const CheckedPlan& plan) {
@@ -74,6 +97,16 @@ CheckedRead::Table table_of(const py::object& object) {
   }
   return {static_cast<const std::uint32_t*>(tensor.const_data_ptr()),
           static_cast<std::size_t>(tensor.nbytes() / sizeof(std::uint32_t))};
+}
+
+// The CRC of whole blocks, one after the other, from those of each.
+std::uint32_t crc_of_blocks(const py::object& object) {
+  const CheckedRead::Table table = table_of(object);
+  return without_gil([&] {
+    std::uint32_t crc = 0;
+    for (const std::uint32_t each : table) crc = crc32_combine(crc, each, kCheckedBlockNbytes);
+    return crc;
+  });
 }
 
 // File, offset, strides in bytes, target.
@@ -110,9 +143,13 @@ std::vector<std::pair<std::size_t, std::uint64_t>> read_checked(
 void bind_checked(py::module_& module) {
   module.attr("CHECKED_BLOCK_NBYTES") = kCheckedBlockNbytes;
   py::class_<CheckedPlan> plan(module, "CheckedPlan");
-  plan.def(py::init(&make_checked_plan), py::arg("pieces"), py::keep_alive<1, 2>())
+  plan.def(py::init(&make_checked_plan), py::arg("pieces"), py::arg("sources") = nullptr,
+           py::keep_alive<1, 2>())
       .def_property_readonly("block_crcs", &block_crcs_of);
   bind_file_plan(plan);
+  module.def("crc_of_blocks", &crc_of_blocks, py::arg("table"));
+  module.def("crc32_combine", &crc32_combine, py::arg("crc_a"), py::arg("crc_b"),
+             py::arg("nbytes_b"));
   module.def("read_checked", &read_checked, py::arg("files"), py::arg("boxes"), py::arg("tables"),
              py::kw_only(), py::arg("n_threads"), py::arg("max_gap"), py::arg("progress"));
 }

@@ -36,6 +36,13 @@ class PayloadSources {
   SharedSources sources_;
 };
 
+// Parts of a payload: where each begins in it, its source, and the offset there.  None: the payload
+// is one range.
+using PartsOfPython = std::vector<std::tuple<std::uint64_t, std::size_t, std::uint64_t>>;
+
+// std::invalid_argument for parts that are not in order.
+std::vector<SourcePart> parts_of(const PartsOfPython& parts);
+
 // Calls write(poll) without the GIL.
 template <typename Write>
 void run_write(const FilePlan& plan, const pybind11::object& callback, const Write& write) {

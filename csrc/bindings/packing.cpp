@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -35,17 +36,17 @@ struct OpenSource {
   }
 };
 
-// nbytes, source, offset, CRC if it is known.
-using PackedPayload =
-    std::tuple<std::uint64_t, std::size_t, std::uint64_t, std::optional<std::uint32_t>>;
+// nbytes, source, offset, CRC if it is known, parts.
+using PackedPayload = std::tuple<std::uint64_t, std::size_t, std::uint64_t,
+                                 std::optional<std::uint32_t>, PartsOfPython>;
 
 std::unique_ptr<PackedPlan> make_packed_plan(std::string header, const PayloadSources& sources,
                                              const std::vector<PackedPayload>& payloads) {
   std::vector<std::uint64_t> sizes;
   std::vector<SourcePayload> sourced;
-  for (const auto& [nbytes, source, offset, crc] : payloads) {
+  for (const auto& [nbytes, source, offset, crc, parts] : payloads) {
     sizes.push_back(nbytes);
-    sourced.push_back({source, offset, crc});
+    sourced.push_back({source, offset, crc, parts_of(parts)});
   }
   return std::make_unique<PackedPlan>(
       std::move(header), std::move(sizes),
@@ -73,6 +74,17 @@ std::vector<std::pair<std::size_t, std::uint32_t>> damaged_payloads_of(const Pac
 }
 
 }  // namespace
+
+std::vector<SourcePart> parts_of(const PartsOfPython& parts) {
+  std::vector<SourcePart> result;
+  result.reserve(parts.size());
+  for (const auto& [begin, source, offset] : parts) {
+    const bool is_in_order = result.empty() ? begin == 0 : begin > result.back().begin;
+    if (!is_in_order) throw std::invalid_argument("parts of a payload are not in its order");
+    result.push_back({begin, source, offset});
+  }
+  return result;
+}
 
 PayloadSources::PayloadSources(const std::vector<Item>& items, bool direct) {
   const OpenSource open{direct_reads(direct)};

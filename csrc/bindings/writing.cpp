@@ -88,15 +88,16 @@ std::unique_ptr<ArchivePlan> make_plan(const std::string& root, const Records& r
   return std::make_unique<ArchivePlan>(root, std::move(planned), alignment, add.staging());
 }
 
-// The record's name, the source, the offset in it, and the CRC if it is known.
-using Sourced = std::tuple<std::string, std::size_t, std::uint64_t, std::optional<std::uint32_t>>;
+// The record's name, the source, the offset in it, the CRC if it is known, and parts.
+using Sourced = std::tuple<std::string, std::size_t, std::uint64_t, std::optional<std::uint32_t>,
+                           PartsOfPython>;
 
 void read_from(ArchivePlan& plan, const PayloadSources& sources,
                const std::vector<Sourced>& payloads) {
   std::vector<ArchivePlan::NamedSource> named;
   named.reserve(payloads.size());
-  for (const auto& [record, source, offset, crc] : payloads) {
-    named.push_back({record, {source, offset, crc}});
+  for (const auto& [record, source, offset, crc, parts] : payloads) {
+    named.push_back({record, {source, offset, crc, parts_of(parts)}});
   }
   plan.read_from(sources.get(), named);
 }

@@ -39,7 +39,7 @@ def complete_names(
 
     found: dict[str, None] = {}
     try:
-        files = find_files(ctx.params["file"], ctx.params.get("storage_options"))
+        files = find_files(ctx.params["file"], ctx.params.get("storage_options"), distributed=True)
         for listing in list_files(files):
             for name in _names_in(listing, bool(ctx.params.get("stats"))):
                 if name.startswith(incomplete) and name.isprintable():

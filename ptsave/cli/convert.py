@@ -20,6 +20,8 @@ ptsave convert checkpoint.pt shards/ --max-shard-size 2GB
 ptsave convert shards/ model.pt
 ptsave convert .run.pt.4f1c0a93b2d7e856.ptsave run.pt --recover  # what a killed process has left
 ptsave convert old.pt new.pt                            # from before torch 1.6, or compressed
+ptsave convert checkpoints/1000 model.pt                # of torch.distributed.checkpoint: all ranks
+ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.checkpoint
 """
 
 
@@ -29,8 +31,9 @@ ptsave convert old.pt new.pt                            # from before torch 1.6,
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["pt", "safetensors"]),
-    help="Of a directory (default: safetensors), or of a file with another suffix.",
+    type=click.Choice(["pt", "safetensors", "dcp"]),
+    help="Of a directory (default: safetensors), or of a file with another suffix; dcp: a "
+    "directory for torch.distributed.checkpoint.",
 )
 @click.option("--max-shard-size", metavar="SIZE", help="For a directory; default: 5GB.")
 @click.option(
@@ -63,8 +66,9 @@ def command(
 ) -> None:
     """Write the tensors of SOURCE in the format of TARGET.
 
-    SOURCE is a file, a directory of shards, its index, or a URL.  TARGET is a file (.pt, .pth,
-    .bin, .ckpt, .safetensors) or, with no suffix or a slash at its end, a directory of shards.
+    SOURCE is a file, a directory of shards, its index, a URL, or a directory of
+    torch.distributed.checkpoint.  TARGET is a file (.pt, .pth, .bin, .ckpt, .safetensors) or, with
+    no suffix or a slash at its end, a directory of shards.
     Bytes are copied from file to file, and compared with their checksums on the way.
     """
     from ptsave.conversion.converting import convert

@@ -7,7 +7,10 @@ A file is an object with
   other object's as text), ``dtype``, ``shape`` and ``stride`` (in elements; no stride if it is not
   strided), ``nbytes`` (elements times their size), ``location`` (the device it was saved from),
   ``record`` and ``offset`` (where its first byte lies in the file), ``storage`` (a number;
-  tensors with the same one share a storage) and ``storage_nbytes``;
+  tensors with the same one share a storage) and ``storage_nbytes``; of a distributed checkpoint
+  also ``chunks``, the parts that ranks have written: a list of objects with ``offsets`` (index of
+  the first element), ``sizes`` (a shape), ``file`` (its name in the directory), ``offset`` and
+  ``nbytes`` (where in it the item lies);
 - ``values``: the other leaves, with ``name``, ``path``, ``type`` and, where JSON has it,
   ``value``;
 - ``totals`` of the whole file, whatever names were asked for: ``tensors``, ``tensor_nbytes``,
@@ -65,6 +68,7 @@ def _tensor_json(listing: FileListing, number: int) -> dict[str, Any]:
     dtype, shape, stride, begin, nbytes, storage_nbytes = listing.facts[node.tensor]
     _, record, offset, location = listing.places[node.tensor]
     is_strided = len(stride) == len(shape)
+    chunks = listing.chunks.get(node.tensor)
     return {
         **_name_json(listing, number),
         "dtype": dtype_text(dtype),
@@ -76,6 +80,7 @@ def _tensor_json(listing: FileListing, number: int) -> dict[str, Any]:
         "offset": None if offset is None else offset + begin,
         "storage": listing.sharing.get(node.tensor, [node.tensor])[0],
         "storage_nbytes": storage_nbytes,
+        **({} if chunks is None else {"chunks": [chunk._asdict() for chunk in chunks]}),
     }
 
 

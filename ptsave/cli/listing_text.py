@@ -21,9 +21,10 @@ from ptsave.tree.captured_run import CapturedRecords
 from ptsave.tree.tree import EntryTree, Node, is_plain
 
 if TYPE_CHECKING:
+    from ptsave.contents.contents import ChunkInfo
     from ptsave.contents.tensor_info import Facts
 
-__all__ = ["lines_by_size", "totals_lines", "tree_lines"]
+__all__ = ["lines_by_size", "parts_text", "totals_lines", "tree_lines"]
 
 _MAX_VALUE_LENGTH = 60
 _MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
@@ -32,7 +33,13 @@ _INDENT = "  "
 _AT_HOME = {None, "cpu"}
 
 
-def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | None) -> list[str]:
+def tree_lines(
+    listing: FileListing,
+    numbers: Sequence[int],
+    max_depth: int | None,
+    *,
+    with_chunks: bool = False,
+) -> list[str]:
     """Return the lines for some nodes, each container in front of its contents.
 
     Parameters
@@ -43,6 +50,8 @@ def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | No
         Numbers of the nodes to show, in order.
     max_depth : int or None
         Number of levels to show.
+    with_chunks : bool, default False
+        Whether each part of a tensor that ranks have written has a line of its own.
     """
     nodes = listing.tree.nodes
     if max_depth is not None:
@@ -51,7 +60,8 @@ def tree_lines(listing: FileListing, numbers: Sequence[int], max_depth: int | No
     names = [
         "" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers
     ]
-    return _Table(listing).lines(numbers, names)
+    lines = _Table(listing).lines(numbers, names)
+    return _with_chunks(listing, numbers, lines) if with_chunks else lines
 
 
 def _key_text(key: str) -> str:
@@ -59,12 +69,47 @@ def _key_text(key: str) -> str:
     return printable(key) if key and key == key.strip(" ") else f"'{printable(key)}'"
 
 
-def lines_by_size(listing: FileListing, numbers: Sequence[int]) -> list[str]:
+def lines_by_size(
+    listing: FileListing, numbers: Sequence[int], *, with_chunks: bool = False
+) -> list[str]:
     """Return the lines for the tensors among some nodes, the largest first."""
     nodes, facts = listing.tree.nodes, listing.facts
     numbers = [number for number in numbers if nodes[number].tensor >= 0]
     numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
-    return _Table(listing).lines(numbers, [printable(nodes[i].name) for i in numbers])
+    lines = _Table(listing).lines(numbers, [printable(nodes[i].name) for i in numbers])
+    return _with_chunks(listing, numbers, lines) if with_chunks else lines
+
+
+def _with_chunks(listing: FileListing, numbers: Sequence[int], lines: Sequence[str]) -> list[str]:
+    """Return lines for nodes, and behind each tensor one for each of its parts."""
+    result: list[str] = []
+    for number, line in zip(numbers, lines, strict=True):
+        result.append(line)
+        node = listing.tree.nodes[number]
+        indent = _INDENT * (node.depth + 1)
+        for chunk in listing.chunks.get(node.tensor, ()):
+            ends = (begin + n for begin, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            part = ", ".join(f"{a}:{b}" for a, b in zip(chunk.offsets, ends, strict=True))
+            result.append(
+                f"{indent}[{part}]  {printable(chunk.file)} at {chunk.offset}, "
+                f"{size_text(chunk.nbytes)}"
+            )
+    return result
+
+
+def parts_text(chunks: Sequence[ChunkInfo]) -> str:
+    """Return in how many parts a tensor is, and along which dimensions it was cut.
+
+    >>> from ptsave.contents.contents import ChunkInfo
+    >>> parts_text([ChunkInfo((i, 0), (1, 4), f"__{i}_0.distcp", 0, 16) for i in range(2)])
+    '2 parts by dimension 0'
+    """
+    if len(chunks) < 2:
+        return ""
+    n_dims = len(chunks[0].offsets)
+    cut = [dim for dim in range(n_dims) if len({chunk.offsets[dim] for chunk in chunks}) > 1]
+    word = "dimension" if len(cut) == 1 else "dimensions"
+    return f"{len(chunks)} parts by {word} {', '.join(map(str, cut))}"
 
 
 class _Table:
@@ -102,11 +147,12 @@ class _Table:
         return lines
 
     def _remarkable(self, tensors: Sequence[int]) -> list[int]:
-        """Return where in a list are tensors that share a storage or come from another device."""
-        places, sharing = self._listing.places, self._listing.sharing
-        if not sharing and {place[3] for place in places} <= _AT_HOME:
+        """Return where in a list are tensors with a remark: shared, in parts, of a device."""
+        places, sharing, chunks = self._listing.places, self._listing.sharing, self._listing.chunks
+        if not sharing and not chunks and {place[3] for place in places} <= _AT_HOME:
             return []
         away = {i for i, place in enumerate(places) if place[3] not in _AT_HOME}
+        away |= {i for i, parts in chunks.items() if len(parts) > 1}
         return [at for at, i in enumerate(tensors) if i in sharing or i in away]
 
     def _columns_of(self, number: int) -> tuple[str, str, str, str]:
@@ -122,6 +168,8 @@ class _Table:
     def _remarks(self, node: Node) -> str:
         location = self._listing.places[node.tensor][3]
         remarks = [] if location in _AT_HOME else [printable(str(location))]
+        if parts := parts_text(self._listing.chunks.get(node.tensor, ())):
+            remarks.append(parts)
         group = self._listing.sharing.get(node.tensor)
         if group is not None:
             other = group[0] if group[0] != node.tensor else group[1]

@@ -29,6 +29,7 @@ ptsave ls checkpoint.pt --depth 1           # only the top level
 ptsave ls model.safetensors --sort size     # the largest tensors first
 ptsave ls s3://bucket/checkpoint.pt         # reads the directory and the pickle, no tensors
 ptsave ls path/to/model                     # a directory of shards
+ptsave ls checkpoints/1000 --chunks         # of many ranks: the parts of each tensor
 ptsave ls checkpoint.pt --json | jq '.tensors[].name'
 ptsave ls checkpoint.pt --stats             # reads the tensors: mean, std, min, max, NaN, Inf
 ptsave ls run.pt --stats                    # a capture: the statistics of its modules
@@ -46,6 +47,11 @@ ptsave ls run.pt --stats --step 3 'layers.*.mlp'
     type=click.Choice(["file", "size"]),
     default="file",
     help="The order: as in the file (a tree), or tensors by size, the largest first.",
+)
+@click.option(
+    "--chunks",
+    is_flag=True,
+    help="Of a distributed checkpoint: the parts of each tensor, where they are and in which file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 @click.option(
@@ -65,6 +71,7 @@ def command(
     *,
     depth: int | None,
     sort: str,
+    chunks: bool,
     as_json: bool,
     stats: bool,
     step: int | None,
@@ -73,7 +80,8 @@ def command(
 ) -> None:
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
-    FILE is a .pt or .safetensors file, a URL, or a directory of shards (or their index). NAMEs are
+    FILE is a .pt or .safetensors file, a URL, a directory of shards (or their index), or a
+    directory of torch.distributed.checkpoint. NAMEs are
     names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a
     path of keys. No tensor is read without --stats.
 
@@ -82,7 +90,7 @@ def command(
     """
     gc.disable()  # all objects live until the end, so the collector would search in vain
     _check_options(sort, step, stats)
-    files = find_files(file, storage_options)
+    files = find_files(file, storage_options, distributed=True)
     if stats:
         from ptsave.cli.ls_statistics import statistics_text
 
@@ -96,7 +104,9 @@ def command(
         objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
         text = json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
     else:
-        text = "\n".join(_lines(listings, chosen, depth, sort, is_set))
+        text = "\n".join(
+            _lines(listings, chosen, depth, sort, with_paths=is_set, with_chunks=chunks)
+        )
         if any(is_capture(listing.tree.obj) for listing in listings):
             note(ctx, "this is a capture: --stats lists its modules and their statistics")
     sys.stdout.write(f"{text}\n")
@@ -121,15 +131,17 @@ def _lines(
     chosen: list[list[int]],
     depth: int | None,
     sort: str,
+    *,
     with_paths: bool,
+    with_chunks: bool,
 ) -> list[str]:
     lines: list[str] = []
     for listing, numbers in zip(listings, chosen, strict=True):
         if with_paths:
             lines.append(f"{printable(os.path.basename(listing.path))}:")
         if sort == "size":
-            lines += lines_by_size(listing, numbers)
+            lines += lines_by_size(listing, numbers, with_chunks=with_chunks)
         else:
-            lines += tree_lines(listing, numbers, depth)
+            lines += tree_lines(listing, numbers, depth, with_chunks=with_chunks)
         lines.append("")
     return [*lines, *totals_lines(sum((listing.totals for listing in listings), Totals()))]

@@ -21,6 +21,7 @@ from ptsave.cli.command import (
 from ptsave.cli.completing import FILE
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
+from ptsave.contents.rank_directories import nbytes_of_ranks
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.findings import Problem, Verification, compare_with_index
 from ptsave.inspection.whole_files import whole_file
@@ -57,7 +58,8 @@ def command(
     """Check that files are whole: every checksum, every size, every place.
 
     Of a directory every checkpoint is checked that lies in it, whatever it is called: shards with
-    their index, and each other file. Files that are not looked at are named.
+    their index, the files of all ranks of a distributed checkpoint, and each other file. Files that
+    are not looked at are named.
 
     Exits with 1 if anything is damaged; says then which records are, which tensors that reaches,
     and which are whole. Files without checksums (safetensors, torch before 1.6) are checked as far
@@ -151,7 +153,7 @@ def _file_nbytes(files: ShardFiles, path: str) -> int:
     try:
         if is_url(path):
             return FsspecFile(path, dict(files.storage_options)).nbytes
-        return os.stat(path).st_size
+        return os.stat(path).st_size + nbytes_of_ranks(path)
     except OSError:
         return 0  # which is said when it is read
 

@@ -10,6 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ptsave import _core
+from ptsave.contents.rank_directories import (
+    find_metadata,
+    is_metadata,
+    is_rank_file,
+    metadata_files,
+)
 from ptsave.contents.shard_files import (
     INDEX_SUFFIX,
     ShardFiles,
@@ -29,6 +35,7 @@ from ptsave.sources.kinds import (
 from ptsave.sources.local import describe
 from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_source
 from ptsave.sources.ranges import RangeSource
+from ptsave.sources.urls import is_url
 from ptsave.support.text import some_of
 
 __all__ = ["CheckpointFiles", "checkpoint_files", "find_files"]
@@ -44,7 +51,9 @@ _PROMISING_BIN = re.compile(
 )
 
 
-def find_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> ShardFiles:
+def find_files(
+    f: Any, storage_options: Mapping[str, Any] | None = None, *, distributed: bool = False
+) -> ShardFiles:
     """Return the files of the checkpoint at `f`.
 
     Parameters
@@ -53,6 +62,9 @@ def find_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> Shar
         A file, a directory of shards or their index, by path or URL; or a seekable file object.
     storage_options : mapping, optional
         For the file system of a URL.
+    distributed : bool, default False
+        Whether the caller can read checkpoints of torch.distributed.checkpoint: of such a
+        directory the file is its metadata.
 
     Returns
     -------
@@ -72,7 +84,12 @@ def find_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> Shar
     OSError, TypeError
         As from `open_source`.
     """
-    return _files_of(open_folder_or_file(f, storage_options), f, storage_options or {})
+    place = open_folder_or_file(f, storage_options)
+    if distributed and isinstance(place, Folder) and not is_url(place.path):
+        metadata = find_metadata(place, place.names())
+        if metadata:
+            return metadata_files(place, metadata)
+    return _files_of(place, f, storage_options or {})
 
 
 def _files_of(
@@ -92,9 +109,15 @@ def _files_of(
 
 def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> ShardFiles:
     path = place.name
+    is_named = isinstance(f, (str, os.PathLike))
+    if is_metadata(place) and not is_named:
+        raise UnsupportedSourceError(
+            f"{path} is the metadata of a distributed checkpoint, whose files lie beside it: pass "
+            "its path, or that of its directory"
+        )
     if not is_index(place):
         return ShardFiles([path], source=place)
-    if not isinstance(f, (str, os.PathLike)):
+    if not is_named:
         raise UnsupportedSourceError(
             f"{path} is an index, whose shards lie beside it: pass the path or the URL of the "
             "index, or of their directory"
@@ -162,7 +185,7 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
     Raises
     ------
     OSError
-        If `f` cannot be read, or is a directory that holds no checkpoint, or a distributed one.
+        If `f` cannot be read, or is a directory that holds no checkpoint.
     """
     place = open_folder_or_file(f, storage_options)
     if not isinstance(place, Folder):
@@ -176,7 +199,7 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
         except FileNotFoundError as error:  # a shard
             found.problems.append(f"{error.filename}: {error.strerror}")
         return found
-    found = _look_into(place)
+    found = _look_into(place, distributed=True)
     if not found.sets and not found.problems:
         raise FileNotFoundError(
             errno.ENOENT, f"no checkpoint in this directory{_rest(found)}", place.path
@@ -195,15 +218,22 @@ def _require_all(files: ShardFiles) -> None:
             pass  # which is said when it is verified
 
 
-def _look_into(folder: Folder) -> CheckpointFiles:
+def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     entries = folder.names()
-    if ".metadata" in entries:
+    metadata = find_metadata(folder, entries)
+    is_read = bool(metadata) and distributed and not is_url(folder.path)
+    if not is_read and (metadata or ".metadata" in entries):
         raise IsADirectoryError(
             errno.EISDIR,
-            "it is a distributed checkpoint: load that with torch.distributed.checkpoint",
+            "it is a distributed checkpoint: load that with torch.distributed.checkpoint, or, if "
+            "it is on a local disk, look into it with ptsave.open, or make a file of it with "
+            "`ptsave convert`",
             folder.path,
         )
     found = CheckpointFiles(folder.path)
+    if metadata:
+        entries = [name for name in entries if not is_rank_file(name)]
+        found.sets += [metadata_files(folder, [name]) for name in metadata]
     names = _sort_by_content(found, folder, entries)
     for index in list(filter(_INDEX.fullmatch, found.ignored)):
         _add_indexed(found, folder, index, names)

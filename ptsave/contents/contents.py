@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pickle import UnpicklingError
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +29,16 @@ from ptsave.support.torch_tensors import storage_id_of
 from ptsave.support.user_warnings import warn_user
 from ptsave.tree.view_blocks import span_of
 
-__all__ = ["CPU", "Contents", "LoadedContents", "OneFile", "Place", "UnreadContents", "as_saved"]
+__all__ = [
+    "CPU",
+    "ChunkInfo",
+    "Contents",
+    "LoadedContents",
+    "OneFile",
+    "Place",
+    "UnreadContents",
+    "as_saved",
+]
 
 CPU = torch.device("cpu")
 _ALIGNMENT = 16  # the largest size of an element
@@ -38,6 +47,30 @@ _ALIGNMENT = 16  # the largest size of an element
 # Place of a storage in a file: a key of its own, the archive's record, the offset in bytes, and the
 # device it was saved from.  A plain tuple, because there may be 100,000.
 Place: TypeAlias = tuple[object, str | None, int | None, str | None]
+
+
+class ChunkInfo(NamedTuple):
+    """A part of a tensor of a distributed checkpoint, which a rank has written.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        Index of its first element in the tensor.
+    sizes : tuple of int
+        Elements of each dimension.
+    file : str
+        The file's name in the directory.
+    offset : int
+        Where the item that holds it begins in the file, in bytes.
+    nbytes : int
+        The size of that item: the elements, and what torch.load needs to read them.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
 
 
 class Contents(Protocol):
@@ -70,6 +103,7 @@ class Contents(Protocol):
     def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]: ...
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
+    def chunks_of(self, tensor: Tensor) -> Sequence[ChunkInfo]: ...
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]: ...
@@ -94,6 +128,10 @@ class OneFile:
 
     def by_part(self: Contents, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
         return [(self, tensors)]
+
+    def chunks_of(self: Contents, tensor: Tensor) -> Sequence[ChunkInfo]:
+        """Return the parts of a tensor that ranks have written: none."""
+        return ()
 
     def read_to(
         self: Contents, device: torch.device, tensor: Tensor, verify: bool | None

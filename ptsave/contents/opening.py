@@ -15,8 +15,14 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.metadata import metadata_of
+from ptsave.contents.rank_directories import is_metadata, require_local
 from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.shard_files import ShardFiles, name_lost_entries
+from ptsave.contents.shard_files import (
+    ShardFiles,
+    is_zero_file,
+    name_lost_entries,
+    refuse_files_of_ranks,
+)
 from ptsave.contents.sharded import ShardedContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import Kind, what_it_is
@@ -52,7 +58,8 @@ def open_contents(
     ----------
     f : str, os.PathLike or file-like
         A ``.pt`` file of any age or a safetensors file under any name, a directory of shards or
-        their index, by path or URL; or a seekable file object, from its current position on.
+        their index, by path or URL; or a seekable file object, from its current position on.  A
+        local directory of torch.distributed.checkpoint, or its metadata.
     storage_options : mapping, optional
         For the file system of a URL.
     verify : bool, default True
@@ -85,7 +92,9 @@ def open_contents(
     >>> open_contents(stream).kind
     'pt'
     """
-    files = find_files(f, storage_options)
+    files = find_files(f, storage_options, distributed=True)
+    if not files.is_one and any(map(is_zero_file, files.paths)):
+        refuse_files_of_ranks(files)  # before their pickles, which name DeepSpeed's classes
     parts = list(open_each(files, verify=verify, localize=localize))
     return parts[0] if files.is_one else ShardedContents(parts, files)
 
@@ -116,7 +125,13 @@ def open_one(
 def open_file(source: RangeSource, *, verify: bool) -> Contents:
     """Open one file; errors as of `open_contents`."""
     try:
+        if is_metadata(source):
+            require_local(source)
         with reporting_damage(source.name):
+            if is_metadata(source):
+                from ptsave.contents.dcp import DcpContents  # torch's module takes a second
+
+                return DcpContents(source, verify=verify)
             kind = require_checkpoint(source)
             if kind == "safetensors":
                 return SafetensorsContents(source)

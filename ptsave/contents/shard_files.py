@@ -25,10 +25,12 @@ __all__ = [
     "ShardFormat",
     "find_shards",
     "is_index",
+    "is_zero_file",
     "merged",
     "name_lost_entries",
     "numbered_sets",
     "read_index",
+    "refuse_files_of_ranks",
     "refuse_parallel_parts",
     "refuse_what_came_instead",
     "those_in_index",
@@ -71,6 +73,9 @@ FORMATS = {
 }
 # consolidated.00.pth, as Llama and Mistral were published
 _PARALLEL_PART = re.compile(r"consolidated\.\d+\.pth(?:$|[?#:])")
+# <item>_<rank>.pt of torch_checkpointing, and the files of DeepSpeed's ZeRO.
+_FILE_OF_RANK = re.compile(r"(?P<item>.+)_\d+\.pt")
+_ZERO_FILE = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)")
 
 
@@ -229,6 +234,40 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
             )
 
 
+def is_zero_file(path: str) -> bool:
+    """Whether a file is one rank's of DeepSpeed's ZeRO, by its name.
+
+    >>> is_zero_file("global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    True
+    """
+    return _ZERO_FILE.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def refuse_files_of_ranks(files: ShardFiles) -> None:
+    """Refuse files that ranks of a job have written, each its own part, by their names.
+
+    Raises
+    ------
+    ValueError
+        The message names what has written them, and says what to do.
+    """
+    names = [path.rpartition("/")[2] for path in files.paths]
+    if any(map(is_zero_file, names)):
+        raise ValueError(
+            f"{files.path or files.paths[0]} is a DeepSpeed ZeRO checkpoint of {len(names)} files, "
+            "in which each rank has its part of flattened tensors: make one file of it with the "
+            "zero_to_fp32.py beside it, or look into its files one by one, by their paths"
+        )
+    ranks = [match for match in map(_FILE_OF_RANK.fullmatch, names) if match is not None]
+    items = sorted({match["item"] for match in ranks})
+    if len(ranks) == len(names) > len(items):
+        raise ValueError(
+            f"{files.path or files.paths[0]} holds {len(names)} files named <item>_<rank>, as "
+            f"torch_checkpointing writes them ({some_of(items, 3)}): each is what one rank has of "
+            "it.  Pass the path of one, or load them on as many ranks with that library"
+        )
+
+
 def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFiles) -> None:
     """Name the tensors of a shard that is too damaged to name them, if there is an index."""
     if not error.entries and files.weight_map is not None:
@@ -266,6 +305,7 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
     for name, path, each in found:
         if name in result:
             refuse_parallel_parts([(name, homes[name]), (name, path)], files)
+            refuse_files_of_ranks(files)
             raise ValueError(
                 f"{name!r} is in {homes[name]} and in {path}: no index says which; if these are "
                 "several checkpoints, pass the path of one"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptsave.archive.views import Allocator, new_storage
-from ptsave.contents.contents import CPU, Contents, Place
+from ptsave.contents.contents import CPU, ChunkInfo, Contents, Place
 from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.support.torch_tensors import storage_id_of
 from ptsave.tree.entry_reading import tensors_over
@@ -58,6 +58,10 @@ class ShardedContents:
             for tensor, place in zip(group, found, strict=True):
                 places[id(tensor)] = ((id(part), place[0]), *place[1:])
         return [places[id(tensor)] for tensor in tensors]
+
+    def chunks_of(self, tensor: Tensor) -> Sequence[ChunkInfo]:
+        ((part, _),) = self.by_part([tensor])
+        return part.chunks_of(tensor)
 
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage

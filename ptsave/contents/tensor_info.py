@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.contents.contents import Contents
+from ptsave.contents.contents import ChunkInfo, Contents
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.names import EntryNames
 from ptsave.tree.paths import Path
@@ -45,6 +45,9 @@ class TensorInfo(NamedTuple):
         The archive's record that holds its storage; None where there is none.
     shared_with : sequence of (str or tuple)
         The names of the other tensors in the same storage; equal to the tuple of them.
+    chunks : sequence of ChunkInfo
+        The parts that ranks have written, if the file is a directory of
+        torch.distributed.checkpoint: index, shape, file and place of each.
     """
 
     name: str | Path
@@ -56,6 +59,7 @@ class TensorInfo(NamedTuple):
     offset: int | None
     record: str | None
     shared_with: Sequence[str | Path]
+    chunks: Sequence[ChunkInfo] = ()
 
 
 class _Others(Sequence["str | Path"]):
@@ -107,7 +111,10 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
             groups.setdefault(key, []).append(name)
         n_met: dict[object, int] = {}  # of each storage that is shared
         infos = []
-        for name, facts, place in zip(names.names, facts_of(names.tensors), places, strict=True):
+        facts_and_places = zip(facts_of(names.tensors), places, strict=True)
+        for name, tensor, (facts, place) in zip(
+            names.names, names.tensors, facts_and_places, strict=True
+        ):
             dtype, shape, stride, begin, nbytes, _ = facts
             key, record, offset, location = place
             shared: Sequence[str | Path] = ()
@@ -116,7 +123,18 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
                 shared = _Others(groups[key], number)
             at = None if offset is None else offset + begin
             infos.append(
-                TensorInfo(name, dtype, shape, stride, location, nbytes, at, record, shared)
+                TensorInfo(
+                    name,
+                    dtype,
+                    shape,
+                    stride,
+                    location,
+                    nbytes,
+                    at,
+                    record,
+                    shared,
+                    contents.chunks_of(tensor),
+                )
             )
         return infos
 

@@ -31,7 +31,8 @@ from ptsave.sources.urls import (
     refuse_storage_options,
     refuse_url_target,
 )
-from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
+from ptsave.streaming.payload_sources import PayloadSources, check_records
+from ptsave.streaming.places import StoragePlace
 from ptsave.streaming.streamed_files import (
     PicklePlan,
     SafetensorsPlan,

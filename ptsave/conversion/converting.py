@@ -23,6 +23,7 @@ from ptsave.archive.recovery import recovered
 from ptsave.contents.opening import open_contents
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
+from ptsave.errors import UnsupportedUrlError
 from ptsave.models.save_model import (
     FORMAT_FILES,
     Shard,
@@ -51,7 +52,7 @@ from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["Conversion", "Format", "convert"]
 
-Format: TypeAlias = Literal["pt", "safetensors"]
+Format: TypeAlias = Literal["pt", "safetensors", "dcp"]
 
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SHARD_NBYTES = 5 * 10**9  # of shards, if nobody says
@@ -133,12 +134,14 @@ def convert(
     Parameters
     ----------
     source : str, os.PathLike or file-like
-        As for :func:`ptsave.open`: a file of either format, a directory of shards, their index.
+        As for :func:`ptsave.open`: a file of either format, a directory of shards, their index, a
+        directory of torch.distributed.checkpoint.
     target : str or os.PathLike
         ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
         one, ends with a slash or has no suffix.  Also a URL for fsspec.
-    format : {"pt", "safetensors"}, optional
-        Format of a directory (default: ``"safetensors"``) or of a file with another suffix.
+    format : {"pt", "safetensors", "dcp"}, optional
+        Format of a directory (default: ``"safetensors"``) or of a file with another suffix;
+        ``"dcp"``: a directory that :func:`torch.distributed.checkpoint.load` reads, with one file.
     max_shard_size : int or str, optional
         For a directory, as for :func:`ptsave.save_model`: default "5GB".
     max_size : int or str, optional
@@ -179,7 +182,10 @@ def convert(
 
     Notes
     -----
-    A ``.pt`` file made from one other keeps its object; all else is a flat dict of tensors.  Files
+    A ``.pt`` file made from one other keeps its object; of a distributed checkpoint it is the one
+    that torch's ``dcp_to_torch_save`` writes, whole tensors of all ranks in dicts and lists; all
+    else is a flat dict of tensors.  Rows of ranks are read from their files as they are written,
+    other parts (columns, say) go through a temporary file.  Files
     that only load as a whole (from before torch 1.6, compressed, with sparse or quantized tensors)
     are converted from memory.  Tensors that are not contiguous, and all that is no local file, go
     through a temporary file without a name beside the target.  Bytes go from file to file: no
@@ -221,7 +227,9 @@ def convert(
             fsync=fsync,
             progress=progress,
         )
-        if place.format == "pt" and not place.is_directory:
+        if place.format == "dcp":
+            writing.write_ranks()
+        elif place.format == "pt" and not place.is_directory:
             writing.write_object()
         elif place.is_directory:
             writing.write_directory(limit, drop=drop)
@@ -259,6 +267,16 @@ class _Writing:
         self._conversion.n_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves_of(obj))
         plan = PicklePlan(obj, self._target.file, self._sources)
         self._write([plan], plan.nbytes)
+
+    def write_ranks(self) -> None:
+        from ptsave.conversion.rank_writing import RankWriting  # torch's module takes a second
+
+        writing = RankWriting(self._checkpoint, self._sources, max_size=self._max_size)
+        with progress_bar(self._progress, "converting", writing.nbytes, delay=1) as callback:
+            writing.write(self._target.path, fsync=self._fsync, progress=callback)
+        self._conversion.n_tensors = writing.n_tensors
+        self._conversion.nbytes = writing.nbytes
+        self._conversion.remarks += writing.remarks
 
     def write_safetensors(self, *, drop: bool) -> None:
         tensors = self._flat(drop=drop).tensors
@@ -392,12 +410,16 @@ def _target_of(
     wanted: Format | None,
     storage_options: Mapping[str, Any] | None,
 ) -> _Target:
-    if wanted not in (None, "pt", "safetensors"):
-        raise ValueError(f"format must be 'pt' or 'safetensors', not {wanted!r}")
+    if wanted not in (None, "pt", "safetensors", "dcp"):
+        raise ValueError(f"format must be 'pt', 'safetensors' or 'dcp', not {wanted!r}")
     ends = os.fsdecode(target).endswith("/")
     folder = resolve_folder(target, storage_options)
     path = folder.name
     url = folder.target if isinstance(folder, UrlFolder) else None
+    if wanted == "dcp":
+        if url is not None:
+            raise UnsupportedUrlError.of(path)
+        return _Target(path, "dcp", is_directory=True)
     suffix = os.path.splitext(path)[1].lower()
     if ends or not suffix or (url is None and os.path.isdir(path)):
         return _Target(path, wanted or "safetensors", is_directory=True, url=url)
@@ -427,9 +449,7 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
     if target.is_directory and taken:
         if not os.path.isdir(target.path):
             raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
-        files = FORMAT_FILES[target.format]
-        names = {files.single, files.index} | files_of_sets(target.files, files)
-        found = sorted(name for name in names if os.path.lexists(os.path.join(taken, name)))
+        found = sorted(name for name in _own_names(target) if name in os.listdir(taken))
         taken = os.path.join(target.path, found[0]) if found else ""
     if taken and not force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
@@ -440,14 +460,20 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
 
 
+def _own_names(target: _Target) -> set[str]:
+    """Return the names of files in a directory that would be replaced there."""
+    if target.format == "dcp":
+        return {".metadata"}
+    files = FORMAT_FILES[target.format]
+    return {files.single, files.index} | files_of_sets(target.files, files)
+
+
 def _check_url(target: _Target, url: UrlTarget, source: str, *, force: bool) -> None:
     if source.rstrip("/") == url.url.rstrip("/"):
         raise FileExistsError(errno.EEXIST, "it is the source itself", url.url)
     taken = ""
     if target.is_directory:
-        files = FORMAT_FILES[target.format]
-        names = {files.single, files.index} | files_of_sets(target.files, files)
-        found = sorted(names & set(url.files()))
+        found = sorted(_own_names(target) & set(url.files()))
         taken = url.child(found[0]).url if found else ""
     elif url.exists():
         taken = url.url
@@ -467,9 +493,10 @@ def _refuse_source(target: _Target, files: Iterable[str]) -> None:
         if not target.is_directory:
             same = os.path.exists(target.path) and os.path.samefile(path, target.path)
         else:
-            suffix = FORMAT_FILES[target.format].suffix
+            dcp = target.format == "dcp"
+            suffix = ".distcp" if dcp else FORMAT_FILES[target.format].suffix
             there = os.path.isdir(target.path) and os.path.samefile(own, target.path)
-            same = (there and path.endswith(suffix)) or _is_linked(path, target)
+            same = (there and path.endswith(suffix)) or (not dcp and _is_linked(path, target))
         if same:
             raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
 

@@ -21,6 +21,8 @@ class SourceCheckpoint:
 
     Attributes
     ----------
+    contents : Contents
+        The checkpoint.
     path : str
         Its name in messages.
     obj : object
@@ -38,6 +40,7 @@ class SourceCheckpoint:
     """
 
     def __init__(self, contents: Contents, sources: PayloadSources) -> None:
+        self.contents = contents
         self.path = contents.path
         self.obj = contents.obj
         self.nbytes = contents.nbytes
@@ -52,7 +55,17 @@ class SourceCheckpoint:
                 self.metadata.update(part.header.metadata)
                 continue
             self.is_safetensors = False
+            if part.kind == "dcp":
+                self._add_ranks(part)
             if isinstance(part, UnreadContents) and not part.reader.engine.storages_have_crcs:
                 self.remarks.append(
                     f"{part.path} has no checksums of its storages: they are copied unverified"
                 )
+
+    def _add_ranks(self, contents: Contents) -> None:
+        from ptsave.contents.dcp import DcpContents  # torch's module takes a second
+
+        assert isinstance(contents, DcpContents)
+        checkpoint = contents.checkpoint
+        self.paths.append(checkpoint.metadata_path)
+        self.paths += [checkpoint.file(name) for name in checkpoint.sizes]

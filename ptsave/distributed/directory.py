@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pickle
 import re
 import secrets
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ptsave.distributed.metadata import load_metadata, metadata_name
+from ptsave.dcp.metadata import dump_metadata, load_metadata, metadata_name
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.streaming.streamed_files import write_bytes
 from ptsave.support.syncing import sync_path
@@ -81,7 +80,7 @@ class CheckpointDirectory:
             If the metadata cannot be written, or another save to the directory has removed some of
             the files; the old checkpoint is unchanged.
         """
-        data = pickle.dumps(metadata, protocol=4)
+        data = dump_metadata(metadata)
         with self._alone():
             self._require(sizes)
             name = metadata_name(rank)

@@ -6,30 +6,27 @@
     large items   padding, head | payload                    payloads at multiples of 4,096
     table         the CRC-32 of each block of 4,096 bytes before it
 
-The metadata has a checksum for each section of the table, of 1,024 blocks.
+The metadata has a checksum for each section of the table: `ptsave.dcp.blocks`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
-from typing_extensions import Buffer
 
 from ptsave import _C
+from ptsave.dcp.blocks import BLOCK_NBYTES, section_crcs
+from ptsave.dcp.metadata import CheckedFile
 from ptsave.distributed.items import head_of
-from ptsave.distributed.metadata import CheckedFile
+from ptsave.streaming.places import Payload
+from ptsave.support.progress import ProgressCallback
 from ptsave.writing.targets import FileWriter
 
-__all__ = ["BLOCK_NBYTES", "SECTION_BLOCKS", "RankFile", "table_nbytes"]
+__all__ = ["RankFile"]
 
-BLOCK_NBYTES = _C.CHECKED_BLOCK_NBYTES
-SECTION_BLOCKS = 1024
-_CRC_NBYTES = 4
 _SMALL_ALIGNMENT = 64
-
-
-def table_nbytes(nbytes: int) -> int:
-    """Return the size of the table behind so many bytes of blocks."""
-    return nbytes // BLOCK_NBYTES * _CRC_NBYTES
 
 
 def _align(offset: int, alignment: int) -> int:
@@ -43,19 +40,30 @@ class RankFile:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, bytes | Tensor]] = []
+        self._pieces: list[tuple[int, Any]] = []
         self._end = 0
 
     def add_tensor(self, tensor: Tensor) -> tuple[int, int]:
         """Add a contiguous tensor; returns offset and size of its item."""
-        head = head_of(tensor.dtype, tensor.shape)
-        nbytes = tensor.nbytes
+        return self._add(tensor.dtype, tensor.shape, tensor.nbytes, tensor)
+
+    def add_payload(
+        self, dtype: torch.dtype, shape: torch.Size, payload: Payload
+    ) -> tuple[int, int]:
+        """Add a tensor whose bytes are in the sources that `write` gets."""
+        place = (payload.nbytes, payload.source, payload.offset, payload.parts)
+        return self._add(dtype, shape, payload.nbytes, place)
+
+    def _add(
+        self, dtype: torch.dtype, shape: torch.Size, nbytes: int, data: Any
+    ) -> tuple[int, int]:
+        head = head_of(dtype, shape)
         alignment = _SMALL_ALIGNMENT if nbytes < BLOCK_NBYTES else BLOCK_NBYTES
         payload = _align(self._end + len(head), alignment)
         begin = payload - len(head)
         self._pieces.append((begin, head))
         if nbytes:
-            self._pieces.append((payload, tensor))
+            self._pieces.append((payload, data))
         self._end = payload + nbytes
         return begin, self._end - begin
 
@@ -66,29 +74,35 @@ class RankFile:
         self._end = begin + len(data)
         return begin, len(data)
 
-    def write(self, path: str, *, fsync: bool) -> CheckedFile:
+    def write(
+        self,
+        path: str,
+        *,
+        fsync: bool,
+        sources: _C.PayloadSources | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> CheckedFile:
         """Write the file, which appears whole or not at all.
+
+        Parameters
+        ----------
+        path : str
+            The file.
+        fsync : bool
+            Whether it is on the disk when the call returns.
+        sources : _C.PayloadSources, optional
+            Those of tensors that `add_payload` has added.
+        progress : callable, optional
+            Gets the number of bytes that are written.
 
         Raises
         ------
         SaveError
             If it cannot be written.
         """
-        plan = _C.CheckedPlan(self._pieces)
-        FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=None).write_path(
+        plan = _C.CheckedPlan(self._pieces, sources)
+        FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress).write_path(
             path
         )
-        table = plan.block_crcs
-        section = SECTION_BLOCKS * _CRC_NBYTES
-        return CheckedFile(
-            nbytes=_align(self._end, BLOCK_NBYTES), crcs=section_crcs(table, section)
-        )
-
-
-def section_crcs(table: Buffer, section_nbytes: int) -> bytes:
-    """Return the checksums of the sections of a table, four bytes each."""
-    view = memoryview(table)
-    return b"".join(
-        _C.crc32(view[at : at + section_nbytes]).to_bytes(_CRC_NBYTES, "little")
-        for at in range(0, view.nbytes, section_nbytes)
-    )
+        nbytes = _align(self._end, BLOCK_NBYTES)
+        return CheckedFile(nbytes=nbytes, crcs=section_crcs(plan.block_crcs))

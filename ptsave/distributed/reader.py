@@ -21,11 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from torch.nn import Parameter
 
-from ptsave.distributed.directory import CheckpointDirectory
-from ptsave.distributed.metadata import checked_files, load_metadata, metadata_name
+from ptsave.dcp.metadata import checked_files, load_metadata, metadata_name
+from ptsave.dcp.rank_files import Box, RankFiles
+from ptsave.dcp.stock_items import stored_tensor
 from ptsave.distributed.paths import accepts, local_path
-from ptsave.distributed.rank_file_reading import Box, RankFiles
-from ptsave.distributed.stock_items import stored_tensor
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.garbage import pausing_garbage_collection
 
@@ -119,10 +118,9 @@ class StorageReader(storage.StorageReader):
             raise RuntimeError("set_up_storage_reader() comes before read_data()")
         metadata_path = self._file(metadata_name(None))
         checked = checked_files(self._metadata, metadata_path)
-        directory = CheckpointDirectory(self._path)
         with (
             pausing_garbage_collection(),
-            RankFiles(directory, checked, verify=self._verify) as files,
+            RankFiles(self._path, checked, verify=self._verify) as files,
         ):
             _Load(self._metadata, files, planner).run(plan.items)
         future: Future[None] = Future()

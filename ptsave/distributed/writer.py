@@ -18,10 +18,11 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from ptsave import _C
+from ptsave.dcp.blocks import BLOCK_NBYTES, table_nbytes
+from ptsave.dcp.metadata import CheckedFile, set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
-from ptsave.distributed.metadata import CheckedFile, set_checked_files
 from ptsave.distributed.paths import accepts, local_path
-from ptsave.distributed.rank_file import BLOCK_NBYTES, RankFile, table_nbytes
+from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
 from ptsave.support import torch_dcp
 from ptsave.support.garbage import pausing_garbage_collection

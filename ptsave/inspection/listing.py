@@ -17,7 +17,7 @@ from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 
 if TYPE_CHECKING:
-    from ptsave.contents.contents import Contents, Place
+    from ptsave.contents.contents import ChunkInfo, Contents, Place
     from ptsave.contents.tensor_info import Facts
 
 __all__ = ["FileListing", "Totals", "list_file", "list_files", "listing_of", "select"]
@@ -77,6 +77,8 @@ class FileListing:
         For a tensor that shares its storage, by number: the numbers of all that share it.
     totals : Totals
         Sums over all tensors.
+    chunks : dict of int to sequence of ChunkInfo
+        For a tensor of a distributed checkpoint, by number: its parts.
     """
 
     path: str
@@ -87,6 +89,7 @@ class FileListing:
     places: list[Place]
     sharing: dict[int, list[int]] = field(repr=False)
     totals: Totals
+    chunks: dict[int, Sequence[ChunkInfo]] = field(default_factory=dict, repr=False)
 
 
 def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> FileListing:
@@ -179,7 +182,15 @@ def listing_of(contents: Contents | Outline) -> FileListing:
         places,
         sharing,
         totals,
+        _chunks_of(contents, tree.tensors),
     )
+
+
+def _chunks_of(contents: Contents | Outline, tensors: list[Any]) -> dict[int, Sequence[ChunkInfo]]:
+    if contents.kind != "dcp" or isinstance(contents, Outline):
+        return {}
+    found = {number: contents.chunks_of(tensor) for number, tensor in enumerate(tensors)}
+    return {number: chunks for number, chunks in found.items() if chunks}
 
 
 def _facts_of(contents: Contents | Outline, tensors: list[Any]) -> list[Facts]:

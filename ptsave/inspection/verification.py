@@ -22,6 +22,7 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
+from ptsave.contents.rank_directories import is_metadata, require_local
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.findings import Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
@@ -195,6 +196,12 @@ def _verify_source(
     recovery = recovery_of(source) if recover else None
     if recovery is not None:
         return _verify_recovery(source, recovery, progress)
+    if is_metadata(source):
+        from ptsave.inspection.rank_verification import verify_ranks  # torch's module is slow
+
+        require_local(source)
+        source.close()
+        return verify_ranks(source.name, progress)
     if source.kind != "zip":
         return _verify_other(source)
     try:

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_SAFETENSORS_HEADER_NBYTES",
     "ZIP_MAGIC",
     "Kind",
+    "is_dcp",
     "is_known",
     "is_legacy",
     "is_of_another_program",
@@ -29,7 +30,7 @@ __all__ = [
     "what_it_surely_is",
 ]
 
-Kind: TypeAlias = Literal["zip", "legacy", "safetensors"]
+Kind: TypeAlias = Literal["zip", "legacy", "safetensors", "dcp"]
 HEAD_NBYTES = 512
 ZIP_MAGIC = b"PK\x03\x04"
 
@@ -37,6 +38,12 @@ MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # that its library accepts; of text
 
 # The pickled magic number that files written before torch 1.6 begin with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+# A pickle whose first name is that of the class of DCP's metadata.
+_DCP_METADATA = re.compile(
+    rb"\x80[\x02-\x05].{0,16}(?:torch\.distributed\.checkpoint\.metadata.{1,8}Metadata"
+    rb"|megatron\.core\.dist_checkpointing\..{1,24}MCoreMetadata)",
+    re.DOTALL,
+)
 _LFS_POINTER = b"version https://git-lfs"
 _EMPTY_ZIP = b"PK\x05\x06"
 _SIGNATURES = {
@@ -120,6 +127,11 @@ def is_legacy(head: bytes) -> bool:
     return head.startswith(_LEGACY_MAGIC)
 
 
+def is_dcp(head: bytes) -> bool:
+    """Whether a file begins as the metadata of a torch.distributed.checkpoint directory does."""
+    return _DCP_METADATA.match(head) is not None
+
+
 def is_safetensors(head: bytes, nbytes: int) -> bool:
     """Whether a file of `nbytes` bytes begins as a safetensors file does, whole or cut short."""
     if head[8:9] != b"{":
@@ -138,6 +150,8 @@ def kind_of(head: bytes, nbytes: int) -> Kind | None:
         return "zip"
     if is_legacy(head):
         return "legacy"
+    if is_dcp(head):
+        return "dcp"
     return "safetensors" if is_safetensors(head, nbytes) else None
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,17 +24,21 @@ from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.errors import SaveError
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
+from ptsave.streaming.places import Payload, StoragePlace
 from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import tensors_over
 
 __all__ = [
-    "Payload",
     "PayloadSources",
-    "StoragePlace",
     "TemporaryFile",
     "check_records",
 ]
+
+if TYPE_CHECKING:
+    from ptsave.streaming.rank_payloads import RankPayloads
+
+_T = TypeVar("_T")
 
 # Bytes in memory at a time of a tensor that has to be rearranged.
 _PIECE_NBYTES = 32 << 20
@@ -42,57 +46,6 @@ _SPOOL_ALIGNMENT = 64
 # Of a remote file: bytes in memory at a time, and bytes asked for in one request.
 _BATCH_NBYTES = 32 << 20
 _REQUEST_NBYTES = 8 << 20
-
-
-class StoragePlace(NamedTuple):
-    """The bytes of a storage, as a range of a source.
-
-    Attributes
-    ----------
-    source : int
-        The number of the file or memory.
-    offset : int
-        Position of the first byte in it.
-    nbytes : int
-        Number of bytes.
-    crc : int or None
-        Their CRC-32, if it is known.
-    contents : UnreadContents or None
-        The archive that they are a record of.
-    record : int
-        The number of the record.
-    """
-
-    source: int
-    offset: int
-    nbytes: int
-    crc: int | None = None
-    contents: UnreadContents | None = None
-    record: int = 0
-
-
-class Payload(NamedTuple):
-    """The bytes of a tensor, in the order of its elements, as a range of a source.
-
-    Attributes
-    ----------
-    nbytes : int
-        Number of bytes.
-    source : int
-        The number of the file or memory.
-    offset : int
-        Position of the first byte in it.
-    place : StoragePlace or None
-        The storage that they are all of.
-    crc : int or None
-        Their CRC-32, if it is known.
-    """
-
-    nbytes: int
-    source: int = 0
-    offset: int = 0
-    place: StoragePlace | None = None
-    crc: int | None = None
 
 
 class PayloadSources:
@@ -119,6 +72,7 @@ class PayloadSources:
         self._known: dict[int, StoragePlace] = {}  # by the address of the storage, which is kept
         self._kept: list[torch.UntypedStorage] = []
         self._unread: list[tuple[int, UnreadContents]] = []
+        self._ranks: list[RankPayloads] = []
         self._opened: _C.PayloadSources | None = None  # until there is more
         self._spool: TemporaryFile | None = None
         self._spool_number = 0
@@ -160,6 +114,8 @@ class PayloadSources:
         elif isinstance(contents, LoadedContents):  # whose storages are found by themselves
             away = {key: where for key, where in contents.locations.items() if where != "cpu"}
             self.locations.update(away)
+        elif contents.kind == "dcp":
+            self._add_ranks(contents)
         elif isinstance(contents, SafetensorsContents):
             assert isinstance(contents.source, LocalFile)
             expect_no_more_reads(contents.source.descriptor)
@@ -177,6 +133,13 @@ class PayloadSources:
             if location not in (None, "cpu"):
                 self.locations[storage_id(tensor.untyped_storage())] = location
 
+    def _add_ranks(self, contents: Contents) -> None:
+        from ptsave.streaming.rank_payloads import RankPayloads  # torch's module takes a second
+
+        payloads = RankPayloads(contents, self)
+        self.locations.update(payloads.locations)
+        self._ranks.append(payloads)
+
     def put(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
         """Register the place of a storage without values."""
         if storage.nbytes():
@@ -191,6 +154,8 @@ class PayloadSources:
         self, storages: Sequence[torch.UntypedStorage], tensors: list[Tensor]
     ) -> list[StoragePlace | None]:
         """Return the places of storages, each given with a tensor over it."""
+        for payloads in self._ranks:
+            payloads.place([s for s in storages if s.data_ptr() not in self._known])
         places = [self._known.get(storage.data_ptr()) for storage in storages]
         for source, contents in self._unread:
             for i, number in enumerate(contents.reader.engine.records_of(tensors)):
@@ -257,8 +222,9 @@ class PayloadSources:
         is_whole = tensor.nbytes == place.nbytes
         at = place.offset + offset
         if not is_whole:
+            assert not place.parts  # tensors of ranks are all of their storages
             return Payload(tensor.nbytes, place.source, at)
-        return Payload(tensor.nbytes, place.source, at, place, place.crc)
+        return Payload(tensor.nbytes, place.source, at, place, place.crc, place.parts)
 
     def memory(self, storage: torch.UntypedStorage) -> StoragePlace:
         """Add a storage that is in memory, and return its place."""
@@ -269,16 +235,28 @@ class PayloadSources:
 
     def _spooled(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
         contents = None if place is None else place.contents
+        views = (
+            view if contents is None else contents.read_slice(view, ..., False)
+            for view in _pieces(tensor)
+        )
+        source, begin = self.spool(views)
+        return Payload(tensor.nbytes, source, begin)
+
+    def spool(self, pieces: Iterable[Tensor]) -> tuple[int, int]:
+        """Write the elements of tensors to the temporary file; return its number, and where."""
         if self._spool is None:
             self._spool = TemporaryFile(self._folder, self._stack)
             self._spool_number = self.add_file(self._spool.descriptor, "temporary file")
         self._opened = None  # whose size is that of now
         begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
-        for view in _pieces(tensor):
-            values = view if contents is None else contents.read_slice(view, ..., False)
+        for values in pieces:
             flat = _bytes_in(values.resolve_conj().resolve_neg().contiguous())
             self._spool.write_all(memory_of(flat))
-        return Payload(tensor.nbytes, self._spool_number, begin)
+        return self._spool_number, begin
+
+    def enter(self, context: AbstractContextManager[_T]) -> _T:
+        """Keep something open as long as the sources."""
+        return self._stack.enter_context(context)
 
 
 class TemporaryFile:

@@ -21,8 +21,9 @@ from ptsave.contents.safetensors_header import (
     safetensors_dtypes,
     stored_shape,
 )
-from ptsave.errors import SaveError
-from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace
+from ptsave.errors import CorruptCheckpointError, SaveError
+from ptsave.streaming.payload_sources import PayloadSources
+from ptsave.streaming.places import Payload, StoragePlace
 from ptsave.support.progress import ProgressCallback
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
@@ -93,7 +94,13 @@ class StreamedPlan:
         damaged: dict[UnreadContents, list[RecordDamage]] = {}
         for key, crc in self._plan.damaged:
             place = self._places[key]
-            assert place.contents is not None
+            if place.contents is None:
+                raise CorruptCheckpointError(
+                    f"{place.path}: the checksum of {place.entry} differs: copy the checkpoint "
+                    "again, or find what is damaged with `ptsave verify`",
+                    path=place.path,
+                    entries=[place.entry],
+                )
             record = place.contents.reader.engine.record(place.record)
             each = RecordDamage(record.name, place.offset, record.crc, crc)
             damaged.setdefault(place.contents, []).append(each)
@@ -130,7 +137,7 @@ class PicklePlan(StreamedPlan):
         if self._places:
             plan.read_from(
                 sources.open(),
-                [(name, p.source, p.offset, p.crc) for name, p in self._places.items()],
+                [(name, p.source, p.offset, p.crc, p.parts) for name, p in self._places.items()],
             )
         self._plan = plan
         self.nbytes = plan.nbytes
@@ -284,7 +291,10 @@ def _in_reach(tensor: Tensor) -> Tensor:
 def _packed_plan(
     head: bytes, sources: PayloadSources, payloads: Iterable[Payload]
 ) -> _C.PackedPlan:
-    each = [(payload.nbytes, payload.source, payload.offset, payload.crc) for payload in payloads]
+    each = [
+        (payload.nbytes, payload.source, payload.offset, payload.crc, payload.parts)
+        for payload in payloads
+    ]
     return _C.PackedPlan(head, sources.open(), each)
 
 

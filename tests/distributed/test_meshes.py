@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as _dcp
 from dcp_states import differences, layouts, run_ranks, state_of
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import ptsave
+from ptsave.conversion.converting import convert
 from ptsave.distributed import StorageReader, StorageWriter
+from ptsave.inspection.verification import verify_file
+from ptsave.tree.names import EntryNames
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 
@@ -61,3 +67,35 @@ def test_meshes_load_checkpoints_of_others(saved: Path, world_size: int) -> None
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_mesh_loads_every_checkpoint(saved: Path, world_size: int) -> None:
     run_ranks(world_size, load_all, saved, saved, 1)
+
+
+# --------------------------------------------------------------------- tools, against torch's own
+
+
+def test_tools_make_of_every_mesh_what_torchs_do(saved: Path, tmp_path: Path) -> None:
+    """`open`, `convert` and `verify`, of what either writer has written of each mesh."""
+    for name in ("stock", "ours"):
+        (tmp_path / name).mkdir()
+    for path in sorted([*saved.glob("*-ours"), *saved.glob("*-stock")]):
+        stock, ours = tmp_path / "stock" / "all.pt", tmp_path / "ours" / "all.pt"
+        dcp_to_torch_save(path, stock)
+        convert(path, ours, force=True)
+        expected = torch.load(stock, weights_only=True)
+        assert ours.read_bytes() == stock.read_bytes(), path
+        found = verify_file(path)
+        assert not found.problems, (path, found.problems)
+        assert found.has_checksums
+        with ptsave.open(path) as archive:
+            assert [*archive] == [*ptsave.open(stock)]
+            for name, info in zip(archive, archive.infos(), strict=True):
+                whole = archive.get_tensor(name)
+                assert not differences(whole, entry(expected, name)), (path, name)
+                assert sum(chunk.nbytes for chunk in info.chunks) >= info.nbytes
+                index = tuple(slice(n // 3, n - n // 4, 1 + n % 2) for n in whole.shape)
+                part = whole[index]
+                part = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+                assert not differences(archive.get_slice(name)[index], part)
+
+
+def entry(values: Any, name: Any) -> Any:
+    return EntryNames(values, "").find(name)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import ptsave
+from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import StorageReader, StorageWriter
 from ptsave.distributed.items import head_of
-from ptsave.distributed.metadata import load_metadata
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 

@@ -23,13 +23,15 @@ std::uint64_t CheckedPlan::nbytes() const {
 }
 
 std::unique_ptr<Stager> CheckedPlan::begin_write(WriteOptions& options) {
+  options.chunk_nbytes =
+      std::max(align_down(options.chunk_nbytes, kCheckedBlockNbytes), kCheckedBlockNbytes);
+  std::unique_ptr<Stager> stager = staging_ ? staging_->begin_write(options) : nullptr;
   options.compute_crcs = true;
+  // In place of what the staging would compare: the checksums are of blocks, not of pieces.
   options.check_crcs = [this](std::span<const std::uint32_t> crcs) {
     block_crcs_.assign(crcs.begin(), crcs.end());
   };
-  options.chunk_nbytes =
-      std::max(align_down(options.chunk_nbytes, kCheckedBlockNbytes), kCheckedBlockNbytes);
-  return staging_ ? staging_->begin_write(options) : nullptr;
+  return stager;
 }
 
 std::unique_ptr<FileBody> CheckedPlan::make_body(const WriteOptions& options,

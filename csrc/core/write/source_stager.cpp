@@ -1,5 +1,7 @@
 #include "core/write/source_stager.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/io/range_list.h"
@@ -26,6 +28,28 @@ class SourceStager::PieceInMemory final : public StagedPieces {
   const std::byte* data_;
 };
 
+namespace {
+
+// Adds the ranges that bytes of a payload are.
+void add_ranges(const SourcePayload& payload, const PayloadPiece& piece, std::byte* place,
+                std::vector<FileRange>& ranges) {
+  if (payload.parts.empty()) {
+    ranges.push_back({payload.source, payload.offset + piece.offset, piece.nbytes, place});
+    return;
+  }
+  const std::uint64_t end = piece.offset + piece.nbytes;
+  auto part = std::ranges::upper_bound(payload.parts, piece.offset, {}, &SourcePart::begin);
+  for (--part; part != payload.parts.end() && part->begin < end; ++part) {
+    const auto next = std::next(part);
+    const std::uint64_t first = std::max(part->begin, piece.offset);
+    const std::uint64_t last = next == payload.parts.end() ? end : std::min(next->begin, end);
+    ranges.push_back({part->source, part->offset + (first - part->begin), last - first,
+                      place + (first - piece.offset)});
+  }
+}
+
+}  // namespace
+
 SourceStager::SourceStager(std::span<const ByteSource> sources,
                            std::span<const SourcePayload> payloads, Buffers buffers)
     : sources_(sources),
@@ -45,8 +69,7 @@ std::unique_ptr<StagedPieces> SourceStager::stage(std::size_t /*chunk*/,
   ranges.reserve(pieces.size());
   std::byte* place = staged->place();
   for (const PayloadPiece& piece : pieces) {
-    const SourcePayload& payload = payloads_[piece.record];
-    ranges.push_back({payload.source, payload.offset + piece.offset, piece.nbytes, place});
+    add_ranges(payloads_[piece.record], piece, place, ranges);
     place += piece.nbytes;
   }
   const RangeList list(sources_, std::move(ranges));
@@ -56,7 +79,7 @@ std::unique_ptr<StagedPieces> SourceStager::stage(std::size_t /*chunk*/,
 
 const std::byte* SourceStager::in_memory(const PayloadPiece& piece) const {
   const SourcePayload& payload = payloads_[piece.record];
-  if (payload.source >= sources_.size()) return nullptr;
+  if (payload.source >= sources_.size() || !payload.parts.empty()) return nullptr;
   const ByteSource& source = sources_[payload.source];
   const std::uint64_t begin = payload.offset + piece.offset;
   const bool is_inside = begin <= source.nbytes() && piece.nbytes <= source.nbytes() - begin;

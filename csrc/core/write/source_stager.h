@@ -14,13 +14,22 @@
 
 namespace ptsave {
 
+// Where the bytes of a payload come from, from one position in it up to the next part.
+struct SourcePart {
+  std::uint64_t begin = 0;  // in the payload
+  std::size_t source = 0;
+  std::uint64_t offset = 0;
+};
+
 // The beginning of a payload in a source; its size is in the layout.
 struct SourcePayload {
   static constexpr std::size_t kNoSource = ~std::size_t{0};
 
   std::size_t source = kNoSource;
   std::uint64_t offset = 0;
-  std::optional<std::uint32_t> crc;  // the expected one
+  std::optional<std::uint32_t> crc = std::nullopt;  // the expected one
+  // If there are any, they are all of it, in order, the first at 0; `source` is that of one.
+  std::vector<SourcePart> parts = {};
 };
 
 // Reads pieces from the page cache, or past it, into a bounded number of buffers; a chunk that is a

@@ -248,6 +248,31 @@ TEST(SourceStager, ASinglePieceOfMemoryStaysWhereItIs) {
   EXPECT_THROW(static_cast<void>(stager.stage(0, too_long)), IoError);
 }
 
+TEST(SourceStager, APayloadMayHaveParts) {
+  const scratch::Folder folder;
+  scratch::write_file(folder / "file", "0123456789");
+  const std::string memory = "abcdefghij";
+  std::vector<ByteSource> sources;
+  sources.emplace_back(File::open_for_reading(folder / "file"), 0);
+  sources.emplace_back(reinterpret_cast<const std::byte*>(memory.data()), memory.size(), "memory");
+  // 456 cdef 01 b
+  const std::vector<SourcePart> parts{{0, 0, 4}, {3, 1, 2}, {7, 0, 0}, {9, 1, 1}};
+  const std::string whole = "456cdef01b";
+  const std::vector<SourcePayload> payloads{{0, 4, std::nullopt, parts}, {1, 0, {}}};
+  SourceStager stager(sources, payloads, {100, 1});
+  for (std::uint64_t begin = 0; begin < whole.size(); ++begin) {
+    for (std::uint64_t n = 1; begin + n <= whole.size(); ++n) {
+      const std::vector<PayloadPiece> pieces{{0, begin, n}, {1, 3, 2}};
+      const std::unique_ptr<StagedPieces> staged = stager.stage(0, pieces);
+      EXPECT_EQ(std::string(reinterpret_cast<const char*>(staged->data()), n + 2),
+                whole.substr(begin, n) + "de");
+    }
+  }
+  const std::vector<PayloadPiece> in_memory{{0, 4, 2}};
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, in_memory)->data()), 2),
+            "de");
+}
+
 TEST(SourceStager, ASourceThatBecameShorterIsAnError) {
   const scratch::Folder folder;
   scratch::write_file(folder / "source", scratch::noise(100'000, 1));

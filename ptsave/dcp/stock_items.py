@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.checks import find_damage
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.unpickling import can_defer_reading
-from ptsave.contents.contents import UnreadContents
-from ptsave.distributed.rank_file_reading import RankFiles, StoredTensor
-from ptsave.sources.kinds import ZIP_MAGIC
+from ptsave.archive.spans import Damage, spans_of
+from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
+from ptsave.archive.weights_only import raise_with_advice
+from ptsave.dcp.rank_files import RankFiles, StoredTensor
+from ptsave.sources.kinds import ZIP_MAGIC, is_legacy
 from ptsave.support import config
 from ptsave.support.torch_serialization import restricted_unpickler
 
-__all__ = ["stored_tensor"]
+__all__ = ["damage_in", "stored_tensor"]
 
 
 def stored_tensor(files: RankFiles, info: Any, name: str) -> StoredTensor | None:
@@ -52,19 +55,49 @@ def stored_tensor(files: RankFiles, info: Any, name: str) -> StoredTensor | None
         reader = RecordReader(engine, path, config.current(), verify=files.verify)
         if not can_defer_reading(reader, restricted_unpickler):
             return None
-        contents = UnreadContents(reader)
-        return _describe(contents, info.relative_path, name, offset)
+        tensor = unpickle_unread(reader, restricted_unpickler, set())
+        return _describe(tensor, engine, info.relative_path, name, offset)
+    except UnpicklingError as error:
+        raise_with_advice(error, restricted_unpickler)
     except _C.FormatError as error:
         raise_corrupt(error, path)
 
 
-def _describe(contents: UnreadContents, file: str, name: str, offset: int) -> StoredTensor | None:
-    tensor = contents.obj
+def damage_in(files: RankFiles, info: Any, name: str) -> list[Damage] | None:
+    """Compare all records of an item's archive with their checksums.
+
+    Parameters
+    ----------
+    files, info, name
+        As of `stored_tensor`.
+
+    Returns
+    -------
+    list of Damage or None
+        The damaged records, with offsets in the item; None if it has no checksums.
+    """
+    offset, length = files.place_of(info, name)
+    view = files.view(info.relative_path)[offset : offset + length]
+    path = files.file(info.relative_path)
+    if is_legacy(bytes(view[:64])):
+        return None
+    try:
+        reader = RecordReader(
+            _C.Reader.open_memory(view, name=path), path, config.current(), verify=True
+        )
+    except _C.FormatError as error:
+        raise_corrupt(error, path)
+    damage = find_damage(reader, spans_of(reader), None)
+    return damage if damage or reader.engine.storages_have_crcs else None
+
+
+def _describe(
+    tensor: Any, engine: _C.Reader, file: str, name: str, offset: int
+) -> StoredTensor | None:
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
-    engine = contents.reader.engine
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     if tensor.numel() == 0:
         return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset)

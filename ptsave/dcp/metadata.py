@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -22,17 +23,30 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ptsave import _C
+from ptsave.dcp.pickle_sizes import refuse_huge_claims
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support import torch_dcp
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
 
-__all__ = ["CheckedFile", "checked_files", "load_metadata", "metadata_name", "set_checked_files"]
+__all__ = [
+    "CheckedFile",
+    "checked_files",
+    "dump_metadata",
+    "has_checksum",
+    "load_metadata",
+    "metadata_name",
+    "set_checked_files",
+]
 
 # The attribute of a checkpoint's StorageMeta that says which files have checksums; stock keeps it
 # and does not look at it.
 _ATTRIBUTE = "ptsave"
 _FORMAT = 1
+# Behind the pickle, where no reader of pickles looks: this and the CRC-32 of the pickle.
+_TRAILER = b"ptsave\0\1"
+_TRAILER_NBYTES = len(_TRAILER) + 4
 
 _CLASSES: tuple[type, ...] = (
     BytesStorageMetadata,
@@ -47,6 +61,18 @@ _CLASSES: tuple[type, ...] = (
     torch.Size,
     OrderedDict,
 )
+
+
+class _MegatronMetadata(Metadata):
+    """Metadata of Megatron-LM's ``torch_dist``: DCP's, and what Megatron needs to reshard."""
+
+
+class _Opaque:
+    """A value that only Megatron-LM looks at."""
+
+
+_MEGATRON = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _Opaque}
+_GUARDED = (*_CLASSES, *_MEGATRON.values())
 _ALLOWED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
 
@@ -70,6 +96,8 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full in _ALLOWED:
             return _ALLOWED[full]
+        if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _MEGATRON:
+            return _MEGATRON[name]
         if module == "torch":
             value = getattr(torch, name, None)
             if isinstance(value, torch.dtype):
@@ -97,11 +125,11 @@ def _layout(text: str) -> torch.layout:
 @contextmanager
 def _guarded_classes() -> Iterator[None]:
     """Undo, and refuse, attributes that a pickle has set on the classes themselves."""
-    before = {kind: dict(vars(kind)) for kind in _CLASSES}
+    before = {kind: dict(vars(kind)) for kind in _GUARDED}
     try:
         yield
     finally:
-        changed = [kind for kind in _CLASSES if dict(vars(kind)) != before[kind]]
+        changed = [kind for kind in _GUARDED if dict(vars(kind)) != before[kind]]
         for kind in changed:
             for name in vars(kind).keys() - before[kind].keys():
                 type.__delattr__(kind, name)
@@ -112,8 +140,16 @@ def _guarded_classes() -> Iterator[None]:
             raise pickle.UnpicklingError(f"it changes the class {changed[0].__qualname__}")
 
 
-def load_metadata(path: str) -> Metadata:
+def load_metadata(path: str, *, is_hostile: bool = False) -> Metadata:
     """Read the metadata of a checkpoint; nothing in it is run.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    is_hostile : bool, default False
+        Whether to look first for numbers that make Python allocate memory, which takes about as
+        long as the rest.
 
     Raises
     ------
@@ -122,17 +158,65 @@ def load_metadata(path: str) -> Metadata:
     OSError
         If it cannot be read.
     """
+    data = _read(path)
+    if data[-_TRAILER_NBYTES:].startswith(_TRAILER) and data != _with_trailer(
+        data[:-_TRAILER_NBYTES]
+    ):
+        raise CorruptCheckpointError(f"{path}: damaged: its checksum differs", path=path)
+    if is_hostile:
+        try:
+            refuse_huge_claims(data)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path}: damaged: {error}", path=path) from None
+    return _unpickled(io.BytesIO(data), path)
+
+
+def _read(path: str) -> bytes:
     with open(path, "rb") as stream:
-        data = stream.read()
+        return stream.read()
+
+
+def _with_trailer(data: bytes) -> bytes:
+    return data + _TRAILER + _C.crc32(data).to_bytes(4, "little")
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """Return the bytes of a metadata file: a pickle, and its checksum, which stock ignores."""
+    return _with_trailer(pickle.dumps(metadata, protocol=4))
+
+
+def has_checksum(path: str) -> bool:
+    """Return whether metadata that `load_metadata` has read has a checksum, which then is right.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If there is something else behind the pickle: a damaged checksum, say.
+    """
+    stream = io.BytesIO(_read(path))
+    _unpickled(stream, path)
+    rest = stream.read()
+    if rest and not (rest.startswith(_TRAILER) and len(rest) == _TRAILER_NBYTES):
+        raise CorruptCheckpointError(
+            f"{path}: damaged: {len(rest)} bytes behind its end are no checksum", path=path
+        )
+    return bool(rest)
+
+
+def _unpickled(stream: io.BytesIO, path: str) -> Metadata:
     try:
         with pausing_garbage_collection(), _guarded_classes():
-            metadata = _Unpickler(io.BytesIO(data)).load()
+            metadata = _Unpickler(stream).load()
     except MemoryError:
         raise
     except Exception as error:
         raise CorruptCheckpointError(
             f"{path}: not the metadata of a checkpoint: {error}", path=path
         ) from error
+    if type(metadata) is _MegatronMetadata:
+        names = {each.name for each in dataclasses.fields(Metadata)}
+        found = {name: value for name, value in vars(metadata).items() if name in names}
+        metadata = Metadata(**{"state_dict_metadata": None, **found})
     _check_types(metadata, path)
     return metadata  # type: ignore[no-any-return]
 

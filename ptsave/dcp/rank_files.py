@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,26 +13,27 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.distributed.directory import CheckpointDirectory
-from ptsave.distributed.metadata import CheckedFile
-from ptsave.distributed.rank_file import (
+from ptsave.dcp.blocks import (
     BLOCK_NBYTES,
+    CRC_NBYTES,
     SECTION_BLOCKS,
+    SECTION_NBYTES,
     section_crcs,
     table_nbytes,
 )
+from ptsave.dcp.metadata import CheckedFile
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
 from ptsave.support import config
 
-__all__ = ["Box", "RankFiles", "StoredTensor"]
+__all__ = ["Box", "RankFiles", "StoredTensor", "refuse_outside"]
 
-_SECTION_NBYTES = SECTION_BLOCKS * BLOCK_NBYTES
-_CRC_NBYTES = 4
 # Gaps of this size are read rather than left out, unless the columns of a tensor are wanted.
 _MAX_GAP = 64 << 10
 _MAX_GAP_OF_COLUMNS = 8 << 10
 _N_READERS_OF_COLUMNS = 48
+_MAX_COPIED_NBYTES = 32 << 20
+_VERIFIED_NBYTES = 32 << 20  # in memory at a time
 # Runs of fewer bytes are not worth a read of their own.
 _MIN_RUN_NBYTES = 4 << 10
 
@@ -54,7 +55,7 @@ class Box:
     target : torch.Tensor
         Gets the block; in CPU memory.
     crc : int or None
-        The checksum of all bytes of the target, if it is known.
+        The checksum of the target's elements in the order of a contiguous tensor, if it is known.
     """
 
     file: str
@@ -113,6 +114,28 @@ class StoredTensor:
     offset: int
     crc: int | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements, in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file, if it is packed."""
+        return self.offset + self.nbytes
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its elements lie in the order of a contiguous tensor, without gaps."""
+        packed = packed_strides(self.shape, self.dtype.itemsize)
+        pairs = zip(self.shape, self.strides, packed, strict=True)
+        return all(n == 1 or stride == wanted for n, stride, wanted in pairs)
+
+    @property
+    def whole_blocks(self) -> int:
+        """How many blocks it begins with that are all its own."""
+        return 0 if self.offset % BLOCK_NBYTES else self.nbytes // BLOCK_NBYTES
+
     def box(self, begins: Sequence[int], target: Tensor) -> Box:
         """Return the block from an index on, as large as the target.
 
@@ -134,8 +157,7 @@ class StoredTensor:
                 entries=[self.name],
             )
         begin = sum(b * step for b, step in zip(begins, self.strides, strict=True))
-        is_whole = shape == self.shape and target.is_contiguous()
-        crc = self.crc if is_whole else None
+        crc = self.crc if shape == self.shape else None
         return Box(self.file, self.name, self.offset + begin, self.strides, target, crc)
 
 
@@ -153,20 +175,17 @@ class RankFiles:
 
     Parameters
     ----------
-    directory : CheckpointDirectory
-        Where they are.
+    path : str
+        The directory.
     checked : dict of str to CheckedFile
         Those that have checksums.
     verify : bool
         Whether checksums are compared.
     """
 
-    def __init__(
-        self, directory: CheckpointDirectory, checked: dict[str, CheckedFile], *, verify: bool
-    ) -> None:
-        self.path = directory.path
+    def __init__(self, path: str, checked: dict[str, CheckedFile], *, verify: bool) -> None:
+        self.path = path
         self.verify = verify and config.current().verify
-        self._directory = directory
         self._checked = checked
         self._open: dict[str, tuple[int, int]] = {}  # descriptor and size
         self._mapped: dict[str, memoryview] = {}
@@ -187,8 +206,8 @@ class RankFiles:
     def descriptor(self, name: str) -> tuple[int, int]:
         """Return descriptor and size of a file, opening it."""
         if name not in self._open:
-            _refuse_outside(name, self.path)
-            path = self._directory.file(name)
+            refuse_outside(name, self.path)
+            path = self.file(name)
             descriptor = regular_only(path, os.O_RDONLY | os.O_CLOEXEC)
             self._stack.callback(os.close, descriptor)
             nbytes = os.fstat(descriptor).st_size
@@ -204,7 +223,7 @@ class RankFiles:
 
     def file(self, name: str) -> str:
         """Return the path of a file."""
-        return self._directory.file(name)
+        return os.path.join(self.path, name)
 
     def view(self, name: str) -> memoryview:
         """Return the bytes of a file, mapped."""
@@ -239,7 +258,7 @@ class RankFiles:
         checked = self._checked.get(file)
         limit = nbytes if checked is None else checked.nbytes
         if not 0 <= offset <= offset + length <= limit:
-            path = self._directory.file(file)
+            path = self.file(file)
             raise CorruptCheckpointError(
                 f"{path}: cut short: {name} is {length} bytes from offset {offset} on, and the "
                 f"file ends at {limit}",
@@ -320,46 +339,142 @@ class RankFiles:
                 self._check_whole(box)
 
     def _range_files(self, names: Sequence[str], n_threads: int) -> _C.RangeFiles:
-        opened = [
-            (self.descriptor(name)[0], os.fsencode(self._directory.file(name))) for name in names
-        ]
+        opened = [(self.descriptor(name)[0], os.fsencode(self.file(name))) for name in names]
         direct = config.current().direct_io
         return _C.RangeFiles(opened, direct=direct, n_threads=n_threads)
 
-    def _table(self, name: str, boxes: Sequence[Box]) -> Tensor | None:
+    def _table(self, name: str, boxes: Sequence[Box | StoredTensor]) -> Tensor | None:
         """Return the checksums of a file's blocks, as far as boxes need them."""
         file = self._checked.get(name)
         if file is None or not self.verify:
             return None
         table = torch.empty(table_nbytes(file.nbytes), dtype=torch.uint8)
-        spans = [(box.offset // _SECTION_NBYTES, -(-box.end // _SECTION_NBYTES)) for box in boxes]
-        section = SECTION_BLOCKS * _CRC_NBYTES
+        spans = [(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes]
+        section = SECTION_BLOCKS * CRC_NBYTES
         merged = _merged(spans)
         parts = [(begin, table[begin * section : end * section]) for begin, end in merged]
-        n_threads = config.current().n_readers
-        _C.read_checked(
-            self._range_files([name], n_threads),
-            [(0, file.nbytes + begin * section, [1], part) for begin, part in parts],
-            [None],
-            n_threads=n_threads,
+        self._read_bytes(
+            self._range_files([name], config.current().n_readers),
+            [(file.nbytes + begin * section, part) for begin, part in parts],
+        )
+        for begin, part in parts:
+            found = section_crcs(part.numpy().data)
+            if found != file.crcs[begin * CRC_NBYTES : begin * CRC_NBYTES + len(found)]:
+                self._raise_damaged(name, file.nbytes + begin * section, boxes)
+        return table
+
+    def crcs_of(self, tensors: Sequence[StoredTensor]) -> list[int]:
+        """Return the checksums of contiguous tensors in files whose blocks have some.
+
+        Of large ones they follow from those of their blocks: only what is left of the last one is
+        read.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If something that was read does not match its checksum.
+        """
+        crcs = [0] * len(tensors)
+        by_file: dict[str, list[int]] = {}
+        rest: list[Box] = []
+        of_rest: list[int] = []
+        for number, tensor in enumerate(tensors):
+            by_file.setdefault(tensor.file, []).append(number)
+            n_whole = tensor.whole_blocks
+            nbytes = tensor.nbytes - n_whole * BLOCK_NBYTES
+            if nbytes:
+                target = torch.empty(nbytes, dtype=torch.uint8)
+                at = tensor.offset + n_whole * BLOCK_NBYTES
+                rest.append(Box(tensor.file, tensor.name, at, (1,), target))
+                of_rest.append(number)
+        for name, numbers in by_file.items():
+            large = [tensors[number] for number in numbers if tensors[number].whole_blocks]
+            table = self._table(name, large) if large else None
+            for number in numbers:
+                first, n = tensors[number].offset // BLOCK_NBYTES, tensors[number].whole_blocks
+                if table is not None and n:
+                    crcs[number] = _C.crc_of_blocks(
+                        table[first * CRC_NBYTES : (first + n) * CRC_NBYTES]
+                    )
+        self.read(rest)
+        for number, box in zip(of_rest, rest, strict=True):
+            crc = _C.crc32(box.target.numpy().data)
+            crcs[number] = _C.crc32_combine(crcs[number], crc, box.target.numel())
+        return crcs
+
+    def damaged_blocks(
+        self, name: str, progress: Callable[[int], None] | None = None
+    ) -> list[tuple[int, int]]:
+        """Read a file that has checksums, and return the parts of it that do not match them.
+
+        Parameters
+        ----------
+        name : str
+            The file.
+        progress : callable, optional
+            Gets the number of bytes of it that have been looked at.
+
+        Returns
+        -------
+        list of (int, int)
+            Begin and end of each: a block, or a section of the table, whose blocks cannot be
+            compared then.
+        """
+        file = self._checked[name]
+        section = SECTION_BLOCKS * CRC_NBYTES
+        table = torch.empty(table_nbytes(file.nbytes), dtype=torch.uint8)
+        buffer = torch.empty(min(_VERIFIED_NBYTES, file.nbytes), dtype=torch.uint8)
+        ranges = self._range_files([name], config.current().n_readers)
+        self._read_bytes(ranges, [(file.nbytes, table)])
+        crcs = section_crcs(table.numpy().data)
+        lost = {
+            number
+            for number in range(len(crcs) // CRC_NBYTES)
+            if _crc_at(crcs, number) != _crc_at(file.crcs, number)
+        }
+        found = [
+            (
+                file.nbytes + number * section,
+                file.nbytes + min((number + 1) * section, table.numel()),
+            )
+            for number in sorted(lost)
+        ]
+        for begin in range(0, file.nbytes, _VERIFIED_NBYTES):
+            part = buffer[: min(_VERIFIED_NBYTES, file.nbytes - begin)]
+            for at in self._read_bytes(ranges, [(begin, part)], table):
+                if at // SECTION_NBYTES not in lost:
+                    found.append((at, at + BLOCK_NBYTES))
+            if progress is not None:
+                progress(begin + part.numel())
+        return sorted(found)
+
+    @staticmethod
+    def _read_bytes(
+        files: _C.RangeFiles, parts: list[tuple[int, Tensor]], table: Tensor | None = None
+    ) -> list[int]:
+        """Read parts of one file; return the offsets of damaged blocks in them."""
+        damaged = _C.read_checked(
+            files,
+            [(0, begin, [1], part) for begin, part in parts if part.numel()],
+            [table],
+            n_threads=config.current().n_readers,
             max_gap=_MAX_GAP,
             progress=None,
         )
-        for begin, part in parts:
-            found = section_crcs(part.numpy().data, section)
-            if found != file.crcs[begin * _CRC_NBYTES : begin * _CRC_NBYTES + len(found)]:
-                self._raise_damaged(name, file.nbytes + begin * section, boxes)
-        return table
+        return [offset for _, offset in damaged]
 
     def _check_whole(self, box: Box) -> None:
         """Compare the checksum of a record in an archive of torch's writer."""
         if box.crc is None:
             return
-        if _C.crc32(box.target.view(-1).view(torch.uint8).numpy().data) != box.crc:
+        crc = 0
+        for piece in _pieces(box.target):
+            crc = _C.crc32(piece.contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+        if crc != box.crc:
             self._raise_damaged(box.file, box.offset, [box])
 
-    def _raise_damaged(self, name: str, offset: int, boxes: Sequence[Box]) -> None:
-        path = self._directory.file(name)
+    def _raise_damaged(self, name: str, offset: int, boxes: Sequence[Box | StoredTensor]) -> None:
+        path = self.file(name)
         end = offset + BLOCK_NBYTES
         hit = [b.name for b in boxes if b.file == name and b.offset < end and b.end > offset]
         entries = list(dict.fromkeys(hit))
@@ -370,6 +485,19 @@ class RankFiles:
             offset=offset,
             entries=entries,
         )
+
+
+def _crc_at(crcs: bytes, number: int) -> bytes:
+    return crcs[number * CRC_NBYTES : (number + 1) * CRC_NBYTES]
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor in parts that are copied in little memory, if they have to be."""
+    if tensor.is_contiguous() or tensor.nbytes <= _MAX_COPIED_NBYTES:
+        yield tensor
+        return
+    n_rows = max(_MAX_COPIED_NBYTES * tensor.shape[0] // tensor.nbytes, 1)
+    yield from tensor.split(n_rows)
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -383,7 +511,7 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _refuse_outside(name: str, directory: str) -> None:
+def refuse_outside(name: str, directory: str) -> None:
     """Refuse a name of a file that is not below the directory."""
     parts = name.split("/")
     if os.path.isabs(name) or "\0" in name or any(part in ("", ".", "..") for part in parts):

@@ -1,0 +1,116 @@
+"""Recognises directories into which many ranks have saved, by the files in them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+from ptsave.contents.shard_files import ShardFiles
+from ptsave.errors import UnsupportedSourceError
+from ptsave.sources.kinds import is_dcp
+from ptsave.sources.opening import Folder, open_source
+from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.support.text import some_of
+
+__all__ = [
+    "find_metadata",
+    "is_metadata",
+    "is_rank_file",
+    "metadata_files",
+    "nbytes_of_ranks",
+    "require_local",
+]
+
+_METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_SUFFIX = ".distcp"
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file belongs to a checkpoint of torch.distributed.checkpoint, by its name."""
+    return name.endswith(_SUFFIX) or name == _METADATA or bool(_RANK_METADATA.fullmatch(name))
+
+
+def is_metadata(source: RangeSource) -> bool:
+    """Whether a file is the metadata of such a checkpoint: by its content, or its name."""
+    name = os.path.basename(source.name)
+    return source.kind == "dcp" or name == _METADATA or bool(_RANK_METADATA.fullmatch(name))
+
+
+def require_local(source: RangeSource) -> None:
+    """Raise UnsupportedSourceError for metadata of such a checkpoint that is no file here."""
+    if not isinstance(source, LocalFile):
+        raise UnsupportedSourceError(
+            f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
+            "beside it: copy the directory to a local disk, and pass its path"
+        )
+
+
+def nbytes_of_ranks(path: str) -> int:
+    """Return the sizes of the files that may belong to local metadata; 0 for another file."""
+    folder, name = os.path.split(path)
+    if name != _METADATA and not _RANK_METADATA.fullmatch(name):
+        return 0
+    with os.scandir(folder or ".") as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.name.endswith(_SUFFIX))
+
+
+def find_metadata(folder: Folder, names: list[str]) -> list[str]:
+    """Return the metadata in a directory of torch.distributed.checkpoint; none in another one.
+
+    Parameters
+    ----------
+    folder : Folder
+        The directory.
+    names : list of str
+        Those of all that is in it.
+
+    Returns
+    -------
+    list of str
+        Their names: one of all ranks, or else those of ranks that have saved by themselves.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are files of ranks and no metadata.
+    """
+    has_files = any(name.endswith(_SUFFIX) for name in names)
+    if _METADATA in names and (has_files or _is_metadata(folder, _METADATA)):
+        return [_METADATA]
+    found = [name for name in names if _RANK_METADATA.fullmatch(name)]
+    if found and (has_files or all(_is_metadata(folder, name) for name in found)):
+        return found
+    if has_files:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "there are files of a distributed checkpoint, and not the .metadata that says what is "
+            "in them: its save has not ended, or the file was not copied",
+            folder.join(_METADATA),
+        )
+    return []
+
+
+def _is_metadata(folder: Folder, name: str) -> bool:
+    try:
+        return is_dcp(open_source(folder.join(name), folder.storage_options).head)
+    except OSError:  # a directory, say
+        return False
+
+
+def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
+    """Return the only checkpoint in a directory, by the names of its metadata.
+
+    Raises
+    ------
+    ValueError
+        If ranks have saved by themselves, and there are several.
+    """
+    if len(names) > 1:
+        raise ValueError(
+            f"{folder.path} holds the checkpoints of {len(names)} ranks, each saved by itself: "
+            f"pass the path of one ({some_of(names, 3)})"
+        )
+    paths = [folder.join(names[0])]
+    return ShardFiles(paths, path=folder.path, storage_options=folder.storage_options)

@@ -1,0 +1,165 @@
+"""Finds the damage in a checkpoint of torch.distributed.checkpoint: every file, every checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ptsave.archive.format_errors import bare_message
+from ptsave.dcp.checkpoint import DcpCheckpoint
+from ptsave.dcp.metadata import has_checksum
+from ptsave.dcp.rank_files import RankFiles
+from ptsave.dcp.stock_items import damage_in
+from ptsave.errors import CorruptCheckpointError
+from ptsave.support.progress import progress_from
+
+__all__ = ["DcpDamage", "DcpFindings", "find_dcp_damage"]
+
+
+@dataclass(frozen=True)
+class DcpDamage:
+    """Damage in a file, or something that the metadata cannot mean.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    reason : str
+        The kind of damage, in words.
+    offset : int or None
+        Where in the file it begins, in bytes.
+    entries : list of str
+        Flat names of the tensors and objects that it reaches.
+    """
+
+    path: str
+    reason: str
+    offset: int | None = None
+    entries: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DcpFindings:
+    """The result of `find_dcp_damage`.
+
+    Attributes
+    ----------
+    damage : list of DcpDamage
+        All that was found.
+    unverified : list of str
+        Flat names of entries that have no checksums.
+    metadata_is_checked : bool
+        Whether the metadata has a checksum, which is right.
+    """
+
+    damage: list[DcpDamage] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)
+    metadata_is_checked: bool = False
+
+
+def find_dcp_damage(
+    checkpoint: DcpCheckpoint, progress: Callable[[int], None] | None = None
+) -> DcpFindings:
+    """Read all files of a checkpoint, and compare everything with its checksum.
+
+    Files by `ptsave.distributed` have one for each block, those by torch's writer one for each
+    record of each item.
+
+    Parameters
+    ----------
+    checkpoint : DcpCheckpoint
+        The checkpoint.
+    progress : callable, optional
+        Gets the number of bytes that have been looked at.
+
+    Raises
+    ------
+    OSError
+        If a file that is there cannot be read.
+    """
+    found = DcpFindings()
+    try:
+        found.metadata_is_checked = has_checksum(checkpoint.metadata_path)
+    except CorruptCheckpointError as error:
+        found.damage.append(_damage_of(error, checkpoint.metadata_path))
+    wrong = {name: checkpoint.what_is_wrong(name) for name in checkpoint.sizes}
+    for name, reason in wrong.items():
+        if reason:
+            entries = list(dict.fromkeys(item.name for item in checkpoint.items_in(name)))
+            found.damage.append(DcpDamage(checkpoint.file(name), reason, None, entries))
+    for tensor in checkpoint.tensors.values():
+        if any(wrong[chunk.file] for chunk in tensor.chunks):
+            continue  # which is said already
+        try:
+            checkpoint.require_tensor(tensor)
+        except CorruptCheckpointError as error:
+            found.damage.append(_damage_of(error, checkpoint.metadata_path))
+    done = 0
+    for name, nbytes in checkpoint.sizes.items():
+        if nbytes < 0 or (wrong[name] and name in checkpoint.checked):
+            continue
+        with checkpoint.rank_files(verify=True) as files:
+            if name in checkpoint.checked:
+                _check_blocks(checkpoint, files, name, found, progress_from(progress, done))
+            else:
+                _check_items(checkpoint, files, name, found, progress_from(progress, done))
+        done += nbytes
+    return found
+
+
+def _check_blocks(
+    checkpoint: DcpCheckpoint,
+    files: RankFiles,
+    name: str,
+    found: DcpFindings,
+    progress: Callable[[int], None] | None,
+) -> None:
+    nbytes = checkpoint.checked[name].nbytes
+    for begin, end in files.damaged_blocks(name, progress):
+        what = "block" if begin < nbytes else "table of checksums"
+        entries = _entries_within(checkpoint, name, begin, end) if begin < nbytes else []
+        found.damage.append(
+            DcpDamage(checkpoint.file(name), f"the checksum of its {what} differs", begin, entries)
+        )
+
+
+def _entries_within(checkpoint: DcpCheckpoint, file: str, begin: int, end: int) -> list[str]:
+    items = checkpoint.items_in(file)
+    hit = [item.name for item in items if item.begin < end and item.end > begin]
+    return list(dict.fromkeys(hit))
+
+
+def _check_items(
+    checkpoint: DcpCheckpoint,
+    files: RankFiles,
+    name: str,
+    found: DcpFindings,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Check the items of torch's writer, each of which is an archive."""
+    path = checkpoint.file(name)
+    unverified: dict[str, None] = dict.fromkeys(found.unverified)
+    for item in checkpoint.items_in(name):
+        if item.end > checkpoint.sizes[name]:
+            continue  # which is said already
+        try:
+            damage = damage_in(files, item.info, item.name)
+            if damage is None:
+                unverified[item.name] = None
+            for each in damage or ():
+                record = f"record {each.record} of {item.name}: {each.reason}"
+                at = item.begin + each.offset
+                found.damage.append(DcpDamage(path, record, at, [item.name]))
+            if not damage and item.tensor is not None and item.chunk is not None:
+                checkpoint.stored(files, item.tensor, item.chunk)
+        except CorruptCheckpointError as error:
+            found.damage.append(DcpDamage(path, bare_message(error, path), item.begin, [item.name]))
+        except NotImplementedError:  # an extension has changed its bytes
+            unverified[item.name] = None
+        if progress is not None:
+            progress(item.end)
+    found.unverified = [*unverified]
+
+
+def _damage_of(error: CorruptCheckpointError, path: str) -> DcpDamage:
+    return DcpDamage(path, bare_message(error, path), None, list(error.entries))

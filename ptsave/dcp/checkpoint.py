@@ -1,0 +1,537 @@
+"""`DcpCheckpoint`: what a checkpoint of torch.distributed.checkpoint holds, and where.
+
+Its metadata is hostile: everything that is taken from it is compared with the sizes of the files
+before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ptsave.dcp.blocks import table_nbytes
+from ptsave.dcp.metadata import checked_files, load_metadata
+from ptsave.dcp.rank_files import RankFiles, StoredTensor, refuse_outside
+from ptsave.dcp.stock_items import stored_tensor
+from ptsave.errors import CorruptCheckpointError
+
+__all__ = ["Chunk", "DcpCheckpoint", "DcpTensor", "Item"]
+
+# Elements without a value that lists may get, in all: {"a": [{}, {}, tensor]} names the last only.
+_MAX_PADDING = 1 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, in a file of one rank.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        Index of its first element in the tensor.
+    sizes : tuple of int
+        Elements of each dimension.
+    info : object
+        The item that holds it, as the metadata describes it.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    info: Any
+
+    @property
+    def file(self) -> str:
+        """The name of the file."""
+        return str(self.info.relative_path)
+
+    @property
+    def begin(self) -> int:
+        """Where its item begins in the file, in bytes."""
+        return int(self.info.offset)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its item, which is more than its elements take."""
+        return int(self.info.length)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor whose parts are in files of ranks.
+
+    Attributes
+    ----------
+    name : str
+        Its flat name.
+    dtype : torch.dtype
+        Of its elements.
+    shape : torch.Size
+        Of all of it.
+    chunks : list of Chunk
+        Its parts that are not empty, in the order of the metadata.
+    lost : str
+        What is wrong with them, or "": the tensor cannot be read then.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: list[Chunk]
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A part of a file: of a tensor, or an object.
+
+    Attributes
+    ----------
+    name : str
+        The tensor's or the object's flat name.
+    info : object
+        Where it is, as the metadata describes it.
+    tensor, chunk : DcpTensor and Chunk, or None
+        The tensor, and which part of it; None for an object.
+    """
+
+    name: str
+    info: Any
+    tensor: DcpTensor | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def begin(self) -> int:
+        """Where it begins in the file, in bytes."""
+        return int(self.info.offset)
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file, in bytes."""
+        return int(self.info.offset + self.info.length)
+
+
+class DcpCheckpoint:
+    """A directory with metadata of DCP, by torch's FileSystemWriter or ours.  Nothing stays open.
+
+    Parameters
+    ----------
+    metadata_path : str
+        The file ``.metadata``, or ``__<rank>.metadata`` of a rank that has saved by itself.
+
+    Attributes
+    ----------
+    path : str
+        The directory.
+    metadata_path : str
+        The metadata.
+    checked : dict of str to CheckedFile
+        Files with checksums of their blocks.
+    sizes : dict of str to int
+        The files that are named, with their sizes in bytes; -1 for one that is not there.
+    tensors : dict of str to DcpTensor
+        By flat names, in the order of the metadata.
+    objects : dict of str to object
+        The items of other values, in that order.
+    nbytes : int
+        The sizes of the files, and of the metadata.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the metadata is damaged, or says what cannot be.
+    OSError
+        If it cannot be read.
+    """
+
+    def __init__(self, metadata_path: str) -> None:
+        self.metadata_path = metadata_path
+        self.path = os.path.dirname(metadata_path) or "."
+        metadata = load_metadata(metadata_path, is_hostile=True)
+        self.checked = checked_files(metadata, metadata_path)
+        self._metadata = metadata
+        self._infos: dict[Any, Any] = metadata.storage_data
+        self.sizes = {name: self._size_of(name) for name in self._file_names()}
+        self.nbytes = os.stat(metadata_path).st_size + sum(max(n, 0) for n in self.sizes.values())
+        self._oversized: list[str] = []
+        self.tensors: dict[str, DcpTensor] = {}
+        self.objects: dict[str, Any] = {}
+        for name, described in metadata.state_dict_metadata.items():
+            if type(name) is not str:
+                self._fail(f"it names an entry {name!r}, which is no text")
+            if type(described) is TensorStorageMetadata:
+                self.tensors[name] = self._tensor(name, described)
+            elif type(described) is BytesStorageMetadata:
+                self.objects[name] = self._info(name, None)
+            else:
+                self._fail(f"it says of {name} what DCP does not", name)
+        self._stored: dict[int, StoredTensor | None] = {}
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the metadata says of itself, as text."""
+        version = getattr(self._metadata, "version", None)
+        return {"version": version} if type(version) is str else {}
+
+    # -------------------------------------------------------------------------------- its files
+
+    def _file_names(self) -> list[str]:
+        names: dict[str, None] = {}
+        for info in self._infos.values():
+            name = getattr(info, "relative_path", None)
+            if type(name) is not str:
+                self._fail("it does not say in which file an item is")
+            if name not in names:
+                refuse_outside(name, self.path)
+                names[name] = None
+        return [*names]
+
+    def _size_of(self, name: str) -> int:
+        try:
+            return os.stat(self.file(name)).st_size
+        except FileNotFoundError:
+            return -1
+
+    def file(self, name: str) -> str:
+        """Return the path of a file."""
+        return os.path.join(self.path, name)
+
+    def what_is_wrong(self, name: str) -> str:
+        """Return why a file cannot be the one that was saved, by its size; "" if it can."""
+        nbytes = self.sizes[name]
+        if nbytes < 0:
+            return f"it is missing, and {self.metadata_path} names it"
+        file = self.checked.get(name)
+        if file is not None:
+            saved = file.nbytes + table_nbytes(file.nbytes)
+            return "" if nbytes == saved else f"it has {nbytes} bytes, and was saved with {saved}"
+        end = max((item.end for item in self.items_in(name)), default=0)
+        if nbytes < end:
+            return f"cut short: it has {nbytes} bytes, and its last item ends at {end}"
+        return ""
+
+    def require_files(self) -> None:
+        """Raise if a file is not there, or not as large as it has to be for what is in it.
+
+        Raises
+        ------
+        FileNotFoundError, CorruptCheckpointError
+            The message names the tensors that it holds.
+        """
+        for name in self.sizes:
+            wrong = self.what_is_wrong(name)
+            if not wrong:
+                continue
+            entries = list(dict.fromkeys(item.name for item in self.items_in(name)))
+            more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+            what = f"{wrong}; it holds parts of {', '.join(entries[:3])}{more}"
+            path = self.file(name)
+            if self.sizes[name] < 0:
+                raise FileNotFoundError(errno.ENOENT, f"{what}: copy it, too", path)
+            raise CorruptCheckpointError(f"{path}: {what}", path=path, entries=entries)
+        for text in self._oversized:
+            self._fail(text)
+
+    def items_in(self, file: str) -> list[Item]:
+        """Return all items in a file, in their order."""
+        return self._items_by_file.get(file, [])
+
+    @cached_property
+    def _items_by_file(self) -> dict[str, list[Item]]:
+        found: dict[str, list[Item]] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                item = Item(tensor.name, chunk.info, tensor, chunk)
+                found.setdefault(chunk.file, []).append(item)
+        for name, info in self.objects.items():
+            found.setdefault(info.relative_path, []).append(Item(name, info))
+        for items in found.values():
+            items.sort(key=lambda item: item.begin)
+        return found
+
+    def rank_files(self, *, verify: bool) -> RankFiles:
+        """Return the files, to be opened and read in a ``with`` block."""
+        return RankFiles(self.path, self.checked, verify=verify)
+
+    # ------------------------------------------------------------------------------ its entries
+
+    def _fail(self, what: str, *entries: str) -> NoReturn:
+        path = self.metadata_path
+        raise CorruptCheckpointError(f"{path}: {what}", path=path, entries=list(entries))
+
+    def _info(self, name: str, offset: Sequence[int] | None) -> Any:
+        info = self._infos.get(MetadataIndex(name, offset))
+        if info is None:
+            at = "" if offset is None else f" the part of it at {list(offset)}"
+            self._fail(f"it does not say where{at} {name} is", name)
+        begin, length = getattr(info, "offset", None), getattr(info, "length", None)
+        if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
+            self._fail(f"it does not say where {name} is", name)
+        return info
+
+    def _tensor(self, name: str, described: TensorStorageMetadata) -> DcpTensor:
+        properties = vars(described).get("properties")
+        dtype = getattr(properties, "dtype", None)
+        shape = vars(described).get("size")
+        if type(properties) is not TensorProperties or not isinstance(dtype, torch.dtype):
+            self._fail(f"it does not say what kind of tensor {name} is", name)
+        if not _are_sizes(shape):
+            self._fail(f"{name} cannot have the shape {shape!r}", name)
+        assert isinstance(shape, tuple)
+        chunks = [self._chunk(name, chunk, shape) for chunk in self._chunks_in(name, described)]
+        whole = [chunk for chunk in chunks if chunk is not None]
+        lost = _what_is_lost(shape, whole, dtype.itemsize)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self.nbytes:
+            lost = f"it has {nbytes} bytes by it, and all files together have {self.nbytes}"
+            self._oversized.append(f"{name}: {lost}")
+        return DcpTensor(name, dtype, torch.Size(shape), whole, lost)
+
+    def _chunks_in(self, name: str, described: TensorStorageMetadata) -> list[Any]:
+        chunks = vars(described).get("chunks")
+        if type(chunks) is not list:
+            self._fail(f"it does not say which parts {name} has", name)
+        return chunks
+
+    def _chunk(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Chunk | None:
+        """Return a part of a tensor; None if it is empty, as on ranks for which nothing is left."""
+        is_one = type(chunk) is ChunkStorageMetadata
+        offsets = vars(chunk).get("offsets") if is_one else None
+        sizes = vars(chunk).get("sizes") if is_one else None
+        if not _are_sizes(offsets) or not _are_sizes(sizes):
+            self._fail(f"it does not say which parts {name} has", name)
+        assert isinstance(offsets, tuple)
+        assert isinstance(sizes, tuple)
+        if 0 in sizes:
+            return None
+        fits = len(offsets) == len(sizes) == len(shape) and all(
+            begin + n <= size for begin, n, size in zip(offsets, sizes, shape, strict=True)
+        )
+        if not fits:
+            self._fail(
+                f"{name} has shape {list(shape)}, and a part of shape {list(sizes)} at "
+                f"{list(offsets)}, which is not in it",
+                name,
+            )
+        return Chunk(tuple(offsets), tuple(sizes), self._info(name, offsets))
+
+    def require_tensor(self, tensor: DcpTensor) -> None:
+        """Raise if not all of a tensor is there, once, or the files have fewer bytes than it.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            The message says which part.
+        """
+        if tensor.lost:
+            self._fail(f"{tensor.name}: {tensor.lost}", tensor.name)
+        wanted: dict[str, int] = {}
+        for chunk in tensor.chunks:
+            wanted[chunk.file] = wanted.get(chunk.file, 0) + chunk.nbytes
+        for file, nbytes in wanted.items():
+            if 0 <= self.sizes[file] < nbytes:
+                self._fail(
+                    f"by it, parts of {tensor.name} are {nbytes} bytes of {self.file(file)}, which "
+                    f"has {self.sizes[file]}",
+                    tensor.name,
+                )
+
+    def stored(self, files: RankFiles, tensor: DcpTensor, chunk: Chunk) -> StoredTensor | None:
+        """Return where the elements of a part are; None if only torch can read its item.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If the item is damaged, or has another shape than the metadata says.
+        """
+        key = id(chunk)
+        if key not in self._stored:
+            self._stored[key] = self._find(files, tensor, chunk)
+        return self._stored[key]
+
+    def _find(self, files: RankFiles, tensor: DcpTensor, chunk: Chunk) -> StoredTensor | None:
+        info = chunk.info
+        if not files.is_checked(info):
+            found = stored_tensor(files, info, tensor.name)
+        elif getattr(info, "ptsave_whole", False):
+            return None
+        else:
+            dtype, shape = self._kind_of(info, tensor, chunk)
+            found = files.tensor_at_end(info, tensor.name, dtype, shape)
+        if found is not None and tuple(found.shape) != chunk.sizes:
+            path = self.file(chunk.file)
+            raise CorruptCheckpointError(
+                f"{path}: a part of {tensor.name} has shape {list(found.shape)} there, and "
+                f"{list(chunk.sizes)} by {self.metadata_path}",
+                path=path,
+                offset=chunk.begin,
+                entries=[tensor.name],
+            )
+        return found
+
+    def _kind_of(
+        self, info: Any, tensor: DcpTensor, chunk: Chunk
+    ) -> tuple[torch.dtype, torch.Size]:
+        kind = getattr(info, "ptsave_tensor", None)
+        if kind is None:
+            return tensor.dtype, torch.Size(chunk.sizes)
+        is_kind = type(kind) is tuple and len(kind) == 2 and isinstance(kind[0], torch.dtype)
+        if not is_kind or not _are_sizes(kind[1]):
+            self._fail(f"it does not say what kind of tensor {tensor.name} is", tensor.name)
+        return kind[0], torch.Size(kind[1])
+
+    # ------------------------------------------------------------------------------- its object
+
+    def nested(self, values: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return values in the containers that the planner has flattened, in the file's order.
+
+        Parameters
+        ----------
+        values : mapping of str to object
+            Those of all entries, by their flat names.
+
+        Returns
+        -------
+        dict
+            As torch's ``dcp_to_torch_save`` builds it: dicts and lists.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If the metadata puts two entries in one place.
+        """
+        paths = self._metadata.planner_data
+        if not isinstance(paths, dict):  # none, or another planner's
+            paths = {}
+        root: dict[Any, Any] = {}
+        padding = _Padding()
+        for name in self._metadata.state_dict_metadata:
+            path = paths.get(name, (name,))
+            if type(path) is not tuple or not path or not all(map(_is_key, path)):
+                self._fail(f"{name} cannot have the path {path!r}", name)
+            try:
+                _put(root, path, values[name], padding)
+            except ValueError as error:
+                self._fail(f"{name} cannot be at {path!r}: {error}", name)
+        return root
+
+
+class _Padding:
+    """Counts the elements without values that lists have got."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_PADDING
+
+    def extend(self, values: list[Any], size: int) -> None:
+        missing = size - len(values)
+        if missing > self._left:
+            raise ValueError("the list would be nearly empty")
+        self._left -= max(missing - 1, 0)
+        values.extend([None] * missing)
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) is str or (type(key) is int and key >= 0)
+
+
+def _put(root: dict[Any, Any], path: tuple[Any, ...], value: Any, padding: _Padding) -> None:
+    """Set a value in nested containers, making them on the way, as torch's set_element does."""
+    container: Any = root
+    for key, following in pairwise(path):
+        container = _child(container, key, {} if type(following) is str else [], padding)
+    key = path[-1]
+    if _slot(container, key, padding) is not None:
+        raise ValueError("another entry is there")
+    container[key] = value
+
+
+def _child(container: Any, key: Any, new: Any, padding: _Padding) -> Any:
+    found = _slot(container, key, padding)
+    if found is None:
+        container[key] = found = new
+    if type(found) is not type(new):
+        raise ValueError(f"{key!r} is no {type(new).__name__}")
+    return found
+
+
+def _slot(container: Any, key: Any, padding: _Padding) -> Any:
+    """Return what is under a key of a container, None if nothing is; the key can be set then."""
+    if type(container) is dict:
+        return container.get(key)
+    if type(key) is not int:
+        raise ValueError(f"a list has no {key!r}")
+    padding.extend(container, key + 1)
+    return container[key]
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _what_is_lost(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int) -> str:
+    """Return why chunks are not, together, a tensor of this shape; "" if they are."""
+    for chunk in chunks:
+        is_whole = getattr(chunk.info, "ptsave_whole", False)  # it may be sparse
+        if chunk.numel * itemsize > chunk.nbytes and not is_whole:
+            return (
+                f"the part at {list(chunk.offsets)} has {chunk.numel * itemsize} bytes, and its "
+                f"item in {chunk.file} only {chunk.nbytes}"
+            )
+    overlap = _overlap(shape, chunks)
+    if overlap is not None:
+        one, other = overlap
+        return (
+            f"the part of shape {list(one.sizes)} at {list(one.offsets)} overlaps the one of shape "
+            f"{list(other.sizes)} at {list(other.offsets)}"
+        )
+    n_there = sum(chunk.numel for chunk in chunks)
+    n_all = math.prod(shape)
+    if n_there != n_all:
+        return f"its parts have {n_there} elements, and the tensor has {n_all}"
+    return ""
+
+
+def _overlap(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Return two chunks that overlap, by a sweep along the longest dimension."""
+    if len(chunks) < 2:
+        return None
+    if not shape:
+        return chunks[0], chunks[1]
+    dim = max(range(len(shape)), key=shape.__getitem__)
+    active: list[tuple[int, int]] = []  # ends along that dimension, and numbers
+    for number in sorted(range(len(chunks)), key=lambda i: chunks[i].offsets[dim]):
+        chunk = chunks[number]
+        begin = chunk.offsets[dim]
+        del active[: bisect_right(active, (begin, len(chunks)))]
+        for _, other in active:
+            if _overlaps(chunk, chunks[other]):
+                return chunk, chunks[other]
+        insort(active, (begin + chunk.sizes[dim], number))
+    return None
+
+
+def _overlaps(a: Chunk, b: Chunk) -> bool:
+    ranges: Iterable[tuple[int, int, int, int]] = zip(
+        a.offsets, a.sizes, b.offsets, b.sizes, strict=True
+    )
+    return all(x < y + m and y < x + n for x, n, y, m in ranges)

@@ -1,0 +1,480 @@
+"""ptsave.open, ls and verify of torch.distributed.checkpoint directories, against torch's tools."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as _dcp
+from click.testing import CliRunner
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+
+import ptsave
+from ptsave.cli.commands import commands
+from ptsave.dcp.metadata import load_metadata
+from ptsave.distributed import StorageWriter
+from ptsave.inspection.verification import verify_directory, verify_file
+
+dcp: Any = _dcp  # a package that does not export its names to type checkers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {
+            "large": torch.arange(300_000, dtype=torch.float32).view(300, 1000),
+            "small": torch.arange(5.0),
+            "empty": torch.zeros(0, 3),
+            "flags": torch.tensor([True, False]),
+            "half": torch.arange(6).to(torch.bfloat16),
+        },
+        "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}]},
+        "list": [torch.ones(2), {"three": 3}, "text"],
+        "step": torch.tensor(3.0),
+        "epoch": 7,
+        "note": "text",
+        "blob": b"\x00\x01",
+        "nothing": None,
+        "tensors": (torch.ones(3), torch.zeros(2)),
+    }
+
+
+def write(folder: Path, kind: str, values: dict[str, Any] | None = None) -> Path:
+    writer = StorageWriter if kind == "ours" else dcp.FileSystemWriter
+    dcp.save(state() if values is None else values, storage_writer=writer(folder))
+    return folder
+
+
+def stock_object(folder: Path, tmp_path: Path) -> Any:
+    """Return what torch's own tool makes of a directory."""
+    path = tmp_path / "stock.pt"
+    dcp_to_torch_save(folder, path)
+    return torch.load(path, weights_only=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        copies = [torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for t in (a, b)]
+        bytes_of = [t.view(-1).view(torch.uint8) for t in copies]
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bytes_of)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(commands, [str(each) for each in arguments])
+
+
+def rewrite(folder: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = load_metadata(str(folder / ".metadata"))
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def rank_file(folder: Path) -> Path:
+    (file,) = folder.glob("*.distcp")
+    return file
+
+
+@pytest.fixture(params=["ours", "stock"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write(tmp_path / "checkpoint", request.param)
+
+
+# --------------------------------------------------------------------------------------- opening
+
+
+def test_the_object_is_the_one_of_torchs_tool(folder: Path, tmp_path: Path) -> None:
+    expected = stock_object(folder, tmp_path)
+    with ptsave.open(folder) as archive:
+        found = {key: archive[key] for key in expected}
+        assert same(found, expected)
+        assert archive.metadata["format"] == "dcp"
+        for name in archive:
+            assert same(archive.get_tensor(name), archive.get_tensor(name, verify=True))
+
+
+def test_the_metadata_names_the_checkpoint(folder: Path) -> None:
+    with ptsave.open(folder / ".metadata") as archive:
+        assert archive.get_tensor("model.small").tolist() == [0, 1, 2, 3, 4]
+    with (
+        (folder / ".metadata").open("rb") as stream,
+        pytest.raises(ptsave.UnsupportedSourceError, match="pass its path"),
+    ):
+        ptsave.open(stream)
+
+
+def test_a_relative_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for path in (".", ".metadata"):
+        with ptsave.open(path) as archive:
+            assert archive["epoch"] == 7
+        assert not verify_file(path).problems
+
+
+INDICES: list[Any] = [
+    ...,
+    0,
+    -1,
+    slice(10, 20),
+    (slice(None), 3),
+    (slice(1, 200, 7), slice(5, 900, 100)),
+    (..., slice(0, 1)),
+    (slice(299, None), None, -2),
+    (slice(5, 5), ...),
+    (None, 7, None, slice(None, None, 3)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_slices_are_those_of_the_tensor(folder: Path, index: Any) -> None:
+    expected = state()["model"]["large"][index]
+    with ptsave.open(folder) as archive:
+        part = archive.get_slice("model.large")[index]
+        assert same(part, expected)
+        assert same(archive.get_slice("model.large", verify=True)[index], expected)
+    with ptsave.open(folder) as archive, pytest.raises(IndexError):
+        archive.get_slice("model.large")[300]
+
+
+def test_tensors_within_objects_can_be_read(folder: Path) -> None:
+    with ptsave.open(folder) as archive:
+        assert archive.get_tensor("tensors.0").tolist() == [1, 1, 1]
+        assert archive.get_slice("tensors.0")[1:].tolist() == [1, 1]
+        assert archive.info("tensors.0").chunks == ()
+
+
+def test_a_slice_reads_its_bytes_only(tmp_path: Path) -> None:
+    folder = write(tmp_path, "ours", {"x": torch.arange(8 << 20, dtype=torch.int64).view(8192, -1)})
+    with ptsave.open(folder) as archive:
+        part = archive.get_slice("x")
+        before = read_bytes()
+        assert part[100:102].sum() == torch.arange(100 * 1024, 102 * 1024).sum()
+        assert read_bytes() - before < 1 << 20
+
+
+def read_bytes() -> int:
+    """Return how many bytes this process has asked the system for."""
+    words = Path("/proc/self/io").read_text().split()
+    return int(words[words.index("rchar:") + 1])
+
+
+# --------------------------------------------------------------------------------------- listing
+
+
+def test_ls_names_the_chunks(folder: Path) -> None:
+    found = run("ls", folder, "--json")
+    assert found.exit_code == 0, found.output
+    (file,) = json.loads(found.output)["files"]
+    assert file["format"] == "dcp"
+    tensors = {each["name"]: each for each in file["tensors"]}
+    (chunk,) = tensors["model.large"]["chunks"]
+    assert chunk["offsets"] == [0, 0]
+    assert chunk["sizes"] == [300, 1000]
+    assert chunk["file"] == rank_file(folder).name
+    data = rank_file(folder).read_bytes()[chunk["offset"] : chunk["offset"] + chunk["nbytes"]]
+    assert same(torch.load(io.BytesIO(data)), state()["model"]["large"])
+    lines = run("ls", folder, "--chunks").output
+    assert f"[0:300, 0:1000]  {rank_file(folder).name} at {chunk['offset']}" in lines
+    assert "Traceback" not in run("ls", folder, "--stats").output
+
+
+def test_other_tools_say_what_to_do(folder: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="ptsave convert"):
+        ptsave.load(folder)
+    with pytest.raises(IsADirectoryError, match=r"ptsave\.open"):
+        ptsave.load_model(torch.nn.Linear(1, 1), folder)
+
+
+# ------------------------------------------------------------------------------------- verifying
+
+
+def test_a_whole_checkpoint_is_whole(folder: Path) -> None:
+    found = verify_directory(folder)
+    assert not found.is_damaged
+    (file,) = found.files
+    assert file.path == str(folder)
+    assert set(file.whole or ()) == set(file.tensors or ()) >= {"model.large", "step"}
+    assert file.has_checksums
+    assert run("verify", folder).exit_code == 0
+    with ptsave.open(folder) as archive:
+        archive.verify()
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_every_flipped_bit_is_found(tmp_path: Path, kind: str) -> None:
+    """But for stock's metadata, which has no checksum, and for what its archives do not check."""
+    values = {"x": torch.arange(3000.0), "y": torch.ones(4), "note": "text", "n": [1, 2]}
+    folder = write(tmp_path, kind, values)
+    files = [rank_file(folder)] + ([folder / ".metadata"] if kind == "ours" else [])
+    for file in files:
+        data = bytearray(file.read_bytes())
+        step = max(len(data) // 600, 1)
+        missed = []
+        for position in range(0, len(data), step):
+            data[position] ^= 1 << (position % 8)
+            file.write_bytes(data)
+            data[position] ^= 1 << (position % 8)
+            if not verify_file(folder).problems:
+                missed.append(position)
+        file.write_bytes(data)
+        if kind == "ours":
+            assert not missed
+        else:
+            assert not set(missed) & payload_bytes(folder, file)
+        assert not verify_file(folder).problems
+
+
+def payload_bytes(folder: Path, file: Path) -> set[int]:
+    """Return the positions that the elements of tensors take in a file of torch's writer."""
+    data = file.read_bytes()
+    found: set[int] = set()
+    for values in (torch.arange(3000.0), torch.ones(4)):
+        begin = data.index(values.numpy().tobytes())
+        found |= set(range(begin, begin + values.nbytes))
+    return found
+
+
+def test_damage_names_the_entries(folder: Path) -> None:
+    file = rank_file(folder)
+    data = bytearray(file.read_bytes())
+    at = data.index(state()["model"]["large"][7].numpy().tobytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+    found = verify_file(folder)
+    assert [each.entries for each in found.problems] == [["model.large"]]
+    assert "model.large" not in (found.whole or ())
+    assert "model.small" in (found.whole or ())
+    result = run("verify", folder)
+    assert result.exit_code == 1
+    assert "damaged: model.large" in result.output
+    with ptsave.open(folder) as archive:
+        with pytest.raises(ptsave.CorruptCheckpointError, match=file.name):
+            archive.get_tensor("model.large")
+        archive.get_tensor("model.large", verify=False)
+        assert same(archive.get_tensor("model.small"), state()["model"]["small"])
+        with pytest.raises(ptsave.CorruptCheckpointError, match=file.name):
+            archive.verify()
+
+
+def test_a_slice_of_a_damaged_tensor(folder: Path) -> None:
+    """Ours compares the blocks that it reads; torch's has one checksum for all of a part."""
+    file = rank_file(folder)
+    data = bytearray(file.read_bytes())
+    at = data.index(state()["model"]["large"][7].numpy().tobytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+    with ptsave.open(folder) as archive:
+        part = archive.get_slice("model.large", verify=True)
+        with pytest.raises(ptsave.CorruptCheckpointError):
+            part[7]
+        assert same(archive.get_slice("model.large")[200], state()["model"]["large"][200])
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    file = rank_file(folder)
+    os.rename(file, folder / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="missing") as caught:
+        ptsave.open(folder)
+    assert caught.value.filename == str(file)
+    found = verify_file(folder / ".metadata")
+    assert file.name in found.problems[0].reason
+    assert found.whole == ["model.empty"]
+    assert run("verify", folder).exit_code == 1
+    os.rename(folder / "elsewhere", file)
+    os.remove(folder / ".metadata")
+    with pytest.raises(FileNotFoundError, match="its save has not ended"):
+        ptsave.open(folder)
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    file = rank_file(folder)
+    for nbytes in (file.stat().st_size - 1, 5000, 0):
+        os.truncate(file, nbytes)
+        with pytest.raises(ptsave.CorruptCheckpointError, match=file.name):
+            ptsave.open(folder)
+        assert file.name in verify_file(folder).problems[0].reason
+
+
+def test_metadata_that_is_cut_short(folder: Path) -> None:
+    data = (folder / ".metadata").read_bytes()
+    for nbytes in (0, 1, 20, len(data) // 2, len(data) - 1):
+        (folder / ".metadata").write_bytes(data[:nbytes])
+        problems = verify_file(folder).problems
+        assert problems, nbytes
+        assert ".metadata" in problems[0].reason
+
+
+# ---------------------------------------------------------------------------------- bad metadata
+
+
+def put(**changes: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            vars(info).update(changes)
+
+    return change
+
+
+def resize(size: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.small"].size = size
+
+    return change
+
+
+def rechunk(*chunks: tuple[Any, Any]) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        (info,) = (i for key, i in metadata.storage_data.items() if key.fqn == "model.small")
+        described = metadata.state_dict_metadata["model.small"]
+        described.chunks = [ChunkStorageMetadata(*chunk) for chunk in chunks]
+        for chunk in described.chunks:
+            metadata.storage_data[MetadataIndex("model.small", chunk.offsets)] = info
+
+    return change
+
+
+def path_of(path: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        metadata.planner_data["model.small"] = path
+
+    return change
+
+
+def as_object(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.small"] = BytesStorageMetadata()
+
+
+HOSTILE: list[tuple[Callable[[Metadata], None], str]] = [
+    (put(relative_path="../outside"), "points outside"),
+    (put(relative_path="/etc/passwd"), "points outside"),
+    (put(relative_path=3), "in which file"),
+    (put(offset=-1), "does not say where"),
+    (put(length="x"), "does not say where"),
+    (put(length=1 << 62), "objects take|cut short"),
+    (resize(torch.Size([1 << 60])), "all files together"),
+    (resize((1 << 60, 1 << 60, 1 << 60)), "not in it"),
+    (resize((-1,)), "shape"),
+    (resize([5]), "shape"),
+    (resize(None), "shape"),
+    (rechunk(((0,), (6,))), "not in it"),
+    (rechunk(((0, 0), (5, 1))), "not in it"),
+    (rechunk(((0,), (3,)), ((2,), (3,))), "overlaps"),
+    (rechunk(((0,), (3,))), "3 elements"),
+    (rechunk(), "0 elements"),
+    (rechunk(((0,), (-5,))), "which parts"),
+    (path_of(("list", 1 << 40)), "nearly empty"),
+    (path_of(("list", "x")), "cannot be at"),
+    (path_of(("step",)), "another entry"),
+    (path_of(("step", "x")), "cannot be at"),
+    (path_of(()), "path"),
+    (path_of((1.5,)), "path"),
+    (as_object, "does not say where"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), HOSTILE)
+def test_metadata_that_says_what_cannot_be(
+    folder: Path, change: Callable[[Metadata], None], words: str
+) -> None:
+    rewrite(folder, change)
+    with (
+        pytest.raises(ptsave.CorruptCheckpointError, match=words),
+        ptsave.open(folder) as archive,
+    ):
+        archive.get_tensor("model.small")
+    problems = verify_file(folder).problems
+    if "cannot be at" not in words and words not in ("nearly empty", "another entry", "path"):
+        assert problems
+
+
+def test_hostile_pickles_run_nothing(folder: Path, tmp_path: Path) -> None:
+    class Calls:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    metadata = load_metadata(str(folder / ".metadata"))
+    metadata.planner_data = Calls()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ptsave.CorruptCheckpointError, match="mkdir"):
+        ptsave.open(folder)
+    assert verify_file(folder).problems
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_object_that_needs_more_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "ours", {"x": torch.ones(1), "odd": random.Random(0)})
+    with pytest.raises(pickle.UnpicklingError, match="odd"):
+        ptsave.open(folder)
+    assert not verify_file(folder).problems
+
+
+def test_random_flips_in_metadata_raise_documented_errors(folder: Path) -> None:
+    """Whatever a flipped byte says, opening and reading does, or names the file."""
+    data = (folder / ".metadata").read_bytes()
+    data = data[: len(data) - 12] if data[-12:].startswith(b"ptsave") else data
+    generator = random.Random(0)
+    for _ in range(400):
+        changed = bytearray(data)
+        changed[generator.randrange(len(data))] = generator.randrange(256)
+        (folder / ".metadata").write_bytes(changed)
+        error = error_of_reading(folder)
+        assert error is None or str(folder) in str(error)
+
+
+def error_of_reading(folder: Path) -> Exception | None:
+    """Return the documented error of reading all tensors, if there is one."""
+    try:
+        with ptsave.open(folder) as archive:
+            for name in archive:
+                archive.get_tensor(name)
+    except (ptsave.CorruptCheckpointError, FileNotFoundError) as error:
+        return error
+    return None
+
+
+def test_ranks_that_saved_by_themselves(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path)
+    dcp.save(state(), storage_writer=writer, use_collectives=False)
+    with ptsave.open(tmp_path) as archive:
+        assert same(archive.get_tensor("model.large"), state()["model"]["large"])
+    assert not verify_file(tmp_path).problems
+    shutil.copy(tmp_path / "__0.metadata", tmp_path / "__1.metadata")
+    with pytest.raises(ValueError, match="2 ranks"):
+        ptsave.open(tmp_path)
+    with ptsave.open(tmp_path / "__1.metadata") as archive:
+        assert archive["epoch"] == 7
+
+
+def test_the_writer_of_one_file_an_item(tmp_path: Path) -> None:
+    dcp.save(
+        state(),
+        storage_writer=dcp.FileSystemWriter(tmp_path, single_file_per_rank=False),
+    )
+    with ptsave.open(tmp_path) as archive:
+        assert same(archive.get_tensor("model.large"), state()["model"]["large"])
+    assert not verify_file(tmp_path).problems
