@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptsave.errors import CorruptCheckpointError, SaveError
+from ptsave.errors import CorruptCheckpointError
 from ptsave.installation import installed
+from ptsave.integrations.rank_errors import raised_on_all
 from ptsave.integrations.staged_folders import StagedFolder, in_place_of
 
 __all__ = ["disable", "enable"]
@@ -52,8 +52,9 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     ``save_state`` into a directory that exists leaves in it all else, as accelerate's
     own does: notes, logs.  They are moved into the new directory once that has its name.
 
-    Files that DeepSpeed, FSDP and Megatron write by themselves are theirs.  All processes have to
-    see the same file system.
+    Files that DeepSpeed and Megatron write by themselves are theirs; those that FSDP writes by
+    ``torch.distributed.checkpoint`` are :mod:`ptsave.distributed`'s.  All processes have to see the
+    same file system; an error of one is raised on all.
 
     Examples
     --------
@@ -95,45 +96,32 @@ def _save_state(
         return type(accelerator).save_state(accelerator, None, *args, **kwargs)  # which says why
     final = os.path.expanduser(os.fspath(output_dir))
     folder = StagedFolder(final, fsync=fsync, keeps_others=True)
-    if accelerator.is_main_process:
-        folder.discard()  # of a killed process
-        os.makedirs(os.path.dirname(folder.root), exist_ok=True)
-    accelerator.wait_for_everyone()
+    with raised_on_all(accelerator, final):
+        if accelerator.is_main_process:
+            folder.discard()  # of a killed process
+            os.makedirs(os.path.dirname(folder.root), exist_ok=True)
     project.automatic_checkpoint_naming = False
     try:
-        with installed(safetensors=True, fsync=fsync or None):
+        with raised_on_all(accelerator, final), _engine(accelerator, fsync=fsync or None):
             result = type(accelerator).save_state(accelerator, folder.path, *args, **kwargs)
+        with raised_on_all(accelerator, final):  # all have written their files
+            if accelerator.is_main_process:
+                folder.publish()
     except BaseException:
-        folder.discard()
+        if accelerator.is_main_process:
+            folder.discard()
         raise
     finally:
         project.automatic_checkpoint_naming = is_named
-    accelerator.wait_for_everyone()  # all have written their files
-    error = None
-    if accelerator.is_main_process:
-        try:
-            folder.publish()
-        except BaseException as caught:
-            folder.discard()
-            error = caught
-    _raise_on_all(error, final, accelerator)
     if is_named and accelerator.is_main_process:
         _remove_oldest(directory, project.total_limit)  # nobody waits for that
     return Path(final) if isinstance(result, Path) else result
 
 
-def _raise_on_all(error: BaseException | None, path: str, accelerator: Any) -> None:
-    """Raise the main process's error there, and one that quotes it on all other processes."""
-    utils = importlib.import_module("accelerate.utils")
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    (of_main,) = utils.broadcast_object_list([text])
-    if of_main is None:
-        return
-    with suppress(RuntimeError):  # a process that ends now would take the message along
-        accelerator.wait_for_everyone()
-    if error is not None:
-        raise error
-    raise SaveError(f"{path}: the main process could not complete the checkpoint: {of_main}")
+def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
+    """Return a block in which the engine writes and reads, for FSDP the directories of DCP, too."""
+    is_sharded = accelerator.distributed_type == "FSDP"
+    return installed(safetensors=True, distributed=is_sharded or None, fsync=fsync)
 
 
 def _remove_oldest(directory: str, limit: int | None) -> None:
@@ -152,7 +140,7 @@ def _load_state(
     if input_dir is not None:
         final = os.path.expanduser(os.fspath(input_dir))
         input_dir = StagedFolder(final, fsync=False).left_behind() or input_dir
-    with installed(safetensors=True), _remembering_damage():
+    with _engine(accelerator), _remembering_damage():
         return type(accelerator).load_state(accelerator, input_dir, *args, **kwargs)
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +22,13 @@ import torch
 from ptsave.background.async_safetensors import async_save_safetensors, covers_its_storage
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
-from ptsave.background.saves import release_own, writes_held_back
-from ptsave.errors import StagingFullError, add_note
+from ptsave.background.saves import writes_held_back
+from ptsave.errors import StagingFullError
 from ptsave.installation import installed
 from ptsave.streaming import safetensors_functions
 from ptsave.support.syncing import sync_path
 
-__all__ = ["FolderSaves", "StagedFolder", "in_place_of", "writes_in_background"]
+__all__ = ["StagedFolder", "give_up", "in_place_of", "staged_folders_in", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
 # Beside the new folder, which may have any other name: the one that it replaces, and a note of
@@ -148,6 +145,17 @@ class StagedFolder:
             raise
 
 
+def staged_folders_in(directory: str, prefix: str) -> list[StagedFolder]:
+    """Return the folders in a directory whose names will begin so, also of dead processes."""
+    folders = []
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(f".{prefix}") and entry.name.endswith(_SUFFIX):
+                final = os.path.join(directory, entry.name[1 : -len(_SUFFIX)])
+                folders.append(StagedFolder(final, fsync=False))
+    return folders
+
+
 def _move_missing(old: str, new: str) -> None:
     """Move the entries of a directory that another one lacks into that."""
     for name in os.listdir(old):
@@ -181,112 +189,6 @@ def _sync(path: Path) -> None:
         sync_path(path)
 
 
-class FolderSaves:
-    """The directories of one writer of checkpoints that are still being written."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending: dict[StagedFolder, int] = {}
-        self._failures: list[Exception] = []
-
-    def remove_leftovers(self, directory: str, prefix: str) -> None:
-        """Remove leftovers of killed processes in a directory of checkpoints.
-
-        A checkpoint that had given up its name, and whose successor did not get it, gets it back.
-        """
-        for folder in self._leftovers(directory, prefix):
-            folder.discard()
-
-    def restore_names(self, directory: str, prefix: str) -> None:
-        """Give checkpoints their names back, as `remove_leftovers`, and remove nothing."""
-        for folder in self._leftovers(directory, prefix):
-            folder.restore()
-
-    def _leftovers(self, directory: str, prefix: str) -> list[StagedFolder]:
-        with self._changed:
-            own = {folder.root for folder in self._pending}
-        folders = []
-        with suppress(FileNotFoundError), os.scandir(directory) as entries:
-            for entry in entries:
-                is_staged = entry.name.startswith(f".{prefix}") and entry.name.endswith(_SUFFIX)
-                if is_staged and os.path.realpath(entry.path) not in own:
-                    final = os.path.join(directory, entry.name[1 : -len(_SUFFIX)])
-                    folders.append(StagedFolder(final, fsync=False))
-        return folders
-
-    def commit(
-        self,
-        folder: StagedFolder,
-        futures: Sequence[SaveFuture],
-        afterwards: Callable[[], object],
-    ) -> None:
-        """Publish a folder when the saves into it have ended, and call a function after that.
-
-        If one of them has failed the folder is removed, and `check` and `wait` raise its error.
-        Without futures all of this happens now.
-        """
-        if not futures:
-            folder.publish()
-            afterwards()
-            return
-        with self._changed:
-            self._pending[folder] = len(futures)
-        errors: list[BaseException] = []
-        for future in futures:
-            finish = functools.partial(self._finish, folder, errors, afterwards)
-            future.add_done_callback(finish)
-
-    def check(self) -> None:
-        """Raise the error of a folder that has failed; each is raised once."""
-        with self._changed:
-            failures = list(self._failures)
-            self._failures.clear()
-        for other in failures[1:]:
-            add_note(failures[0], f"another checkpoint failed, too: {other}")
-        if failures:
-            raise failures[0]
-
-    def settle(self) -> None:
-        """Wait until nothing is pending; raises nothing."""
-        release_own()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
-
-    def wait(self) -> None:
-        """Wait until nothing is pending; then `check`."""
-        self.settle()
-        self.check()
-
-    def _finish(
-        self,
-        folder: StagedFolder,
-        errors: list[BaseException],
-        afterwards: Callable[[], object],
-        future: Future[None],
-    ) -> None:
-        """Count a save that has ended; runs on the thread that wrote."""
-        error = CancelledError() if future.cancelled() else future.exception()
-        if error is not None:
-            errors.append(error)
-        with self._changed:
-            self._pending[folder] -= 1
-            if self._pending[folder]:
-                return
-        try:
-            if errors:
-                folder.discard()
-                raise errors[0]
-            folder.publish()
-            afterwards()
-        except Exception as failure:
-            with self._changed:
-                self._failures.append(failure)
-        finally:
-            with self._changed:
-                del self._pending[folder]
-                self._changed.notify_all()
-
-
 @contextmanager
 def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[SaveFuture]]:
     """Let ``torch.save`` and ``save_file`` into a folder return when they have copied the tensors.
@@ -301,9 +203,14 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
         with _held_back(folder, futures, fsync=fsync):
             yield futures
     except BaseException:
-        for future in [each for each in futures if not each.cancel()]:
-            future.exception()
+        give_up(futures)
         raise
+
+
+def give_up(futures: Sequence[SaveFuture]) -> None:
+    """Cancel saves; returns when none of them is being written."""
+    for future in [each for each in futures if not each.cancel()]:
+        future.exception()
 
 
 @contextmanager

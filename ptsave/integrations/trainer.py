@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+from ptsave.background.save_future import SaveFuture
 from ptsave.installation import installed
-from ptsave.integrations.staged_folders import FolderSaves, StagedFolder, writes_in_background
+from ptsave.integrations.folder_parts import FolderParts
+from ptsave.integrations.folder_saves import FolderSaves
+from ptsave.integrations.rank_errors import raised_on_all
+from ptsave.integrations.staged_folders import StagedFolder, give_up, writes_in_background
+from ptsave.support import config
 
 __all__ = ["CheckpointMixin"]
 
@@ -30,6 +35,7 @@ class CheckpointMixin:
       one removes.
     * Loading compares checksums (of the files that have any: not of safetensors).
     * Older checkpoints are removed (``save_total_limit``) when the new one has its name.
+    * An error of one rank is raised on all, which quote it: none waits for the others.
 
     Parameters
     ----------
@@ -38,7 +44,9 @@ class CheckpointMixin:
     async_checkpoints : bool, default False
         Whether training goes on while the files are written: the call copies the tensors.  Its
         errors are raised by the next checkpoint, or at the end of ``train()``; until then the
-        directory may not have its name, also not in the callback ``on_save``.
+        directory may not have its name, also not in the callback ``on_save``.  With several ranks
+        it gets that when all have written their files; they tell each other by locks on files
+        beside it.
     fsync_checkpoints : bool, default False
         Whether a checkpoint survives power loss when it gets its name.
     **kwargs : object
@@ -46,9 +54,10 @@ class CheckpointMixin:
 
     Notes
     -----
-    Files that DeepSpeed, FSDP and XLA write by themselves are theirs; the directory is renamed when
-    they have.  All ranks have to see the same file system, or each node its own
-    (``save_on_each_node``).
+    Files that DeepSpeed and XLA write by themselves are theirs; the directory is renamed when they
+    have.  Those that FSDP writes by ``torch.distributed.checkpoint`` are
+    :mod:`ptsave.distributed`'s, and written by the call.  All ranks have to see the same file
+    system, or each node its own (``save_on_each_node``).
 
     Examples
     --------
@@ -59,6 +68,7 @@ class CheckpointMixin:
 
     accelerator: Any
     args: Any
+    is_fsdp_enabled: bool
     state: Any
 
     def __init__(
@@ -74,56 +84,125 @@ class CheckpointMixin:
         self._saves = FolderSaves()
         # Where the Trainer makes the directory of the checkpoint that is being written.
         self._staged_run_dir: str | None = None
-        if async_checkpoints and self.args.world_size > 1:
-            raise ValueError(
-                "async_checkpoints=True is for one process: with several, no rank knows when the "
-                "others have written their files"
-            )
+        # Errors of the steps of that checkpoint, where several ranks take them.
+        self._step_errors: list[Exception] | None = None
 
     # -------------------------------------------------------------------------------------- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, so that ``from_pretrained`` reads it."""
-        with self._engine():
+        with self._engine(), self._step():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self._step():
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _save_scaler(self, output_dir: str) -> None:
+        with self._step():
+            super()._save_scaler(output_dir)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with self._step():
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Keep an error until all steps are done: other ranks may wait in a later one."""
+        try:
+            yield
+        except Exception as error:
+            if self._step_errors is None:
+                raise
+            self._step_errors.append(error)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._saves.check()
         run_dir = self._get_output_dir(trial)
         name = f"{_PREFIX}-{self.state.global_step}"
         folder = StagedFolder(os.path.join(run_dir, name), fsync=self._fsync)
-        if self.args.should_save:
-            self._saves.remove_leftovers(run_dir, f"{_PREFIX}-")
-        self.accelerator.wait_for_everyone()
+        futures: list[SaveFuture] = []
+        parts: FolderParts | None = None
+        self._check_saves()
         try:
-            with self._writing(folder) as futures:
-                self._staged_run_dir = folder.root
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        except BaseException:
-            folder.discard()
+            with self._on_all_ranks(folder.final):
+                self._saves.settle(folder.final)  # an earlier one of that name
+                if self.args.should_save:
+                    self._saves.remove_leftovers(run_dir, f"{_PREFIX}-")
+            with self._on_all_ranks(folder.final):
+                parts = self._parts_of(folder)
+                with self._writing(folder, futures):
+                    self._write(folder, model, trial)
+                self._name_best_checkpoint(folder, os.path.join(run_dir, name))
+            with self._on_all_ranks(folder.final):  # all have written, or begun to
+                if self.args.should_save:
+                    self._saves.commit(folder, futures, self._rotation(run_dir), parts)
+                elif parts is not None:
+                    self._saves.tell(folder, futures, parts)
+        except BaseException as error:
+            give_up(futures)
+            if isinstance(error, Exception):
+                with suppress(RuntimeError):  # a rank has ended
+                    self.accelerator.wait_for_everyone()  # nobody writes into the folder
+            if self.args.should_save:
+                folder.discard()
             raise
-        finally:
-            self._staged_run_dir = None
-        self._name_best_checkpoint(folder, os.path.join(run_dir, name))
-        self.accelerator.wait_for_everyone()  # all have written their files
-        if self.args.should_save:
-            self._saves.commit(folder, futures, self._rotation(run_dir))
         if self.args.push_to_hub:
-            self._saves.wait()
+            self._wait_for_saves()
             super()._push_from_checkpoint(folder.final)  # type: ignore[misc]
-        self.accelerator.wait_for_everyone()
+
+    def _write(self, folder: StagedFolder, model: Any, trial: Any) -> None:
+        """Let the Trainer write into a folder, or begin to."""
+        self._staged_run_dir = folder.root
+        self._step_errors = [] if self.accelerator.num_processes > 1 else None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            for error in self._step_errors or ():
+                raise error
+        finally:
+            self._staged_run_dir = self._step_errors = None
+
+    def _parts_of(self, folder: StagedFolder) -> FolderParts | None:
+        """Return the parts of the ranks that write into a folder in the background, if any do."""
+        if not self._in_background or self.accelerator.num_processes == 1:
+            return None
+        if self.args.save_on_each_node:
+            size = config.local_world_size()
+            return FolderParts(folder, self.args.local_process_index, size) if size > 1 else None
+        return FolderParts(folder, self.args.process_index, self.args.world_size)
+
+    def _on_all_ranks(self, place: str) -> AbstractContextManager[None]:
+        return raised_on_all(self.accelerator, place)
+
+    def _check_saves(self) -> None:
+        """Raise the error of an earlier checkpoint, on all ranks that of any."""
+        try:
+            with self._on_all_ranks(self.args.output_dir):
+                self._saves.check()
+        except Exception:
+            self._saves.forget_failures()  # what another rank's error means for this one
+            raise
+
+    def _wait_for_saves(self) -> None:
+        """Wait until no rank has anything to write; then `_check_saves`."""
+        self._saves.settle()
+        self._check_saves()
 
     @contextmanager
-    def _writing(self, folder: StagedFolder) -> Iterator[list[Any]]:
-        if self._in_background:
-            with writes_in_background(folder, fsync=self._fsync) as futures:
-                yield futures
-        else:
-            with self._engine():
-                yield []
+    def _writing(self, folder: StagedFolder, futures: list[SaveFuture]) -> Iterator[None]:
+        """Let the engine write what the block saves; adds the saves that go on after it."""
+        with self._engine():
+            if not self._in_background:
+                yield
+                return
+            with writes_in_background(folder, fsync=self._fsync) as begun:
+                yield
+        futures.extend(begun)
 
     def _engine(self) -> AbstractContextManager[None]:
-        return installed(safetensors=True, fsync=self._fsync or None)
+        """Return a block in which the engine writes and reads, for FSDP DCP's directories, too."""
+        return installed(
+            safetensors=True, distributed=self.is_fsdp_enabled or None, fsync=self._fsync or None
+        )
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._staged_run_dir is not None:
@@ -165,15 +244,17 @@ class CheckpointMixin:
         SaveError
             If a checkpoint could not be written in the background.
         """
-        self._saves.wait()  # of an earlier call: this one may resume from it
+        self._saves.settle()  # of an earlier call: this one may resume from it
         if self.args.should_save:
             self._saves.restore_names(self.args.output_dir, f"{_PREFIX}-")
+        self._check_saves()
         result = super().train(*args, **kwargs)  # type: ignore[misc]
-        self._saves.check()
+        self._check_saves()
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._saves.settle()  # the best one is loaded, and older ones are removed
+        self.accelerator.wait_for_everyone()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:

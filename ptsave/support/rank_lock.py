@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["RankLock", "is_held", "new_token", "token_of"]
+__all__ = ["RankLock", "is_held", "last_word_of", "new_token", "token_of"]
 
 _N_TOKEN_DIGITS = 16
 
@@ -78,6 +78,14 @@ class RankLock:
             self._path.unlink(missing_ok=True)
             self._close()
 
+    def leave(self, word: str) -> None:
+        """Let others have the number, and leave the file with a last word in it."""
+        if self._descriptor is not None:
+            try:
+                os.write(self._descriptor, word.encode())
+            finally:
+                self._close()
+
     def _close(self) -> None:
         """Give the lock up, or leave it to the process that this one was forked from."""
         if self._descriptor is not None:
@@ -106,18 +114,39 @@ def is_held(folder: Path, rank: int, size: int) -> bool:
 
 def token_of(folder: Path, rank: int, size: int) -> str:
     """Return the contents of a rank's file, if a process holds it; else the empty string."""
+    held, text = _read(folder, rank, size)
+    return text[:_N_TOKEN_DIGITS] if held else ""
+
+
+def last_word_of(folder: Path, rank: int, size: int) -> str | None:
+    """Return what a rank has left in its file, empty if it has ended without; None if it has not.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lock = RankLock(pathlib.Path(folder), 0, 2)
+    ...     print(last_word_of(pathlib.Path(folder), 0, 2))
+    ...     lock.leave("written")
+    ...     print(last_word_of(pathlib.Path(folder), 0, 2))
+    None
+    written
+    """
+    held, text = _read(folder, rank, size)
+    return None if held else text[_N_TOKEN_DIGITS:]
+
+
+def _read(folder: Path, rank: int, size: int) -> tuple[bool, str]:
+    """Return whether a process holds a rank's file, and what is in it."""
     try:
         descriptor = os.open(_path(folder, rank, size), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return ""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.read(descriptor, _N_TOKEN_DIGITS).decode("ascii", "replace")
-    else:
-        return ""
-    finally:
-        os.close(descriptor)
+        return False, ""
+    with open(descriptor, encoding="utf-8", errors="replace") as file:
+        held = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = True
+        return held, file.read()
 
 
 def _locked_file(path: Path, token: str) -> int:

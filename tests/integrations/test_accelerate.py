@@ -159,7 +159,7 @@ def test_oldest_is_removed_by_its_real_name(accelerate: Any, tmp_path: Path) -> 
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_8"]
 
 
-def test_all_processes_learn_that_the_main_one_failed(
+def test_all_processes_learn_that_one_failed(
     accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = prepared(accelerate)
@@ -167,24 +167,28 @@ def test_all_processes_learn_that_the_main_one_failed(
     def fail(folder: StagedFolder) -> None:
         raise OSError(28, "No space left on device")
 
-    texts: list[Any] = []
+    class Of2(type(parts[0])):  # type: ignore[misc]
+        num_processes = 2
 
-    def broadcast(objects: list[Any]) -> list[Any]:
-        texts.extend(objects)
-        return objects
+    gathered: list[Any] = []
+
+    def gather(objects: list[Any]) -> list[Any]:
+        gathered.extend(objects)
+        return [*objects, None]
 
     monkeypatch.setattr(StagedFolder, "publish", fail)
-    monkeypatch.setattr("accelerate.utils.broadcast_object_list", broadcast)
+    monkeypatch.setattr("accelerate.utils.gather_object", gather)
+    parts[0].__class__ = Of2
     with pytest.raises(OSError, match="No space left"):
         parts[0].save_state(tmp_path / "step")
     assert os.listdir(tmp_path) == []
-    (text,) = texts
-    assert "No space left on device" in text
+    assert gathered[:-1] == [None, None]
+    assert "No space left on device" in gathered[-1]
 
-    class Other(type(parts[0])):  # type: ignore[misc]
+    class Other(Of2):
         is_main_process = False
 
-    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda _: [text])
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda _: [gathered[-1], None])
     parts[0].__class__ = Other
-    with pytest.raises(ptsave.SaveError, match=r"step: the main process could not.*No space left"):
+    with pytest.raises(ptsave.SaveError, match=r"step: rank 0 could not.*No space left"):
         parts[0].save_state(tmp_path / "step")

@@ -30,7 +30,8 @@ from tiny_trainers import (
 
 import ptsave
 from ptsave.integrations import staged_folders
-from ptsave.integrations.staged_folders import FolderSaves, StagedFolder
+from ptsave.integrations.folder_saves import FolderSaves
+from ptsave.integrations.staged_folders import StagedFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -172,6 +173,7 @@ def test_leftovers_of_others_are_removed(tmp_path: Path) -> None:
 def test_killed_save(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, torch
+from ptsave.integrations.folder_saves import FolderSaves
 from ptsave.integrations.staged_folders import *
 folder = StagedFolder(sys.argv[1], fsync=False)
 saves = FolderSaves()

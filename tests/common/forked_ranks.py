@@ -1,0 +1,70 @@
+"""Ranks of a job as children of the test, which has imported what they need: over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed
+from _system import Child
+
+__all__ = ["ForkedRanks"]
+
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class ForkedRanks:
+    """Processes that run one function, each with its rank, as launchers start them.
+
+    Parameters
+    ----------
+    folder : Path
+        A directory for all.
+    action : callable
+        The function.
+    size : int, default 2
+        How many there are.
+
+    Attributes
+    ----------
+    children : list of Child
+        The processes; one of the methods has to wait for them.
+    """
+
+    def __init__(self, folder: Path, action: Callable[[int], object], size: int = 2) -> None:
+        store = folder / ".store"
+        store.unlink(missing_ok=True)
+
+        def run(rank: int) -> None:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            os.environ.update({name: str(value) for name, value in names.items()})
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})  # of the file
+            torch.distributed.init_process_group(
+                "gloo", f"file://{store}", timeout=_TIMEOUT, rank=rank, world_size=size
+            )
+            action(rank)
+            torch.distributed.destroy_process_group()
+
+        self.children = [
+            Child(lambda rank=rank: run(rank))  # type: ignore[misc]
+            for rank in range(size)
+        ]
+
+    def join(self) -> None:
+        """Wait for them, and fail if one has failed."""
+        outcomes = [child.wait() for child in self.children]
+        for status, message in outcomes:
+            assert status == 0, message or f"wait status {status}"
+
+    def kill(self) -> None:
+        """Kill them, and fail if one has ended by itself."""
+        for child in self.children:
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+        for child in self.children:
+            status, message = child.wait()
+            assert os.WIFSIGNALED(status), message or f"wait status {status}"
