@@ -41,7 +41,11 @@ class CheckpointIO:
 
     Notes
     -----
-    Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not ask the plug-in.
+    Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not ask the plug-in;
+    those of the first two are :mod:`ptsave.distributed`'s under
+    ``ptsave.install(distributed=True)``.  The whole checkpoint is in CPU memory when
+    ``load_checkpoint`` returns, as Lightning wants it; :func:`ptsave.load_checkpoint` loads a model
+    without that second copy.
     ``weights_only=None`` means torch's default, also for a checkpoint at ``http://``, where
     Lightning's own means False.
 

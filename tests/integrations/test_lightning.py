@@ -149,6 +149,20 @@ def test_fabric(package: str, kind: str, tmp_path: Path) -> None:
     io.teardown()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_loads_straight_into_a_model(package: str, tmp_path: Path) -> None:
+    """Without the second copy of the model that a plug-in has to return."""
+    model, _ = fit(package, tmp_path, plug_in(package, "CheckpointIO"), epochs=1)
+    other = module(package)
+    places = {name: each.data_ptr() for name, each in other.named_parameters()}
+    torch.nn.init.zeros_(other.layer[0].weight)
+    rest = ptsave.load_checkpoint(tmp_path / "ckpt" / "last.ckpt", state_dict=other)
+    assert rest["global_step"] == 3
+    for name, each in other.named_parameters():
+        assert torch.equal(each, model.get_parameter(name)), name
+        assert each.data_ptr() == places[name]
+
+
 def _trained_with(fabric: Any) -> Any:
     layer = torch.nn.Linear(3, 3)
     model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
