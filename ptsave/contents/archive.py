@@ -428,8 +428,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     ----------
     f : str, os.PathLike or file-like
         A file, a directory of shards or their index, by path or URL for fsspec
-        (``s3://bucket/model.pt``); or a seekable file object, from its current position on.  Its
-        content decides how it is read, whatever it is called.
+        (``s3://bucket/model.pt``); a local directory of torch.distributed.checkpoint; or a
+        seekable file object, from its current position on.  Its content decides how it is read,
+        whatever it is called.
     verify : bool, default True
         Whether storages that are read as a whole are compared with their CRC-32.
     storage_options : mapping, optional
@@ -463,6 +464,11 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     is checked by the safetensors library.  A whole tensor of a local one that the page cache holds
     is mapped into memory: replace such a file, but do not write into it, while there are tensors.
     One that it does not hold, or on a network file system, is read by several threads.
+
+    Of a distributed checkpoint the metadata and the objects are read; tensors are put together from
+    the parts of all ranks when they are asked for, and `TensorInfo.chunks` says where those are.
+    Checksums are of blocks of 4 KiB in the files of `ptsave.distributed`, which are compared for
+    slices, too; and of parts in those of torch's writer.
 
     Examples
     --------

@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -478,3 +480,26 @@ def test_the_writer_of_one_file_an_item(tmp_path: Path) -> None:
     with ptsave.open(tmp_path) as archive:
         assert same(archive.get_tensor("model.large"), state()["model"]["large"])
     assert not verify_file(tmp_path).problems
+
+
+def test_metadata_of_megatron(folder: Path) -> None:
+    """Its torch_dist directories are DCP's, but for the class of the metadata."""
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    kinds = {kind: type(kind, (Metadata,), {"__module__": name}) for kind in ["MCoreMetadata"]}
+    metadata = load_metadata(str(folder / ".metadata"))
+    theirs = kinds["MCoreMetadata"](**vars(metadata))
+    theirs.mcore_data = {"x": {"nd_reformulated_orig_global_shape": (2, 3)}}
+    module = types.ModuleType(name)
+    vars(module).update(kinds)
+    with pytest.MonkeyPatch.context() as patch:
+        parts = name.split(".")
+        for n in range(1, len(parts)):
+            outer = ".".join(parts[:n])
+            patch.setitem(sys.modules, outer, types.ModuleType(outer))
+        patch.setitem(sys.modules, name, module)
+        (folder / ".metadata").write_bytes(pickle.dumps(theirs))
+    with ptsave.open(folder) as archive:
+        assert same(archive.get_tensor("model.large"), state()["model"]["large"])
+    with ptsave.open(folder / ".metadata") as archive:
+        assert archive["epoch"] == 7
+    assert not verify_file(folder).problems
