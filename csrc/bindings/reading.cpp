@@ -73,6 +73,18 @@ class Reader final : public StorageSource {
         ByteSource(static_cast<const std::byte*>(info.ptr), nbytes, name), py::memoryview(buffer));
   }
 
+  // Not while anything is being read.
+  void close_file() {
+    const ByteSource& source = reader_->source();
+    reader_->exchange(ByteSource::closed(source.nbytes(), source.name()));
+  }
+  void lend_file(int fd, std::uint64_t offset, bool direct) {
+    without_gil([&] {
+      File file = File::reopen_for_reading(fd, reader_->source().name());
+      reader_->exchange(ByteSource(std::move(file), offset, direct_reads(direct)));
+    });
+  }
+
   const ArchiveIndex& index() const { return reader_->index(); }
   py::str root() const { return decode(index().root()); }
   bool has_crcs() const { return index().has_crcs(); }
@@ -249,6 +261,9 @@ void bind_reading(py::module_& module) {
       .def_static("open_descriptor", &Reader::open_descriptor, py::arg("fd"), py::arg("offset"),
                   py::arg("name"), py::kw_only(), py::arg("direct"))
       .def_static("open_memory", &Reader::open_memory, py::arg("buffer"), py::arg("name"))
+      .def("close_file", &Reader::close_file)
+      .def("lend_file", &Reader::lend_file, py::arg("fd"), py::arg("offset"), py::kw_only(),
+           py::arg("direct"))
       .def_property_readonly("root", &Reader::root)
       .def_property_readonly("has_crcs", &Reader::has_crcs)
       .def_property_readonly("nbytes", &Reader::nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,7 +14,9 @@ from torch.serialization import LoadEndianness
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.parking import Parking
 from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError
+from ptsave.sources.ranges import LocalFile
 from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
@@ -77,11 +80,21 @@ class RecordReader:
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None
         self.small: dict[str, bytes] = {}
+        self._parking: Parking | None = None
 
     def close(self) -> None:
         """Let go of the archive, even if something still refers to this reader."""
         del self.engine
+        self._parking = None
         self.small.clear()
+
+    def park(self, file: LocalFile) -> None:
+        """Close the archive's file, which is this one, until it is read."""
+        self._parking = Parking(self.engine, file, direct=self.limits.direct_reads)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Have the file open within a block, which calls a method of `engine` that reads it."""
+        return nullcontext() if self._parking is None else self._parking.opened()
 
     # ------------------------------------------------------------------- torch's reader interface
 
@@ -96,7 +109,8 @@ class RecordReader:
             record = self._find(name)
             self.require_small(record)
             try:
-                self.small[name] = self.engine.read(record, verify=self.verify)
+                with self.opened():
+                    self.small[name] = self.engine.read(record, verify=self.verify)
             except _C.FormatError as error:
                 raise_corrupt(error, self.path)
         return self.small[name]
@@ -106,7 +120,8 @@ class RecordReader:
 
     def get_record_offset(self, name: str) -> int:
         try:
-            return self.engine.payload_offset(self._find(name))
+            with self.opened():
+                return self.engine.payload_offset(self._find(name))
         except _C.FormatError as error:
             raise_corrupt(error, self.path)
 
@@ -222,7 +237,8 @@ class RecordReader:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return bytes of the archive, wherever they are in it."""
-        return self.engine.read_at(offset, nbytes)
+        with self.opened():
+            return self.engine.read_at(offset, nbytes)
 
     def end_of_storages(self) -> int:
         """Return the offset behind the last storage; behind data.pkl if there are none."""

@@ -148,37 +148,44 @@ class EngineSpans:
         whole, parts = _divide(self._engine, spans)
         verify = verify if self._can_verify else False
         try:
-            if verify and parts:
-                self._check([span.record for span in parts])
-            if whole:
-                targets = [span.target for span in whole]
-                self._transfer([s.record for s in whole], targets, verify=verify is not False)
-            records = {span.record for span in parts}
-            offsets = {record: self._engine.payload_offset(record) for record in records}
-            limits = self._reader.limits
-            self._engine.read_ranges(
-                [(offsets[span.record] + span.begin, span.target) for span in parts],
-                n_threads=limits.n_readers,
-                max_pinned_nbytes=limits.max_pinned_nbytes,
-            )
+            with self._reader.opened():
+                if verify and parts:
+                    self._check([span.record for span in parts])
+                if whole:
+                    targets = [span.target for span in whole]
+                    self._transfer([s.record for s in whole], targets, verify=verify is not False)
+                if parts:
+                    self._read_parts(parts)
         except _C.FormatError as error:
             raise_corrupt(error, self._reader.path)
 
+    def _read_parts(self, parts: Sequence[Span]) -> None:
+        records = {span.record for span in parts}
+        offsets = {record: self._engine.payload_offset(record) for record in records}
+        limits = self._reader.limits
+        self._engine.read_ranges(
+            [(offsets[span.record] + span.begin, span.target) for span in parts],
+            n_threads=limits.n_readers,
+            max_pinned_nbytes=limits.max_pinned_nbytes,
+        )
+
     def check(self, records: Sequence[int]) -> None:
         try:
-            self._check(records)
+            with self._reader.opened():
+                self._check(records)
         except _C.FormatError as error:
             raise_corrupt(error, self._reader.path)
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         try:
-            damaged = self._engine.read_records(
-                list(records),
-                [],
-                n_threads=self._reader.limits.n_readers,
-                verify=verify,
-                max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
-            )
+            with self._reader.opened():
+                damaged = self._engine.read_records(
+                    list(records),
+                    [],
+                    n_threads=self._reader.limits.n_readers,
+                    verify=verify,
+                    max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
+                )
         except (_C.FormatError, OSError) as error:
             if len(records) > 1:  # which stops at the first
                 return [d for number in records for d in self.find_damage([number], verify=verify)]

@@ -463,7 +463,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     quantized tensors, tensor subclasses, another byte order.  The header of a ``.safetensors`` file
     is checked by the safetensors library.  A whole tensor of a local one that the page cache holds
     is mapped into memory: replace such a file, but do not write into it, while there are tensors.
-    One that it does not hold, or on a network file system, is read by several threads.
+    One that it does not hold, or on a network file system, is read by several threads.  Of a set
+    with more files than the process may well hold open (a sixth of ``ulimit -n``) each is open only
+    while it is read; one that was replaced meanwhile is an OSError.
 
     Of a distributed checkpoint the metadata and the objects are read; tensors are put together from
     the parts of all ranks when they are asked for, and `TensorInfo.chunks` says where those are.

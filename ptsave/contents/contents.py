@@ -21,7 +21,7 @@ from ptsave.archive.views import Allocator, bytes_of, new_storage, read_view, vi
 from ptsave.archive.weights_only import raise_with_advice
 from ptsave.contents.metadata import metadata_of
 from ptsave.errors import CheckpointWarning
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.state.plain_copies import shares_bytes
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
@@ -117,10 +117,14 @@ class Contents(Protocol):
         allocate: Allocator = new_storage,
     ) -> Tensor: ...
     def verify(self, *, progress: bool) -> None: ...
+    def park(self) -> None: ...
 
 
 class OneFile:
     """The parts of a single file, which is itself; its tensors go to devices once they are read."""
+
+    def park(self) -> None:
+        """Close the file, if it is open and has a path, until it is read."""
 
     @property
     def parts(self: Contents) -> Sequence[Contents]:
@@ -148,19 +152,22 @@ class UnreadContents(OneFile):
     ----------
     reader : RecordReader
         An archive for which `can_defer_reading` holds.
-    begin : int
-        Where in its file it begins.
+    file : LocalFile, optional
+        Its file, parked, if it is one.
 
     Attributes
     ----------
     reader : RecordReader
         The archive.
+    begin : int
+        Where in its file it begins.
     """
 
-    def __init__(self, reader: RecordReader, begin: int = 0) -> None:
+    def __init__(self, reader: RecordReader, file: LocalFile | None = None) -> None:
         self.reader = reader
         self.path = reader.path
-        self.begin = begin
+        self.begin = 0 if file is None else file.begin
+        self._file = file
         self.nbytes = reader.engine.nbytes
         self._first_at: dict[int, str] = {}
         try:
@@ -169,6 +176,10 @@ class UnreadContents(OneFile):
             raise_with_advice(error, restricted_unpickler)
         self.metadata = metadata_of(reader.small)
         self.kind = self.metadata["format"]
+
+    def park(self) -> None:
+        if self._file is not None:
+            self.reader.park(self._file)
 
     @cached_property
     def _spans(self) -> ArchiveSpans:

@@ -25,6 +25,7 @@ from ptsave.contents.shard_files import (
 )
 from ptsave.contents.sharded import ShardedContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.sources.file_limits import n_files_to_hold, naming_limit
 from ptsave.sources.kinds import Kind, what_it_is
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file
@@ -51,8 +52,11 @@ def open_contents(
     *,
     verify: bool = True,
     localize: Localizer | None = None,
+    stays_open: bool = False,
 ) -> Contents:
     """Open a checkpoint of any kind, and read none of its tensors if that can be.
+
+    Of more files than the process may well hold open, each is open only while it is read.
 
     Parameters
     ----------
@@ -66,6 +70,8 @@ def open_contents(
         Whether checksums are compared.
     localize : callable, optional
         Gets each file and returns the one to read instead, such as a copy.
+    stays_open : bool, default False
+        Whether all files stay open, however many there are.
 
     Returns
     -------
@@ -95,16 +101,25 @@ def open_contents(
     files = find_files(f, storage_options, distributed=True)
     if not files.is_one and any(map(is_zero_file, files.paths)):
         refuse_files_of_ranks(files)  # before their pickles, which name DeepSpeed's classes
-    parts = list(open_each(files, verify=verify, localize=localize))
+    parts = list(open_each(files, verify=verify, localize=localize, stays_open=stays_open))
     return parts[0] if files.is_one else ShardedContents(parts, files)
 
 
 def open_each(
-    files: ShardFiles, *, verify: bool = True, localize: Localizer | None = None
+    files: ShardFiles,
+    *,
+    verify: bool = True,
+    localize: Localizer | None = None,
+    stays_open: bool = False,
 ) -> Iterator[Contents]:
     """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
+    parks = not stays_open and len(files.paths) > n_files_to_hold()
     for path in files.paths:
-        yield open_one(files.open_one(path), files, verify=verify, localize=localize)
+        with naming_limit(len(files.paths)):
+            contents = open_one(files.open_one(path), files, verify=verify, localize=localize)
+        if parks:
+            contents.park()
+        yield contents
 
 
 def open_one(
@@ -187,10 +202,11 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
     reader.check_version()
     if not can_defer_reading(reader, restricted_unpickler):
         return _load_whole(source, metadata_of(reader.small_records()), verify)
-    begin = source.begin if isinstance(source, LocalFile) else 0
-    contents = UnreadContents(reader, begin)
-    source.close()  # the engine has it open: of many shards each descriptor counts
-    return contents
+    if isinstance(source, LocalFile):
+        source.park()  # the engine has it open: of many shards each descriptor counts
+        return UnreadContents(reader, source)
+    source.close()
+    return UnreadContents(reader)
 
 
 def require_saved_object(reader: RecordReader) -> None:

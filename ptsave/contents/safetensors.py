@@ -72,6 +72,10 @@ class SafetensorsContents(OneFile):
         self._maps = maps
         self._spans = _SourceSpans(source, header.tensors)
 
+    def park(self) -> None:
+        if isinstance(self.source, LocalFile):
+            self.source.park()
+
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         stored = (self._stored[self._numbers[id(tensor)]] for tensor in tensors)
         return [(tensor.name, None, tensor.offset, None) for tensor in stored]
@@ -170,9 +174,10 @@ class _SourceSpans:
         limits = config.current()
         begins = [self._tensors[span.record].offset + span.begin for span in spans]
         try:
-            files = _C.RangeFiles(
-                [file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
-            )
+            with file.opened() as open_file:
+                files = _C.RangeFiles(
+                    [open_file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
+                )
             files.read(
                 [(0, file.begin + at, each.target) for at, each in zip(begins, spans, strict=True)],
                 n_threads=limits.n_readers,

@@ -51,6 +51,11 @@ class ShardedContents:
         for part in parts:
             self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
 
+    def park(self) -> None:
+        """Close the files until they are read."""
+        for part in self.parts:
+            part.park()
+
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         places: dict[int, Place] = {}
         for part, group in self.by_part(tensors):

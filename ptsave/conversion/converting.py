@@ -214,6 +214,7 @@ def convert(
             source,
             storage_options,
             localize=lambda file: sources.localize(recovered(file) if recover else file),
+            stays_open=True,
         )
         checkpoint = SourceCheckpoint(contents, sources)
         _refuse_source(place, checkpoint.paths)

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pickle import UnpicklingError
@@ -95,9 +95,7 @@ class SafetensorsShard:
     Parameters
     ----------
     file : LocalFile
-        The file, open.
-    stays_open : bool, default True
-        Whether it stays so; otherwise it is opened again when it is read.
+        The file, open, which may be parked later.
 
     Attributes
     ----------
@@ -107,11 +105,10 @@ class SafetensorsShard:
         Versions of modules: the format has none.
     """
 
-    def __init__(self, file: LocalFile, *, stays_open: bool = True) -> None:
+    def __init__(self, file: LocalFile) -> None:
         self.path = file.name
         self.file = file
         self.close = file.close
-        self._identity = identity_of(file.descriptor)
         header = read_header(file)
         tensors = header.tensors
         self.objects = ExtraState(header.metadata, self.path)
@@ -121,24 +118,6 @@ class SafetensorsShard:
             for each in tensors
         ]
         self._offsets = {stored.name: stored.offset for stored in tensors}
-        if not stays_open:
-            file.close()
-
-    @contextmanager
-    def opened(self) -> Iterator[LocalFile]:
-        """Lend the open file.
-
-        Raises
-        ------
-        OSError
-            If it had to be opened again, and is another one by now.
-        """
-        if self.file.descriptor >= 0:
-            yield self.file
-            return
-        with closing(LocalFile.open(self.path)) as file:
-            require_identity(identity_of(file.descriptor), self._identity, self.path)
-            yield file
 
     def range_of(self, read: Read) -> tuple[int, Tensor]:
         """Return where in the file a read begins, and its tensor."""
@@ -166,8 +145,7 @@ class SafetensorsShard:
         offset = self._offsets[entry.name] + begin * itemsize
         if (self.file.begin + offset) % itemsize:
             return None
-        with self.opened() as file:
-            memory = file.map_cached(offset, shape.numel() * itemsize)
+        memory = self.file.map_cached(offset, shape.numel() * itemsize)
         return None if memory is None else memory.view(entry.dtype).view(shape)
 
     def detach(self, storage: torch.UntypedStorage) -> None:
@@ -454,7 +432,10 @@ def _open_shard(
         return PickledShard(f, storage_options, stays_open=stay_open)
     if not isinstance(source, LocalFile):
         return FetchedShard(source)
-    return SafetensorsShard(source, stays_open=stay_open)
+    shard = SafetensorsShard(source)
+    if not stay_open:
+        source.park()
+    return shard
 
 
 class ShardReader:
@@ -478,7 +459,7 @@ class ShardReader:
         self._n_at_a_time = max(1, n_files_to_hold() // _N_READS_AT_A_TIME)
         self._files: _C.RangeFiles | None = None
         self._is_closed = False
-        if all(shard.file.descriptor >= 0 for shard in self._shards):
+        if not any(shard.file.is_parked for shard in self._shards):
             self._n_at_a_time = max(1, len(self._shards))
             self._files = _files_of(self._shards, direct=config.current().direct_reads)
 
@@ -552,7 +533,7 @@ def _shifted(progress: ProgressCallback | None, done: int) -> ProgressCallback |
 
 def _files_of(shards: Sequence[SafetensorsShard], *, direct: bool) -> _C.RangeFiles:
     with ExitStack() as stack:
-        files = [stack.enter_context(shard.opened()).for_engine for shard in shards]
+        files = [stack.enter_context(shard.file.opened()).for_engine for shard in shards]
         return _C.RangeFiles(files, n_threads=config.current().n_readers, direct=direct)
 
 

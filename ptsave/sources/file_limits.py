@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
-__all__ = ["Identity", "identity_of", "n_files_to_hold", "require_identity"]
+__all__ = ["Identity", "identity_of", "n_files_to_hold", "naming_limit", "require_identity"]
 
 Identity: TypeAlias = "tuple[int, ...]"
 _N_DESCRIPTORS = 3  # of one that is read: its own, the engine's, and that of direct reads
@@ -29,6 +31,22 @@ def n_files_to_hold() -> int:
     except OSError:
         n_open = limit // 2
     return max(1, (limit - n_open) // (2 * _N_DESCRIPTORS))
+
+
+@contextmanager
+def naming_limit(n_files: int) -> Iterator[None]:
+    """Say what to do if the files of a set, opened in the block, are more than may be open."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE or n_files == 1:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason = (
+            f"{os.strerror(errno.EMFILE)}: this process may have {limit} of them, and the "
+            f"{n_files} of this set are read together: raise the limit (ulimit -n)"
+        )
+        raise OSError(errno.EMFILE, reason, error.filename) from error
 
 
 def identity_of(file: int | str | os.PathLike[str]) -> Identity:

@@ -15,11 +15,12 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import UnsupportedUrlError
+from ptsave.sources.file_limits import Identity, identity_of, require_identity
 from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
 from ptsave.sources.remote_errors import name_file, os_errors
 
@@ -179,7 +180,7 @@ class FileObject(RangeSource):
     ----------
     stream : file-like
         With ``seek``, ``tell`` and ``read``.  Its position changes.
-         : str
+    name : str
         Its name in messages.
     """
 
@@ -341,9 +342,11 @@ class LocalFile(_OpenFile, RangeSource):
     ----------
     stream : io.FileIO or buffered file
         At that position, which stays.  It may be closed afterwards.
-         : str
+    name : str
         Its name in messages.
     """
+
+    _parked_as: Identity | None = None  # where it is closed for the while
 
     def __init__(self, stream: Any, name: str) -> None:
         self.name = name
@@ -361,28 +364,57 @@ class LocalFile(_OpenFile, RangeSource):
             expect_no_more_reads(stream.fileno())
             return cls(stream, name or path)
 
+    def park(self) -> None:
+        """Close the file, whose name is its path, until it is used: each use opens it again."""
+        self._parked_as = identity_of(self.descriptor)
+        self.close()
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it is closed until it is used."""
+        return self._parked_as is not None
+
+    @contextmanager
+    def opened(self) -> Iterator[LocalFile]:
+        """Lend the open file, with a descriptor.
+
+        Raises
+        ------
+        OSError
+            If it was parked, and cannot be opened any more or is another file by now.
+        """
+        if self._parked_as is None:
+            yield self
+            return
+        with closing(LocalFile.open(self.name)) as file:
+            require_identity(identity_of(file.descriptor), self._parked_as, self.name)
+            yield file
+
     @contextmanager
     def stream(self) -> Iterator[Any]:
         """Open the same file as a file object; the position of the stream given stays."""
-        opener = lambda *_: os.dup(self.descriptor)  # noqa: E731 - which shares the position
-        with io.FileIO(self.name, opener=opener) as stream, _lent(stream, self.begin):
-            yield stream
+        with self.opened() as file:
+            opener = lambda *_: os.dup(file.descriptor)  # noqa: E731 - which shares the position
+            with io.FileIO(self.name, opener=opener) as stream, _lent(stream, self.begin):
+                yield stream
 
     @cached_property
     def is_remote(self) -> bool:
         """Whether it lies on a network file system, or one that a program serves (FUSE)."""
         from ptsave import _C
 
-        return _C.is_remote(*self.for_engine)
+        with self.opened() as file:
+            return _C.is_remote(*file.for_engine)
 
     @property
     def for_engine(self) -> tuple[int, bytes]:
-        """Return the descriptor and the name, as `_C.RangeFiles` takes them."""
+        """Return the descriptor and the name, as `_C.RangeFiles` takes them; not while parked."""
         return self.descriptor, os.fsencode(self.name)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         try:
-            pieces = [self._read(*where) for where in ranges]
+            with self.opened() as file:
+                pieces = [file._read(*where) for where in ranges]
         except OSError as error:
             name_file(error, self.name)
             raise
@@ -394,7 +426,8 @@ class LocalFile(_OpenFile, RangeSource):
         """Return bytes of the file, which are read when they are used."""
         from ptsave import _C
 
-        return _C.map_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+        with self.opened() as file:
+            return _C.map_range(*file.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
         """Return the same if the page cache holds all of it; None if it may not.
@@ -405,7 +438,8 @@ class LocalFile(_OpenFile, RangeSource):
             return None
         from ptsave import _C
 
-        return _C.map_cached_range(*self.for_engine, offset=self.begin + begin, nbytes=nbytes)
+        with self.opened() as file:
+            return _C.map_cached_range(*file.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def _read(self, begin: int, end: int) -> bytes:
         pieces = []

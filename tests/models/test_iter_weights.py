@@ -127,8 +127,8 @@ def test_gguf_is_refused_by_name(tmp_path: Path, where: str) -> None:
 
 LIMITED = """
 import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import torch, ptsave
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 folder, n = sys.argv[1], int(sys.argv[2])
 model = torch.nn.ParameterDict({f"{i:04}": torch.zeros(5) for i in range(n)})
 if sys.argv[3] == "loader":
@@ -137,18 +137,29 @@ if sys.argv[3] == "loader":
 assert ptsave.load_model(model, folder) == ([], [], [], {})
 assert all(bool((model[f"{i:04}"] == i).all()) for i in range(n))
 assert sum(1 for _ in ptsave.iter_weights(folder)) == n
+with ptsave.open(folder) as archive:
+    assert len(archive) == n
+    assert all(bool((archive.get_tensor(name) == int(name)).all()) for name in archive)
+    assert all(bool((archive.get_slice(name)[1:3] == int(name)).all()) for name in archive)
+    assert len({name: archive[name] for name in archive}) == n
+assert len(ptsave.load(folder)) == n
+assert ptsave.compare(folder, folder).equal
+ptsave.save_model(model, sys.argv[4], max_shard_size=20)
+assert sum(1 for _ in ptsave.iter_weights(sys.argv[4])) == n
 """
 
 
 @pytest.mark.parametrize(
-    ("suffix", "n", "loader"), [(".safetensors", 1000, "loader"), (".pt", 200, "none")]
+    ("suffix", "n", "loader"),
+    [(".safetensors", 500, "loader"), (".safetensors", 500, "none"), (".pt", 200, "none")],
 )
 def test_more_shards_than_files_may_be_open(
     tmp_path: Path, suffix: str, n: int, loader: str
 ) -> None:
     for i in range(n):
         write_file(tmp_path / f"{i:04}{suffix}", {f"{i:04}": torch.full((5,), float(i))})
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(n), loader]
+    saved = tmp_path / "saved"
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(n), loader, str(saved)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run(command, check=True, timeout=100, env=environment)
 

@@ -50,6 +50,11 @@ ByteSource::ByteSource(File file, std::uint64_t base_offset, DirectReads direct,
 ByteSource::ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name)
     : memory_(data), nbytes_(nbytes), name_(std::move(name)) {}
 
+const File& ByteSource::file() const {
+  if (!file_) throw IoError(EBADF, "read (the file is closed)", name_);
+  return *file_;
+}
+
 void ByteSource::announce() const {
   if (co_readers_) co_readers_->announce(*file_);
 }
@@ -62,13 +67,13 @@ void ByteSource::read_at(std::uint64_t offset, void* data, std::size_t nbytes) c
   if (memory_ != nullptr) {
     std::memcpy(data, memory_ + offset, nbytes);
   } else {
-    file_->read_at(base_offset_ + offset, data, nbytes);
+    file().read_at(base_offset_ + offset, data, nbytes);
   }
 }
 
 bool ByteSource::may_be_cached(std::uint64_t offset, std::size_t nbytes) const {
   if (memory_ != nullptr) return true;
-  return sys::cached_pages(file_->fd(), base_offset_ + offset, nbytes) != 0;
+  return sys::cached_pages(file().fd(), base_offset_ + offset, nbytes) != 0;
 }
 
 std::size_t ByteSource::read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const {
@@ -77,20 +82,20 @@ std::size_t ByteSource::read_cached(std::uint64_t offset, void* data, std::size_
     return nbytes;
   }
   const ssize_t n =
-      sys::pread_nowait(file_->fd(), data, nbytes, static_cast<off_t>(base_offset_ + offset));
+      sys::pread_nowait(file().fd(), data, nbytes, static_cast<off_t>(base_offset_ + offset));
   return n < 0 ? 0 : static_cast<std::size_t>(n);
 }
 
 void ByteSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
   if (memory_ != nullptr) return;
   if (!is_remote_ && is_shared() && nbytes >= kFolioNbytes / 2 &&
-      cache_filler_->fill(*file_, base_offset_ + offset, nbytes)) {
+      cache_filler_->fill(file(), base_offset_ + offset, nbytes)) {
     return;
   }
   while (nbytes > 0) {
     const std::size_t piece = std::min(nbytes, kReadAheadNbytes);
     // A hint: whatever it cannot do, the reads that follow do.
-    if (sys::read_ahead(file_->fd(), static_cast<off_t>(base_offset_ + offset), piece) != 0) return;
+    if (sys::read_ahead(file().fd(), static_cast<off_t>(base_offset_ + offset), piece) != 0) return;
     offset += piece;
     nbytes -= piece;
   }

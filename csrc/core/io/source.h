@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "core/io/co_readers.h"
 #include "core/io/file.h"
@@ -34,6 +35,10 @@ class ByteSource {
              std::shared_ptr<SharedStart> start = nullptr);
   // The bytes must outlive the source and stay unchanged.
   ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name);
+  // In the place of a file that is closed for the while: reading it is an IoError.
+  static ByteSource closed(std::uint64_t nbytes, std::string name) {
+    return {nullptr, nbytes, std::move(name)};
+  }
 
   const std::string& name() const { return name_; }
   std::uint64_t nbytes() const { return nbytes_; }
@@ -60,6 +65,7 @@ class ByteSource {
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:
+  const File& file() const;
   bool is_shared() const { return is_told_ || (co_readers_ && co_readers_->found()); }
 
   std::optional<File> file_;

@@ -40,6 +40,12 @@ ArchiveReader::ArchiveReader(ByteSource source)
 
 ArchiveReader::~ArchiveReader() = default;
 
+void ArchiveReader::exchange(ByteSource source) {
+  if (source.nbytes() != source_.nbytes()) throw std::invalid_argument("not the same archive");
+  transfer_.reset();  // which refers to the source
+  source_ = std::move(source);
+}
+
 std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
   const IndexedRecord& record = index_.records()[i];
   const std::uint64_t limit = record.limit;

@@ -29,6 +29,9 @@ class ArchiveReader {
 
   const ArchiveIndex& index() const { return index_; }
   const ByteSource& source() const { return source_; }
+  // Reads the same bytes from another source from now on.  std::invalid_argument if they are not as
+  // many.  Not while anything is being read.
+  void exchange(ByteSource source);
 
   // Offset of the payload of record i, from its local header.
   std::uint64_t payload_offset(std::size_t i) const;

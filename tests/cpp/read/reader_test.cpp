@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -302,6 +303,33 @@ TEST(Reader, ReadsRanges) {
   EXPECT_THROW(reader.read_range(bytes.size() - 5, reinterpret_cast<std::byte*>(beyond.data()), 10,
                                  3, kNoPoll),
                IoError);
+}
+
+TEST(Reader, ReadsAFileThatIsClosedInBetween) {
+  const std::size_t descriptors = scratch::n_descriptors();
+  const std::vector<Record> records = records_of({1000, 5 * kMiB});
+  const ArchiveFile file(archive(records), 4096);
+  ArchiveReader reader(file.source());
+  reader.start(all_of(reader), 2, true, false);
+  for (int i = 0; i < 3; ++i) {
+    const std::string name = reader.source().name();
+    reader.exchange(ByteSource::closed(reader.source().nbytes(), name));
+    EXPECT_EQ(scratch::n_descriptors(), descriptors);
+    try {
+      read(reader, 1, true);
+      FAIL();
+    } catch (const IoError& error) {
+      EXPECT_EQ(error.errnum(), EBADF);
+      EXPECT_EQ(error.path(), file.path());
+    }
+    EXPECT_FALSE(reader.source().read_direct(0, nullptr, 0));
+    EXPECT_THROW(reader.source().may_be_cached(0, 1), IoError);
+    EXPECT_THROW(reader.source().read_ahead(0, 1), IoError);
+    reader.exchange(file.source());
+    EXPECT_TRUE(read(reader, 1, true) == records[1].data);
+  }
+  EXPECT_THROW(reader.exchange(memory_source("other bytes")), std::invalid_argument);
+  EXPECT_TRUE(read(reader, 0, true) == records[0].data);
 }
 
 // ------------------------------------------------------------------------------------------ damage
