@@ -14,6 +14,7 @@ from ptsave.archive.views import new_storage
 __all__ = ["MIN_NBYTES", "RecycledMemory", "is_idle"]
 
 MIN_NBYTES = 1 << 20  # below this malloc has memory whose pages are there
+_CPU = torch.device("cpu")
 _MAX_LENT = 256  # of more, the oldest are their keepers' for good
 
 
@@ -48,7 +49,7 @@ class RecycledMemory:
         """Return a contiguous tensor in CPU memory, with any values."""
         nbytes = shape.numel() * dtype.itemsize
         if nbytes < MIN_NBYTES:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device=_CPU)
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         contiguous = torch.empty(shape, dtype=dtype, device="meta").stride()
         return tensor.set_(self.storage(nbytes), 0, shape, contiguous)

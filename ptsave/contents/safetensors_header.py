@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ptsave.contents.safetensors_fields import DTYPES, LENGTH_NBYTES, read_fields
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
+from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = [
     "SafetensorsHeader",
@@ -31,9 +32,8 @@ _HEADER_ALIGNMENT = 8
 _N_PACKED = {torch.float4_e2m1fn_x2: 2}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the file.
+class StoredTensor(NamedTuple):
+    """A tensor of the file; a tuple, because there may be 100,000.
 
     Attributes
     ----------
@@ -92,8 +92,9 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
     CorruptCheckpointError
         If the library refuses the file, or torch has no such dtype.
     """
-    stored = read_fields(source)
-    tensors = [_stored_tensor(source, *item, stored.nbytes) for item in stored.tensors]
+    with pausing_garbage_collection():
+        stored = read_fields(source)
+        tensors = [_stored_tensor(source, *item, stored.nbytes) for item in stored.tensors]
     return SafetensorsHeader(tensors, stored.metadata)
 
 
@@ -129,10 +130,17 @@ def _shape_in_torch(dtype: torch.dtype, shape: Sequence[int]) -> torch.Size | No
     return torch.Size([*shape[:-1], shape[-1] // n_packed])
 
 
+@functools.cache
+def _dtype_of(name: str) -> torch.dtype | None:
+    """Return the dtype that the format has a name for; None if torch has not got it."""
+    dtype: torch.dtype | None = getattr(torch, DTYPES.get(name, ""), None)
+    return dtype
+
+
 def _stored_tensor(
     source: RangeSource, name: str, entry: Mapping[str, Any], data_offset: int
 ) -> StoredTensor:
-    dtype = getattr(torch, DTYPES.get(entry["dtype"], ""), None)
+    dtype = _dtype_of(entry["dtype"])
     shape = None if dtype is None else _shape_in_torch(dtype, entry["shape"])
     if dtype is None or shape is None:
         raise CorruptCheckpointError(
@@ -140,7 +148,8 @@ def _stored_tensor(
             f"shape {entry['shape']}",
             path=source.name,
         )
-    begin, end = (data_offset + offset for offset in entry["data_offsets"])
+    begin, end = entry["data_offsets"]
+    begin, end = data_offset + begin, data_offset + end
     tensor = StoredTensor(name, shape, dtype, begin, prod(shape) * dtype.itemsize)
     if end - begin != tensor.nbytes or not data_offset <= begin <= end <= source.nbytes:
         raise CorruptCheckpointError(

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from ptsave.models.weight_plan import Delivery, loaders_of, takes_slices
 from ptsave.models.weight_slices import WeightSlice
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_tensors import set_grad_enabled
 
 __all__ = ["Filling", "Item", "items_of"]
 
@@ -33,7 +36,7 @@ _CPU = torch.device("cpu")
 _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Item:
     """A tensor of a file, or a part of it, and the target it fills.
 
@@ -51,6 +54,8 @@ class Item:
         The parameter's ``weight_loader``, which puts it in its place.
     shard_id : str, int, tuple or None
         For the loader.
+    is_sliced : bool
+        Whether its loader reads by itself.
     """
 
     entry: Entry
@@ -59,16 +64,14 @@ class Item:
     part: Part
     loader: Callable[..., Any] | None = None
     shard_id: ShardId | None = None
+    is_sliced: bool = False
 
     @property
     def nbytes(self) -> int:
         """The bytes that are read."""
+        if self.part.shape is self.entry.shape:
+            return self.entry.nbytes
         return self.part.shape.numel() * self.entry.dtype.itemsize
-
-    @property
-    def is_sliced(self) -> bool:
-        """Whether its loader reads by itself."""
-        return self.loader is not None and takes_slices(self.loader)
 
 
 def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> list[Item]:
@@ -87,7 +90,10 @@ def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> l
         tensor, shape = tensors[each.name], each.entry.shape
         loader = loaders.get(each.name)
         if loader is not None:
-            items.append(Item(each.entry, each.name, tensor, Part(shape), loader, each.shard_id))
+            part, is_sliced = Part(shape), takes_slices(loader)
+            items.append(
+                Item(each.entry, each.name, tensor, part, loader, each.shard_id, is_sliced)
+            )
             continue
         if each.place is None and not is_distributed_tensor(tensor):
             items.append(Item(each.entry, each.name, tensor, Part(shape)))
@@ -100,21 +106,13 @@ def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> l
     return items
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Piece:
     """Elements of an item that are delivered together, from `begin` on."""
 
     item: Item
     begin: int
     n_elements: int
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A piece of an item in memory of its own, until it is in the model."""
-
-    item: Item
-    read: Read
 
 
 class Filling:
@@ -144,18 +142,14 @@ class Filling:
         if is_all:
             for item in items:
                 self._nbytes_left[item.entry.shard] += item.nbytes
-        direct: list[Read] = []
-        others: list[Item] = []
-        places: defaultdict[torch.device, _Places] = defaultdict(_Places)
-        for item in items:
-            target = item.target
-            if _is_filled_in_place(item) and places[target.device].take(target):
-                direct.append(Read(item.entry, target.detach(), item.part.begin, item.part.index))
-            else:
-                others.append(item)
-        self._read(direct)
-        for read in direct:
-            _note_change(read.target)
+        with pausing_garbage_collection():
+            direct, others = _divided(items)
+            reads = [
+                Read(item.entry, item.target.detach(), item.part.begin, item.part.index)
+                for item in direct
+            ]
+            self._read(reads)
+            _note_changes([read.target for read in reads])
         if others:
             self._deliver(others)
 
@@ -187,7 +181,7 @@ class Filling:
         pieces = ((piece, _nbytes_ahead(piece)) for item in items for piece in _pieces(item))
 
         def stage(piece: _Piece) -> Read | None:
-            return None if piece.item.is_sliced else self._stage(memory, piece).read
+            return None if piece.item.is_sliced else self._stage(memory, piece)
 
         with closing(read_ahead(self._reader, pieces, stage, bounds)) as batches:
             for batch in batches:
@@ -199,7 +193,7 @@ class Filling:
                 if self._progress is not None:
                     self._progress(self._nbytes_done)
 
-    def _stage(self, memory: RecycledMemory, piece: _Piece) -> Staged:
+    def _stage(self, memory: RecycledMemory, piece: _Piece) -> Read:
         item = piece.item
         if item.loader is None:
             device = item.target.device if _is_converted_there(item) else _CPU
@@ -207,47 +201,81 @@ class Filling:
         if _C.can_stage(item.target.device):
             pinned = self._pinned.tensor(item.entry.shape, item.entry.dtype)
             if pinned is not None:
-                return Staged(item, Read(item.entry, pinned, piece.begin))
+                return Read(item.entry, pinned, piece.begin)
         return _stage(_CPU, memory, item, piece.begin, piece.n_elements)
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
         """Return the budget: page-locked memory's, if loaders are to copy to accelerators."""
-        if any(item.loader is not None and _C.can_stage(item.target.device) for item in items):
+        if any(map(_C.can_stage, {each.target.device for each in items if each.loader})):
             return min(MAX_AHEAD_NBYTES, config.current().max_pinned_nbytes)
         return MAX_AHEAD_NBYTES
 
     def _put(self, batch: list[tuple[_Piece, Read | None]]) -> None:
         batch.reverse()
-        while batch:
-            piece, read = batch.pop()  # nothing here keeps a tensor that has been delivered
-            item = piece.item
-            storages = [] if read is None else [read.target.untyped_storage()]
-            is_mapped = read is not None and read.is_mapped
-            try:
-                with torch.no_grad():
+        with torch.no_grad():
+            while batch:
+                set_grad_enabled(False)  # which a loader may have changed
+                piece, read = batch.pop()  # nothing here keeps a tensor that has been delivered
+                item = piece.item
+                mapped = [read.target.untyped_storage()] if read and read.is_mapped else []
+                try:
                     if read is None:
                         self._lend(item)
                     else:
                         _put_into(item, read)
-                del read
-            except Exception as error:
-                entry = item.entry
-                add_note(
-                    error,
-                    f"while {item.name} was being filled from tensor {entry.name} of "
-                    f"{entry.shard.path}",
-                )
-                raise
-            finally:
-                if is_mapped and not is_idle(storages, 0):
-                    assert isinstance(item.entry.shard, SafetensorsShard)
-                    item.entry.shard.detach(storages[0])
+                    del read
+                except Exception as error:
+                    entry = item.entry
+                    add_note(
+                        error,
+                        f"while {item.name} was being filled from tensor {entry.name} of "
+                        f"{entry.shard.path}",
+                    )
+                    raise
+                finally:
+                    if mapped and not is_idle(mapped, 0):
+                        assert isinstance(item.entry.shard, SafetensorsShard)
+                        item.entry.shard.detach(mapped[0])
 
     def _lend(self, item: Item) -> None:
         """Let a loader read the parts that it wants."""
         with closing(WeightSlice(item.entry, self._reader)) as weight:
             _call(item, weight)
         self._count([(item.entry.shard, item.nbytes)])
+
+
+def _divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Return what is read straight into place, so that no byte is written twice, and the rest."""
+    direct: list[Item] = []
+    others: list[Item] = []
+    for item in items:
+        (direct if _is_filled_in_place(item) else others).append(item)
+    by_device: dict[torch.device, list[tuple[int, int]]] = {}
+    for item in direct:
+        by_device.setdefault(item.target.device, []).append(_extent_of(item.target))
+    if all(map(_are_apart, by_device.values())):
+        return direct, others
+    first: list[Item] = []
+    taken: defaultdict[torch.device, _Places] = defaultdict(_Places)
+    in_place = set(map(id, direct))
+    others = []
+    for item in items:
+        is_first = id(item) in in_place and taken[item.target.device].take(item.target)
+        (first if is_first else others).append(item)
+    return first, others
+
+
+def _extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the memory of a tensor lies."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    return begin, begin + tensor.untyped_storage().nbytes()  # at most
+
+
+def _are_apart(extents: list[tuple[int, int]]) -> bool:
+    extents = sorted(extents)
+    return all(one[1] <= other[0] for one, other in pairwise(extents))
 
 
 class _Places:
@@ -259,10 +287,7 @@ class _Places:
 
     def take(self, tensor: Tensor) -> bool:
         """Whether the memory of `tensor` overlaps none that was taken; takes it then."""
-        begin = tensor.data_ptr()
-        storage = tensor.untyped_storage()  # where the end of another layout is, at most
-        nbytes = tensor.nbytes if tensor.is_contiguous() else storage.nbytes()
-        end = begin + nbytes
+        begin, end = _extent_of(tensor)
         at = bisect_left(self._sorted, begin)
         if at < len(self._sorted) and self._sorted[at] < end:
             return False
@@ -325,20 +350,20 @@ def _is_filled_piecewise(item: Item) -> bool:
 
 def _stage(
     device: torch.device, memory: RecycledMemory, item: Item, begin: int, n_elements: int
-) -> Staged:
+) -> Read:
     entry, shard, part = item.entry, item.entry.shard, item.part
     is_whole = n_elements == part.shape.numel()
     shape = part.shape if is_whole else torch.Size([n_elements])
     begin += part.begin
     if device != _CPU:
         there = torch.empty(shape, dtype=entry.dtype, device=device)
-        return Staged(item, Read(entry, there, begin, part.index))
+        return Read(entry, there, begin, part.index)
     nbytes = shape.numel() * entry.dtype.itemsize
     if isinstance(shard, SafetensorsShard) and nbytes >= MIN_NBYTES and part.index is None:
         mapped = shard.map_cached(entry, begin, shape)
         if mapped is not None:
-            return Staged(item, Read(entry, mapped, begin, is_mapped=True))
-    return Staged(item, Read(entry, memory.tensor(shape, entry.dtype), begin, part.index))
+            return Read(entry, mapped, begin, is_mapped=True)
+    return Read(entry, memory.tensor(shape, entry.dtype), begin, part.index)
 
 
 def _is_converted_there(item: Item) -> bool:
@@ -369,7 +394,8 @@ def _call(item: Item, weight: Tensor | WeightSlice) -> None:
         item.loader(item.target, weight, item.shard_id)
 
 
-def _note_change(tensor: Tensor) -> None:
+def _note_changes(tensors: Iterable[Tensor]) -> None:
     """Let autograd know, as it does of any other change."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+    changed = [tensor for tensor in tensors if not tensor.is_inference()]
+    if changed:
+        torch.autograd.graph.increment_version(changed)

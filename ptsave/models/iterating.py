@@ -15,6 +15,7 @@ from ptsave.contents.checkpoint_files import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
 from ptsave.state.renaming import Rename, Renaming
+from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["iter_weights"]
 
@@ -71,19 +72,21 @@ def iter_weights(
     place = _CPU if device is None else torch.empty(0, device=device).device
     renaming = Renaming(rename, prefix)
     with ExitStack() as stack:
-        wanted: list[tuple[Entry, str]] = []
-        for entry in open_shards(path, find_files(path, storage_options), stack).entries:
-            name = renaming(entry.name)
-            if name is not None:
-                wanted.append((entry, name))
+        with pausing_garbage_collection():  # there may be 100,000 entries, and none is garbage
+            entries = open_shards(path, find_files(path, storage_options), stack).entries
+            named = [(entry, renaming(entry.name)) for entry in entries]
+            wanted = [(entry, name) for entry, name in named if name is not None]
+            del entries, named
         reader = stack.enter_context(closing(ShardReader(entry.shard for entry, _ in wanted)))
         memory = RecycledMemory(MAX_AHEAD_NBYTES)
         bounds = Bounds.of((entry.shard for entry, _ in wanted), MAX_AHEAD_NBYTES)
         items = (((entry, name), entry.nbytes) for entry, name in wanted)
 
+        is_staged_there = _C.can_stage(place)
+
         def stage(item: tuple[Entry, str]) -> Read:
             entry, _ = item
-            if _C.can_stage(place):
+            if is_staged_there:
                 return Read(entry, torch.empty(entry.shape, dtype=entry.dtype, device=place))
             return Read(entry, memory.tensor(entry.shape, entry.dtype))
 
@@ -95,5 +98,5 @@ def iter_weights(
                 assert read is not None
                 tensor = read.target
                 del read  # nothing here keeps a tensor that has been used
-                yield name, tensor.to(place)
+                yield name, tensor if tensor.device == place else tensor.to(place)
                 del tensor

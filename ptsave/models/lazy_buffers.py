@@ -61,10 +61,11 @@ class LazyBuffers:
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry], renaming: Renaming) -> None:
-        by_name = {renaming(entry.name): entry for entry in entries}
         found: dict[tuple[int, str], _LazyBuffer] = {}
+        by_name: dict[str | None, Entry] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for hook in lazy_buffer_hooks(module) if pre_hooks_of(module) else ():
+                by_name = by_name or {renaming(entry.name): entry for entry in entries}
                 if hook.name in buffers_of(module):
                     key = (id(module), hook.name)
                     lazy = found.setdefault(key, _LazyBuffer(module, hook.name))

@@ -40,6 +40,7 @@ from ptsave.models.unpacking import note_parts
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import apply_to_tensors_of, buffers_of, parameters_of
@@ -188,12 +189,13 @@ def load_model(
         path = os.fsdecode(path)
     files = find_files(path, storage_options)
     with ExitStack() as stack:
-        shards, entries = open_shards(path, files, stack)
-        lazy_buffers = LazyBuffers(model, entries, renaming)
-        tensors_of_model = ModelTensors(model, lazy_buffers)
-        plan = WeightPlan(
-            tensors_of_model, packed, shards, entries, renaming, ignore_mismatched_sizes
-        )
+        with pausing_garbage_collection():  # there may be 100,000 entries, and none is garbage
+            shards, entries = open_shards(path, files, stack)
+            lazy_buffers = LazyBuffers(model, entries, renaming)
+            tensors_of_model = ModelTensors(model, lazy_buffers)
+            plan = WeightPlan(
+                tensors_of_model, packed, shards, entries, renaming, ignore_mismatched_sizes
+            )
         options = ModuleLoadOptions(
             strict, ignore_mismatched_sizes, assign, device, dtype, progress
         )
@@ -201,7 +203,9 @@ def load_model(
             _fill_by_code(model, plan, options)
         else:
             _fill_by_names(model, plan, lazy_buffers, options)
-        note_parts(_tensors_of(model), plan.deliveries)
+        parts = [each for each in plan.deliveries if each.shard_id is not None]
+        if parts:
+            note_parts(_tensors_of(model), parts)
     return plan.report
 
 
@@ -216,12 +220,14 @@ def _fill_by_names(
     on_meta = _move(model, plan, options, set() if assignment is None else assignment.names)
     filled = {name for names in tied_names.values() for name in names}
     _warn_of_garbage([name for name in on_meta if name not in filled])
-    tensors = _tensors_of(model)
+    has_moved = options.device is not None or options.dtype is not None
+    tensors = _tensors_of(model) if has_moved else dict(plan.tensors.by_name)
     if lazy_buffers.changing:
         tensors.update(lazy_buffers.allocate())
     if assignment is not None:
         tensors.update(assignment.allocate(tensors, options.device))
-    items = items_of(tensors, plan.deliveries)
+    with pausing_garbage_collection():
+        items = items_of(tensors, plan.deliveries)
     nbytes = sum(item.nbytes for item in items)
     with (
         closing(ShardReader(item.entry.shard for item in items)) as reader,

@@ -50,9 +50,8 @@ class ModuleLoadOptions:
 
 def runs_code(model: nn.Module, plan: WeightPlan) -> bool:
     """Whether filling a model is more than copying tensors."""
-    names = {plan.renaming(entry.name) for entry in plan.entries}
     return overrides_load_state_dict(model) or any(
-        has_code_of_its_own(module, f"{prefix}." if prefix else "", names)
+        has_code_of_its_own(module, f"{prefix}." if prefix else "", plan.names)
         for prefix, module in model.named_modules(remove_duplicate=False)
     )
 

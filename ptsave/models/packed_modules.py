@@ -7,7 +7,6 @@ checkpoint are shards of the model's `qkv_proj`.  Only names here; nothing touch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ptsave.state.name_patterns import NamePatterns
@@ -25,8 +24,7 @@ PackedModulesMapping: TypeAlias = (
 _FORMS = "a tuple (packed name, shard id), a list of such tuples, or a list of names"
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The destination of a tensor.
 
     Attributes

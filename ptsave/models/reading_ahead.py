@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ptsave.models.shards import Read, SafetensorsShard, Shard, ShardReader
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.thread_pool import ThreadPool
 
 __all__ = ["MAX_AHEAD_NBYTES", "Bounds", "read_ahead"]
@@ -89,8 +90,9 @@ def read_ahead(
                 or sum(batch.nbytes for batch in batches) + nbytes > bounds.max_nbytes
             ):
                 yield _first(batches)
-            staged = [(item, stage(item)) for item in group]
-            batches.append(_begin(reader, staged, nbytes, threads))
+            with pausing_garbage_collection():  # of many small tensors, none of which is garbage
+                staged = [(item, stage(item)) for item in group]
+                batches.append(_begin(reader, staged, nbytes, threads))
             del staged
         while batches:
             yield _first(batches)

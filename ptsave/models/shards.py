@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
+from operator import itemgetter
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from ptsave.contents.shard_files import (
     refuse_what_came_instead,
     those_in_index,
 )
+from ptsave.contents.tensor_info import facts_of
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
 from ptsave.models.extra_state import ExtraState, is_extra_state
 from ptsave.sources.file_limits import identity_of, n_files_to_hold, require_identity
@@ -36,12 +37,12 @@ from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_
 from ptsave.sources.urls import is_url
 from ptsave.state.copying import Copier
 from ptsave.state.nested_state import parts_with_tensors
+from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_modules import METADATA
 from ptsave.training.restoring import FileCopier, restoring
 from ptsave.tree.containers import items_of
-from ptsave.tree.expansion import stored_nbytes_of
 from ptsave.tree.view_blocks import blocks_of
 
 __all__ = [
@@ -62,9 +63,12 @@ _MIN_DIRECT_NBYTES = 256 << 10  # of each of several blocks that an index select
 _MAX_GAP = 1 << 10  # bytes between those that an index selects, which are read rather than skipped
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
-    """A tensor of a file."""
+    """A tensor of a file.
+
+    Nobody changes it, as all that there may be 100,000 of: to make frozen ones takes twice as long.
+    """
 
     name: str
     shape: torch.Size
@@ -74,7 +78,7 @@ class Entry:
     stored_nbytes: int  # in the file: its own, or those of the storage that it is a view of
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Read:
     """The elements of an entry from `begin` on that fill a tensor, or those that an index selects.
 
@@ -245,9 +249,12 @@ class PickledShard:
         self.objects: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] = {}
         self._open()
+        facts = facts_of(list(self._tensors.values()))
         self.entries = [
-            Entry(name, t.shape, t.dtype, self, prod(t.shape) * t.itemsize, stored_nbytes_of([t]))
-            for name, t in self._tensors.items()
+            Entry(name, shape, dtype, self, nbytes, stored_nbytes)
+            for name, (dtype, shape, _, _, nbytes, stored_nbytes) in zip(
+                self._tensors, facts, strict=True
+            )
         ]
         is_local = isinstance(f, (str, os.PathLike)) and not is_url(f)
         self._stays_open = stays_open or not is_local
@@ -284,7 +291,11 @@ class PickledShard:
             )
         if not isinstance(obj, Mapping):
             raise TypeError(f"{self.path} holds {type(obj).__name__}, not a dict of tensors")
-        extra = {key: value for key, value in items_of(obj) if is_extra_state(key, value)}
+        extra = {
+            key: value
+            for key, value in items_of(obj)
+            if type(value) not in PLAIN_TYPES and is_extra_state(key, value)
+        }
         if extra and not self.objects:
             assert self._copier is not None
             self._copier.show(extra)
@@ -299,7 +310,7 @@ class PickledShard:
                 )
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise TypeError(f"{self.path}: entry {name!r} is not a dense tensor")
-        return {name: tensor.detach() for name, tensor in items_of(obj)}
+        return {name: _detached(tensor) for name, tensor in items_of(obj)}
 
     def read(self, reads: Iterable[Read]) -> None:
         if self._copier is None:
@@ -334,6 +345,11 @@ class PickledShard:
         self._copier = None
         self._open_file.__exit__(*exception)
         self._open_file = ExitStack()
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    is_plain = type(tensor) is Tensor and not tensor.requires_grad
+    return tensor if is_plain else tensor.detach()
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
@@ -563,7 +579,10 @@ def _rounds(
     """Divide ranges (file, offset, target) so that none overlaps another: mostly all are one."""
     rounds: list[list[tuple[int, int, Tensor]]] = []
     ends: list[tuple[int, int]] = []
-    for each in sorted(ranges, key=lambda item: item[:2]):
+    in_order = sorted(ranges, key=itemgetter(0, 1))
+    if _are_apart(in_order):
+        return [in_order]
+    for each in in_order:
         file, offset, target = each
         number = next((i for i, end in enumerate(ends) if end <= (file, offset)), len(ends))
         if number == len(ends):
@@ -572,3 +591,12 @@ def _rounds(
         rounds[number].append(each)
         ends[number] = (file, offset + target.nbytes)
     return rounds
+
+
+def _are_apart(in_order: Sequence[tuple[int, int, Tensor]]) -> bool:
+    last_file, last_end = -1, 0
+    for file, offset, target in in_order:
+        if file == last_file and offset < last_end:
+            return False
+        last_file, last_end = file, offset + target.nbytes
+    return True

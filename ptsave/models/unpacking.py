@@ -28,12 +28,11 @@ def note_parts(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) ->
     tensors : mapping of str to torch.Tensor
         The model's tensors.
     deliveries : iterable of Delivery
-        What they were filled from.
+        The parts that they were filled from.
     """
     for each in deliveries:
-        if each.shard_id is not None:
-            shapes = _shapes.setdefault(tensors[each.name], {})
-            shapes[each.shard_id] = each.entry.shape
+        shapes = _shapes.setdefault(tensors[each.name], {})
+        shapes[each.shard_id] = each.entry.shape
 
 
 def unpacked(

@@ -17,7 +17,7 @@ from ptsave.support.torch_distributed import local_part_of
 __all__ = ["Part", "part_of", "parts_along", "target_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Part:
     """The elements of a stored tensor that are read.
 

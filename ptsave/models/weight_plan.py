@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -100,17 +99,26 @@ class ModelTensors:
         if lazy_buffers.changing:
             self.by_name = lazy_buffers.in_place_of(self.by_name)
         self.required = set(self.by_name).difference(_left_out_of_state_dicts(model))
-        self._names: dict[object, list[str]] = {}
+        self._groups: list[list[str]] = []
+        self._group_of: dict[str, list[str]] = {}
+        at: dict[int, list[tuple[Tensor, list[str]]]] = {}  # mostly one at an address
         for name, tensor in self.by_name.items():
-            self._names.setdefault(_identity(tensor), []).append(name)
+            known = at.setdefault(_home_of(tensor), [])
+            group = next((names for other, names in known if _are_one(tensor, other)), None)
+            if group is None:
+                group = []
+                known.append((tensor, group))
+                self._groups.append(group)
+            group.append(name)
+            self._group_of[name] = group
 
     def tied_names(self, name: str) -> list[str]:
         """Return all names of the tensor that has this one, in the model's order."""
-        return self._names[_identity(self.by_name[name])]
+        return self._group_of[name]
 
-    def groups(self) -> Iterator[list[str]]:
-        """Yield the names of each tensor."""
-        yield from self._names.values()
+    def groups(self) -> list[list[str]]:
+        """Return the names of each tensor."""
+        return self._groups
 
 
 def _left_out_of_state_dicts(model: nn.Module) -> Iterator[str]:
@@ -119,17 +127,22 @@ def _left_out_of_state_dicts(model: nn.Module) -> Iterator[str]:
             yield f"{prefix}.{name}" if prefix else name
 
 
-def _identity(tensor: Tensor) -> object:
-    """Return a key that tied tensors share: the object's id, or its place in memory."""
+def _home_of(tensor: Tensor) -> int:
+    """Return a number that tied tensors share: their address; of those without one below zero."""
     if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
-        return id(tensor)
+        return -id(tensor)
     try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # a subclass without memory of its own
-        return id(tensor)
-    if address == 0:  # another such subclass
-        return id(tensor)
-    return (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        return tensor.data_ptr() or -id(tensor)
+    except RuntimeError:  # a subclass without memory of its own, as one whose address is 0
+        return -id(tensor)
+
+
+def _are_one(tensor: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one home are tied: the same object, or all of the same memory."""
+    return tensor is other or (
+        (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+        and tensor.stride() == other.stride()
+    )
 
 
 def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
@@ -143,8 +156,7 @@ def takes_slices(loader: Callable[..., Any]) -> bool:
     return bool(getattr(loader, "takes_slices", False))
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """An entry on its way to the tensor that the model has under `name`."""
 
     entry: Entry
@@ -183,6 +195,7 @@ class WeightPlan:
     skip_mismatched: bool = False
     deliveries: list[Delivery] = field(default_factory=list)
     left_out: list[Delivery] = field(default_factory=list)  # because of their shapes
+    names: set[str] = field(default_factory=set)  # the model's, of all entries that count
     loaders: dict[str, Callable[..., Any]] = field(init=False)
     report: LoadedWeights = field(init=False)
 
@@ -190,11 +203,15 @@ class WeightPlan:
         self.report = LoadedWeights([], [], [], {})
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by a tensor's first name
         self._packed_names: dict[str, str] = {}
+        self._superseded: set[int] = set()  # deliveries, by id, of which another takes the place
         self.loaders = loaders_of(self.tensors.by_name)
         for entry in self.entries:
             name = self.renaming(entry.name)
             if name is not None:
+                self.names.add(name)
                 self._add(entry, name)
+        if self._superseded:
+            self.deliveries = [each for each in self.deliveries if id(each) not in self._superseded]
         self._leave_out_tied_copies()
         self._report_what_is_missing()
         self._place_parts()
@@ -202,19 +219,26 @@ class WeightPlan:
             self._leave_out_mismatched()
 
     def _add(self, entry: Entry, name: str) -> None:
-        for routes in chain(
-            self.packed.candidates(name),
-            [[Route(name, None, None)]],
-            self.packed.loose_candidates(name),
-        ):
-            found = [route for route in routes if route.target in self.tensors.by_name]
-            for route in found:
-                delivery = Delivery(entry, route.target, route.shard_id)
-                self._note_received(delivery, route.packed)
-                self.deliveries.append(delivery)
-            if found:
+        for routes in self.packed.candidates(name):
+            if self._deliver(entry, routes):
+                return
+        if self._deliver(entry, [Route(name, None, None)]):
+            return
+        for routes in self.packed.loose_candidates(name):
+            if self._deliver(entry, routes):
                 return
         self.report.unexpected_keys.append(entry.name)
+
+    def _deliver(self, entry: Entry, routes: Iterable[Route]) -> bool:
+        """Note where an entry goes; False if the model has none of these places."""
+        is_found = False
+        for target, shard_id, packed in routes:
+            if target in self.tensors.by_name:
+                delivery = Delivery(entry, target, shard_id)
+                self._note_received(delivery, packed)
+                self.deliveries.append(delivery)
+                is_found = True
+        return is_found
 
     def _note_received(self, delivery: Delivery, packed: str | None) -> None:
         received = self._received.setdefault(delivery.name, {})
@@ -222,7 +246,7 @@ class WeightPlan:
             self._packed_names[delivery.name] = packed
         other = received.get(delivery.shard_id)
         if other is not None:
-            self.deliveries.remove(other)
+            self._superseded.add(id(other))
             self.report.duplicate_keys.append(other.entry.name)
         elif received and None in (delivery.shard_id, *received):
             # The whole, and a part of it: one follows the other.
@@ -278,7 +302,7 @@ class WeightPlan:
             if not is_lazy(target) and len(group) == len(order):
                 places = parts_along(target.shape, [each.entry.shape for each in group])
             for each, place in zip(group, places or (), strict=False):
-                placed[each] = replace(each, place=place)
+                placed[each] = each._replace(place=place)
         self.deliveries = [placed.get(each, each) for each in self.deliveries]
 
     def _leave_out_mismatched(self) -> None:
@@ -323,26 +347,30 @@ class WeightPlan:
 
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
-        where = f"(file {entry.shard.path}, tensor {entry.name})"
         if (loader := self.loaders.get(delivery.name)) is not None:
             # It checks shapes by itself, but gets memory for all of the tensor first.
             is_sliced = takes_slices(loader)
             if not is_sliced and entry.nbytes > default_limit(entry.stored_nbytes):
                 return (
                     f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
-                    f"{entry.stored_nbytes:,}: {ADVICE} {where}"
+                    f"{entry.stored_nbytes:,}: {ADVICE} {_place_of(entry)}"
                 )
             return None
         if is_lazy(target):
-            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
+            return f'"{delivery.name}" has no shape yet, and no weight_loader {_place_of(entry)}'
         if delivery.place is not None:
             return None
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '
                 f"{delivery.shard_id!r} in its place, and all of its shards are not together a "
-                f"tensor of shape {target.shape}: this one has shape {entry.shape} {where}"
+                f"tensor of shape {target.shape}: this one has shape {entry.shape} "
+                f"{_place_of(entry)}"
             )
         if not fits(target.shape, entry.shape):
-            return f"{mismatch_message(delivery.name, target, entry)} {where}"
+            return f"{mismatch_message(delivery.name, target, entry)} {_place_of(entry)}"
         return None
+
+
+def _place_of(entry: Entry) -> str:
+    return f"(file {entry.shard.path}, tensor {entry.name})"

@@ -370,7 +370,7 @@ def test_memory_that_is_read_ahead_is_bounded(
         number = len(alive) + 1000 * n_elements + begin
         alive.add(number)
 
-        weakref.finalize(staged.read.target, alive.discard, number)
+        weakref.finalize(staged.target, alive.discard, number)
         peak = max(peak, len(alive))
         return staged
 

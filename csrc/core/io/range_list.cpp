@@ -1,6 +1,8 @@
 #include "core/io/range_list.h"
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -9,6 +11,63 @@
 #include "core/memory/stream_copy.h"
 
 namespace ptsave {
+namespace {
+
+// Neighbours of a few bytes each are read by one call, and copied from where it has put them: a
+// call takes as long as a copy of some KiB, and a model may have 100,000 tensors.
+constexpr std::size_t kSmallNbytes = std::size_t{8} << 10;
+constexpr std::size_t kRunNbytes = std::size_t{64} << 10;
+constexpr std::uint64_t kRunGapNbytes = std::uint64_t{1} << 10;
+
+// Small pieces of a file that follow each other.
+class Run {
+ public:
+  bool takes(std::uint64_t offset, std::size_t nbytes) const {
+    if (nbytes > kSmallNbytes) return false;
+    return pieces_.empty() ||
+           (offset - end_ <= kRunGapNbytes && offset + nbytes - begin_ <= kRunNbytes);
+  }
+  void add(std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+    if (pieces_.empty()) begin_ = offset;
+    pieces_.push_back({offset, place, nbytes});
+    end_ = offset + nbytes;
+  }
+  // Puts the pieces in their places with read(offset, data, nbytes), which returns how many bytes
+  // there were; returns whether there were all, and moves `at` behind the last one.  Forgets them.
+  template <class Read>
+  bool finish(const Read& read, std::uint64_t& at) {
+    if (pieces_.empty()) return true;
+    if (pieces_.size() == 1) {
+      const Piece only = pieces_.front();
+      pieces_.clear();
+      at = only.offset + read(only.offset, only.place, only.nbytes);
+      return at == end_;
+    }
+    if (!buffer_) buffer_ = std::make_unique_for_overwrite<std::byte[]>(kRunNbytes);
+    at = begin_ + read(begin_, buffer_.get(), end_ - begin_);
+    for (const auto& [offset, place, nbytes] : pieces_) {
+      if (offset >= at) break;
+      std::memcpy(place, buffer_.get() + (offset - begin_),
+                  std::min<std::uint64_t>(nbytes, at - offset));
+    }
+    pieces_.clear();
+    return at == end_;
+  }
+
+ private:
+  struct Piece {
+    std::uint64_t offset;
+    std::byte* place;
+    std::size_t nbytes;
+  };
+  std::vector<Piece> pieces_;
+  std::uint64_t begin_ = 0;
+  std::uint64_t end_ = 0;
+  std::unique_ptr<std::byte[]> buffer_;
+};
+
+}  // namespace
+
 RangeList::RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges,
                      std::uint64_t max_gap)
     : files_(files), ranges_(std::move(ranges)) {
@@ -93,23 +152,49 @@ void RangeList::read(std::size_t i, BufferPool& buffers, std::byte* lease, ReadS
   if (file.may_be_cached(at, stretch.end - at)) at = read_cached(stretch, lease);
   if (at < stretch.end && !read_direct(stretch, at, buffers, lease, slots)) {
     file.read_ahead(at, stretch.end - at);
-    for_each_piece(stretch, at, lease,
-                   [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
-                     file.read_at(offset, place, nbytes);
-                     return true;
-                   });
+    read_pieces(stretch, at, lease,
+                [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+                  file.read_at(offset, place, nbytes);
+                  return nbytes;
+                });
   }
 }
 
 // Returns the offset of the first byte that is not in place yet.
 std::uint64_t RangeList::read_cached(const Stretch& stretch, std::byte* lease) const {
-  std::uint64_t at = stretch.begin;
-  for_each_piece(stretch, at, lease,
+  const ByteSource& file = files_[stretch.file];
+  return read_pieces(stretch, stretch.begin, lease,
+                     [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
+                       return file.read_cached(offset, place, nbytes);
+                     });
+}
+
+// Puts the pieces of a stretch from `begin` on in their places with read(offset, data, nbytes),
+// until that returns fewer bytes than it was asked for; returns the offset of the first byte that
+// is not in place.
+template <class Read>
+std::uint64_t RangeList::read_pieces(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
+                                     const Read& read) const {
+  // What lies between pieces of memory may be nobody's, and not readable.
+  const bool is_file = files_[stretch.file].memory() == nullptr;
+  std::uint64_t at = begin;
+  Run run;
+  bool goes_on = true;
+  for_each_piece(stretch, begin, lease,
                  [&](std::uint64_t offset, std::byte* place, std::size_t nbytes) {
-                   const std::size_t n = files_[stretch.file].read_cached(offset, place, nbytes);
+                   const bool joins = is_file && run.takes(offset, nbytes);
+                   if (!joins) goes_on = run.finish(read, at);
+                   if (!goes_on) return false;
+                   if (is_file && run.takes(offset, nbytes)) {
+                     run.add(offset, place, nbytes);
+                     return true;
+                   }
+                   const std::size_t n = read(offset, place, nbytes);
                    at = offset + n;
-                   return n == nbytes;
+                   goes_on = n == nbytes;
+                   return goes_on;
                  });
+  if (goes_on) run.finish(read, at);
   return at;
 }
 

@@ -69,6 +69,9 @@ class RangeList {
   void check() const;
   void cut(std::uint64_t max_gap);
   std::uint64_t read_cached(const Stretch& stretch, std::byte* lease) const;
+  template <class Read>
+  std::uint64_t read_pieces(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
+                            const Read& read) const;
   bool read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
                    std::byte* lease, ReadSlots* slots) const;
   template <class Take>

@@ -106,6 +106,22 @@ TEST_P(RangeReadFrom, PutsEveryByteInItsPlaceAndTouchesNoOther) {
   }
 }
 
+TEST_P(RangeReadFrom, ReadsThousandsOfSmallNeighbours) {
+  std::vector<FileRange> ranges;
+  std::uint64_t offset = 11;
+  for (std::size_t i = 0; offset + 10'000 < kFileNbytes; ++i) {
+    const std::uint64_t nbytes = i % 400 == 0 ? 9000 : 1 + 97 * i % 700;
+    ranges.push_back({i % 2, offset, nbytes});
+    offset += nbytes + (i % 50 == 0 ? 2000 : i % 7);
+  }
+  std::vector<std::string> places = fenced(ranges);
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
+  }
+  RangeRead(open(), ranges).run(2, [] {});
+  expect_filled(places, ranges);
+}
+
 // Targets are strings, which get their bytes at once.
 class UnstagerDouble final : public Unstager {
  public:
