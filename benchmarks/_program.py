@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ class Program:
         What the fresh process does: its arguments are the fields of a task, it returns what JSON
         can hold.
     report : callable
-        Measures workloads in a number of rounds, in a scratch folder, and returns tables.
+        Measures workloads in a number of rounds, in a scratch folder, and returns tables: a text,
+        or several, each of which is printed when it is there.
     workloads : sequence of str
         What can be chosen from.
     folder : Path
@@ -47,7 +48,7 @@ class Program:
     title: str
     doc: str
     measure: Callable[..., Any]
-    report: Callable[[list[str], int, Path], str]
+    report: Callable[[list[str], int, Path], str | Iterable[str]]
     workloads: Sequence[str] = ()
     folder: Path = Path()
 
@@ -68,12 +69,16 @@ class Program:
             folder = Path(scratch).resolve()
             command = ["python", "-m", f"benchmarks.{self.name}", *chosen]
             machine = describe_machine(folder, [*command, "--rounds", str(options.rounds)])
-            tables = self.report(chosen or [*self.workloads], options.rounds, folder)
+            found = self.report(chosen or [*self.workloads], options.rounds, folder)
+            parts = []
+            for part in [found] if isinstance(found, str) else found:
+                print(part, end="\n\n", flush=True)
+                parts.append(part)
         _, start, notes = self.doc.partition("In each round")
-        text = f"{tables}\n\n{start}{notes.rstrip()}"
-        print(text)
+        parts.append(start + notes.rstrip())
+        print(parts[-1])
         if options.output is not None:
-            options.output.write_text(f"# {self.title}\n\n{machine}\n\n{text}\n")
+            options.output.write_text("\n\n".join([f"# {self.title}", machine, *parts]) + "\n")
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(

@@ -5,7 +5,7 @@
     python -m benchmarks.integrations --output benchmarks/results/integrations.md
     PTSAVE_BENCHMARK_MIB=64 PTSAVE_BENCHMARK_MPARAMS=10 python -m benchmarks.integrations
 
-In each round every workload runs once with every contender, in a shuffled order, each in a fresh
+In each round of a workload it runs once with every contender, in a shuffled order, each in a fresh
 process that has saved something small before.  Files go to a disk, new names, without fsync unless
 the workload says so; before each figure all that is dirty has been written.
 
@@ -314,11 +314,10 @@ def run_limit(folder: Path, nbytes: int) -> Figure:
     return Figure({"save": by_threads["2"]}, 0, nbytes)
 
 
-def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
+def run_rounds(name: str, rounds: int, folder: Path) -> Figures:
+    """Measure one workload."""
     figures: Figures = {}
-    timed_names = [name for name in names if name != "share"]
-    each = list(itertools.product(range(rounds), timed_names))
-    for _, name in tqdm(each, leave=False, disable=None):
+    for _ in tqdm(range(rounds), name, leave=False, disable=None):
         # The limit needs to know how much the others have written.
         contenders = [each for each in CONTENDERS[name] if each != LIMIT]
         for contender in random.sample(contenders, len(contenders)):
@@ -327,10 +326,14 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
         if LIMIT in CONTENDERS[name]:
             nbytes = figures[name, STOCK][-1].nbytes
             figures.setdefault((name, LIMIT), []).append(run_limit(folder, nbytes))
-    if "share" in names:
-        for client, contender in itertools.product(CLIENTS, (STOCK, PTSAVE)):
-            task = Task(f"share {client}", contender, str(folder))
-            figures[task.workload, contender] = [Figure(**PROGRAM.run_task(task))]
+    return figures
+
+
+def run_shares(folder: Path) -> Figures:
+    figures: Figures = {}
+    for client, contender in itertools.product(CLIENTS, (STOCK, PTSAVE)):
+        task = Task(f"share {client}", contender, str(folder))
+        figures[task.workload, contender] = [Figure(**PROGRAM.run_task(task))]
     return figures
 
 
@@ -343,24 +346,22 @@ def ratio(mine: list[Figure], other: list[Figure], what: str) -> float:
     return median(b.seconds[what] / a.seconds[what] for a, b in pairs)
 
 
-def time_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
-    for name in names:
-        for contender in CONTENDERS.get(name, ()):
-            ours = figures[name, contender]
-            for what in ours[0].seconds:
-                seconds = [figure.seconds[what] for figure in ours]
-                stock = figures[name, STOCK]
-                times = f"{ratio(ours, stock, what):.2f}" if what in stock[0].seconds else ""
-                peak = max(figure.peak_nbytes for figure in ours) / MIB
-                yield [
-                    name,
-                    contender,
-                    what,
-                    f"{median(seconds):.3f}",
-                    f"{min(seconds):.3f} - {max(seconds):.3f}",
-                    times,
-                    f"{peak:.0f}" if peak and what == "save" else "",
-                ]
+def time_rows(name: str, figures: Figures) -> Iterator[list[str]]:
+    for contender in CONTENDERS[name]:
+        ours = figures[name, contender]
+        for what in ours[0].seconds:
+            seconds = [figure.seconds[what] for figure in ours]
+            stock = figures[name, STOCK]
+            times = f"{ratio(ours, stock, what):.2f}" if what in stock[0].seconds else ""
+            peak = max(figure.peak_nbytes for figure in ours) / MIB
+            yield [
+                contender,
+                what,
+                f"{median(seconds):.3f}",
+                f"{min(seconds):.3f} - {max(seconds):.3f}",
+                times,
+                f"{peak:.0f}" if peak and what == "save" else "",
+            ]
 
 
 def share_rows(figures: Figures) -> Iterator[list[str]]:
@@ -400,16 +401,18 @@ def met(is_met: bool) -> str:
     return "yes" if is_met else "**no**"
 
 
-def report(names: list[str], rounds: int, folder: Path) -> str:
-    figures = run_rounds(names, rounds, folder)
-    parts = []
-    if names != ["share"]:
-        header = ["workload", "", "", "s", "min - max", TIMES_STOCK, "MiB above what there was"]
-        parts.append(table(header, time_rows(names, figures), n_texts=3))
-    if "share" in names:
-        parts.append(table(["client", STOCK, PTSAVE], share_rows(figures)))
-    parts.append(table(["workload", "goal", PTSAVE, "met"], goal_rows(names, figures), n_texts=2))
-    return "\n\n".join(parts)
+def report(names: list[str], rounds: int, folder: Path) -> Iterator[str]:
+    """Yield a table for each workload when it is measured, and one of the goals."""
+    figures: Figures = {}
+    for name in names:
+        if name == "share":
+            figures.update(run_shares(folder))
+            yield table(["share, client", STOCK, PTSAVE], share_rows(figures))
+            continue
+        figures.update(run_rounds(name, rounds, folder))
+        header = [name, "", "s", "min - max", TIMES_STOCK, "MiB above what there was"]
+        yield table(header, time_rows(name, figures), n_texts=2)
+    yield table(["workload", "goal", PTSAVE, "met"], goal_rows(names, figures), n_texts=2)
 
 
 def run(**task: Any) -> dict[str, Any]:
