@@ -7,6 +7,7 @@ makes Python's unpickler allocate gigabytes for a file of a few bytes.
 from __future__ import annotations
 
 import pickletools
+import re
 
 __all__ = ["refuse_huge_claims"]
 
@@ -34,6 +35,27 @@ for _opcode in pickletools.opcodes:
     _lines = 0 if not _kind or _fixed or _counted else _N_LINES.get(_kind, 1)
     _SIZES[ord(_opcode.code)] = _fixed, _counted, _lines
 _FRAME, _LONG_BINPUT, _PUT, _STOP = 0x95, ord("r"), ord("p"), ord(".")
+_MAX_SHORT_NBYTES = 64
+
+
+def _common_opcodes() -> re.Pattern[bytes]:
+    """Return what matches runs of opcodes with short arguments, of which a pickle is made."""
+    by_size: dict[int, bytes] = {}
+    counted = b""
+    for code, (fixed, n, lines) in _SIZES.items():
+        if n == 1:
+            counted += bytes([code])
+        elif not n and not lines and code not in (_FRAME, _LONG_BINPUT, _STOP):
+            by_size[fixed] = by_size.get(fixed, b"") + bytes([code])
+    kinds = [
+        b"[%b]%b" % (re.escape(codes), b"." * fixed) for fixed, codes in sorted(by_size.items())
+    ]
+    strings = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(_MAX_SHORT_NBYTES))
+    kinds.append(b"[%b](?:%b)" % (re.escape(counted), strings))
+    return re.compile(b"(?:%b){1,1000}" % b"|".join(kinds), re.DOTALL)
+
+
+_COMMON = _common_opcodes()
 
 
 def refuse_huge_claims(data: bytes) -> None:
@@ -52,6 +74,9 @@ def refuse_huge_claims(data: bytes) -> None:
     """
     at, end = 0, len(data)
     while at < end:
+        if found := _COMMON.match(data, at):
+            at = found.end()
+            continue
         code = data[at]
         fixed, counted, lines = _SIZES.get(code, (0, 0, 0))
         at += 1

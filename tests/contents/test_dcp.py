@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 import ptsave
 from ptsave.cli.commands import commands
 from ptsave.dcp.metadata import load_metadata
+from ptsave.dcp.pickle_sizes import refuse_huge_claims
 from ptsave.distributed import StorageWriter
 from ptsave.inspection.verification import verify_directory, verify_file
 
@@ -503,3 +504,26 @@ def test_metadata_of_megatron(folder: Path) -> None:
     with ptsave.open(folder / ".metadata") as archive:
         assert archive["epoch"] == 7
     assert not verify_file(folder).problems
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"\x80\x02Np4000000000\n.",
+        b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x.",
+        b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + b"N.",
+        b"\x80\x02T\xff\xff\xff\x7fx.",
+        b"\x80\x02N",
+    ],
+)
+def test_metadata_that_asks_for_memory(folder: Path, data: bytes) -> None:
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(ptsave.CorruptCheckpointError, match=r"\.metadata: damaged: it"):
+        ptsave.open(folder)
+
+
+def test_whole_metadata_asks_for_nothing() -> None:
+    for protocol in range(6):
+        values = {"k" * n: (n, 1.5, b"x" * n, 10**n, [None]) for n in range(300)}
+        refuse_huge_claims(pickle.dumps(values, protocol=protocol))
