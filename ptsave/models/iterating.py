@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
@@ -14,6 +15,7 @@ from ptsave.archive.recycled_memory import RecycledMemory
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
+from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.garbage import pausing_garbage_collection
 
@@ -71,6 +73,9 @@ def iter_weights(
     """
     place = _CPU if device is None else torch.empty(0, device=device).device
     renaming = Renaming(rename, prefix)
+    if isinstance(path, bytes):
+        refuse_url(path)
+        path = os.fsdecode(path)
     with ExitStack() as stack:
         with pausing_garbage_collection():  # there may be 100,000 entries, and none is garbage
             entries = open_shards(path, find_files(path, storage_options), stack).entries

@@ -152,7 +152,7 @@ def load_model(
     OSError
         A file cannot be read.
     TypeError
-        A file holds something else than tensors.
+        A file holds something else than tensors; an argument is of another type.
     ValueError
         The directory holds several models, or the parts of one that was divided among ranks
         (``consolidated.00.pth``, ``consolidated.01.pth`` with the same names).
@@ -180,6 +180,7 @@ def load_model(
     >>> torch.equal(trained.weight, fresh.weight)
     True
     """
+    _check_arguments(model, dtype)
     if packed_modules_mapping is None:
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
     packed = PackedModules(packed_modules_mapping)
@@ -207,6 +208,14 @@ def load_model(
         if parts:
             note_parts(_tensors_of(model), parts)
     return plan.report
+
+
+def _check_arguments(model: Any, dtype: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module to fill, not {model!r:.100}")
+    is_dtype = dtype is None or isinstance(dtype, torch.dtype)
+    if not is_dtype or (dtype and not (dtype.is_floating_point or dtype.is_complex)):
+        raise TypeError(f"dtype must be a floating-point dtype of torch, not {dtype!r}")
 
 
 def _fill_by_names(
@@ -280,8 +289,6 @@ def _move(
     Returns the names of those that were there and have memory without values now.
     """
     device, dtype = options.device, options.dtype
-    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"dtype must be a floating-point dtype, not {dtype}")
     on_meta = [
         name
         for name, tensor in plan.tensors.by_name.items()

@@ -91,7 +91,7 @@ class WeightSlice:
         IndexError
             If there is no such part.
         """
-        n = self.shape[dim]
+        n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # there is no such dimension
         start = start + n if start < 0 else start
         if not 0 <= start <= start + length <= n:
             raise IndexError(f"narrow({dim}, {start}, {length}) of {self!r}")

@@ -31,7 +31,7 @@ class Renaming:
     Raises
     ------
     TypeError
-        If `rename` is neither.
+        If `rename` is neither, or a name in it or `prefix` is no string.
 
     Examples
     --------
@@ -42,12 +42,17 @@ class Renaming:
     """
 
     def __init__(self, rename: Rename | None = None, prefix: str = "") -> None:
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix must be a string, not {type(prefix).__name__}")
         self._prefix = prefix
         self._rename: Callable[[str], str | None] | None
         if rename is None or callable(rename):
             self._rename = rename
         elif isinstance(rename, Mapping):
             self._new_names = dict(rename)
+            for name in rename:
+                if not isinstance(name, str):
+                    raise TypeError(f"rename: a name must be a string, not {name!r}")
             self._patterns = NamePatterns(rename)
             self._rename = self._by_mapping
         else:

@@ -64,6 +64,11 @@ def test_memory_is_bounded(tmp_path: Path, suffix: str, monkeypatch: pytest.Monk
     assert peak <= 2  # the one before is the loop's until the next one is there
 
 
+def test_a_path_of_bytes(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert [name for name, _ in ptsave.iter_weights(os.fsencode(tmp_path))] == ["a"]
+
+
 def test_what_is_kept_stays(tmp_path: Path) -> None:
     tensors = {f"{i:02}": torch.full((1 << 18,), float(i)) for i in range(40)}
     save_file(tensors, tmp_path / "model.safetensors")

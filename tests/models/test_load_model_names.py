@@ -309,3 +309,28 @@ def test_the_default_loader() -> None:
     assert scale.item() == 2
     with pytest.raises(RuntimeError, match="size mismatch"):
         ptsave.default_weight_loader(parameter, torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"prefix": None}, "prefix must be a string, not NoneType"),
+        ({"prefix": b"a."}, "prefix must be a string, not bytes"),
+        ({"rename": {1: "weight"}}, "rename: a name must be a string, not 1"),
+        ({"dtype": "bfloat16"}, "dtype must be a floating-point dtype of torch, not 'bfloat16'"),
+    ],
+)
+def test_arguments_of_other_types(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    model = nn.Linear(2, 2)
+    save_file(dict(nn.Linear(2, 2).state_dict()), tmp_path / "model.safetensors")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TypeError, match=reason):
+        ptsave.load_model(model, tmp_path, **options)
+    assert_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("model", [{}, None, nn.Linear, nn.Linear(2, 2).state_dict()])
+def test_what_is_no_model(tmp_path: Path, model: Any) -> None:
+    save_file(dict(nn.Linear(2, 2).state_dict()), tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match="expected a module to fill, not"):
+        ptsave.load_model(model, tmp_path)
