@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorStorageMetadata,
 )
 
 import ptsave
@@ -343,9 +344,15 @@ def put(**changes: Any) -> Callable[[Metadata], None]:
     return change
 
 
+def described(metadata: Metadata) -> TensorStorageMetadata:
+    found = metadata.state_dict_metadata["model.small"]
+    assert isinstance(found, TensorStorageMetadata)
+    return found
+
+
 def resize(size: Any) -> Callable[[Metadata], None]:
     def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["model.small"].size = size
+        described(metadata).size = size
 
     return change
 
@@ -353,9 +360,8 @@ def resize(size: Any) -> Callable[[Metadata], None]:
 def rechunk(*chunks: tuple[Any, Any]) -> Callable[[Metadata], None]:
     def change(metadata: Metadata) -> None:
         (info,) = (i for key, i in metadata.storage_data.items() if key.fqn == "model.small")
-        described = metadata.state_dict_metadata["model.small"]
-        described.chunks = [ChunkStorageMetadata(*chunk) for chunk in chunks]
-        for chunk in described.chunks:
+        described(metadata).chunks = [ChunkStorageMetadata(*chunk) for chunk in chunks]
+        for chunk in described(metadata).chunks:
             metadata.storage_data[MetadataIndex("model.small", chunk.offsets)] = info
 
     return change

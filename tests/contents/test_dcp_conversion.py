@@ -17,7 +17,11 @@ from safetensors.torch import load_file
 from test_dcp import state, write
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 import ptsave
 from ptsave.cli.commands import commands
@@ -104,6 +108,7 @@ def split(folder: Path, name: str, *chunks: tuple[slice, ...]) -> Tensor:
     metadata = load_metadata(str(folder / ".metadata"))
     values = ptsave.open(folder).get_tensor(name)
     described = metadata.state_dict_metadata[name]
+    assert isinstance(described, TensorStorageMetadata)
     described.chunks = []
     for number, chunk in enumerate(chunks):
         offsets = torch.Size(part.start for part in chunk)

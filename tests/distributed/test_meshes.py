@@ -87,14 +87,14 @@ def test_tools_make_of_every_mesh_what_torchs_do(saved: Path, tmp_path: Path) ->
         assert found.has_checksums
         with ptsave.open(path) as archive:
             assert [*archive] == [*ptsave.open(stock)]
-            for name, info in zip(archive, archive.infos(), strict=True):
-                whole = archive.get_tensor(name)
-                assert not differences(whole, entry(expected, name)), (path, name)
+            for key, info in zip(archive, archive.infos(), strict=True):
+                whole = archive.get_tensor(key)
+                assert not differences(whole, entry(expected, key)), (path, key)
                 assert sum(chunk.nbytes for chunk in info.chunks) >= info.nbytes
                 index = tuple(slice(n // 3, n - n // 4, 1 + n % 2) for n in whole.shape)
                 part = whole[index]
                 part = torch.empty(part.shape, dtype=part.dtype).copy_(part)
-                assert not differences(archive.get_slice(name)[index], part)
+                assert not differences(archive.get_slice(key)[index], part)
 
 
 def entry(values: Any, name: Any) -> Any:
