@@ -26,6 +26,7 @@ class WriteOptions:
         chunk_nbytes: int,
         payloads_are_still: bool,
         max_pinned_nbytes: int,
+        in_background: bool = False,
     ) -> None: ...
 
 # Whether the engine copies from and to this device.

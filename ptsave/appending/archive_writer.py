@@ -354,6 +354,7 @@ class ArchiveWriter:
             chunk_nbytes=self._chunk_nbytes(n_threads) - slack,
             payloads_are_still=True,
             max_pinned_nbytes=self._limits.max_pinned_nbytes,
+            in_background=True,
         )
         name = f"{JOURNAL_PREFIX}{len(self._journals)}"
         journal = batch.engine.write(

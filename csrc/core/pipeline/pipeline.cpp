@@ -1,6 +1,9 @@
 #include "core/pipeline/pipeline.h"
 
 #include <cxxabi.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <new>
@@ -10,10 +13,21 @@
 namespace ptsave {
 namespace {
 constexpr std::chrono::milliseconds kPollInterval{100};
-}
+// Beside busy threads a sixtieth of the processors is left, so that nothing waits for ever.
+constexpr int kBackgroundNice = 19;
 
-ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work)
-    : n_chunks_(n_chunks), work_(std::move(work)) {
+// Lowers the priority of the calling thread, unless it is as low already.  Nobody depends on it.
+void give_way() {
+  const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
+  if (::getpriority(PRIO_PROCESS, thread) < kBackgroundNice) {
+    static_cast<void>(::setpriority(PRIO_PROCESS, thread, kBackgroundNice));
+  }
+}
+}  // namespace
+
+ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work,
+                             Priority priority)
+    : n_chunks_(n_chunks), work_(std::move(work)), priority_(priority) {
   workers_.reserve(n_threads);
   for (std::size_t i = 0; i < n_threads && i < n_chunks; ++i) {
     try {
@@ -32,6 +46,7 @@ ChunkPipeline::~ChunkPipeline() {
 }
 
 void ChunkPipeline::run_worker() {
+  if (priority_ == Priority::kBackground) give_way();
   while (run_next_chunk()) {
   }
 }

@@ -20,6 +20,9 @@ namespace ptsave {
 // Called about ten times a second on the thread that waits; may throw, which cancels the transfer.
 using Poll = std::function<void()>;
 
+// Whether workers give way to other threads: those of a program that goes on meanwhile.
+enum class Priority { kOfCaller, kBackground };
+
 class ChunkPipeline {
  public:
   // Does one chunk; the pipeline is passed for wait_in_worker() and notify().
@@ -27,7 +30,8 @@ class ChunkPipeline {
 
   // Starts `n_threads` workers over chunks 0 .. n_chunks - 1; with n_threads == 0 the chunks run on
   // the thread that waits.  `work` is called concurrently, for different chunks.
-  ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work);
+  ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work,
+                Priority priority = Priority::kOfCaller);
   ChunkPipeline(const ChunkPipeline&) = delete;
   ChunkPipeline& operator=(const ChunkPipeline&) = delete;
   // Cancels chunks that have not begun and joins the workers.
@@ -55,6 +59,7 @@ class ChunkPipeline {
 
   const std::size_t n_chunks_;
   const Work work_;
+  const Priority priority_;
   std::atomic<std::size_t> cursor_{0};
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;

@@ -184,14 +184,13 @@ class GatheringChunk final : public ChunkSink {
 };
 
 // Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
-void run_chunks(FileBody& body, std::size_t n_threads, Progress& progress, const Poll& poll,
-                const ChunkPipeline::Work& write_chunk) {
-  ChunkPipeline pipeline(body.n_chunks(), body.n_chunks() > 1 ? n_threads : 0,
-                         [&](ChunkPipeline& self, std::size_t chunk) {
-                           write_chunk(self, chunk);
-                           progress.fetch_add(body.chunk_range(chunk).nbytes(),
-                                              std::memory_order_relaxed);
-                         });
+void run_chunks(FileBody& body, std::size_t n_threads, Priority priority, Progress& progress,
+                const Poll& poll, const ChunkPipeline::Work& write_chunk) {
+  const auto work = [&](ChunkPipeline& self, std::size_t chunk) {
+    write_chunk(self, chunk);
+    progress.fetch_add(body.chunk_range(chunk).nbytes(), std::memory_order_relaxed);
+  };
+  ChunkPipeline pipeline(body.n_chunks(), body.n_chunks() > 1 ? n_threads : 0, work, priority);
   body.prepare_tail();
   pipeline.finish(poll);
 }
@@ -246,16 +245,17 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
 
 void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
                     const WriteOptions& options, Progress& progress, const Poll& poll) {
-  run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
-    std::uint64_t offset = base_offset + body.chunk_range(i).begin;
-    const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
-      if (data != nullptr) file.write_at(offset, data, nbytes);
-      offset += nbytes;
-    };
-    GatheringChunk chunk(sink, options.compute_crcs, body.chunk_range(i));
-    body.produce(pipeline, i, chunk);
-    chunk.flush();
-  });
+  run_chunks(body, options.n_threads, options.priority, progress, poll,
+             [&](ChunkPipeline& pipeline, std::size_t i) {
+               std::uint64_t offset = base_offset + body.chunk_range(i).begin;
+               const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
+                 if (data != nullptr) file.write_at(offset, data, nbytes);
+                 offset += nbytes;
+               };
+               GatheringChunk chunk(sink, options.compute_crcs, body.chunk_range(i));
+               body.produce(pipeline, i, chunk);
+               chunk.flush();
+             });
   const std::string tail = checked_tail(body, options);
   file.write_at(base_offset + body.nbytes(), tail.data(), tail.size());
   progress.store(body.nbytes() + tail.size(), std::memory_order_relaxed);
@@ -286,28 +286,30 @@ void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
           .take(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
                 body.chunk_nbytes());
   file.set_direct(true);
-  run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
-    const ByteRange range = body.chunk_range(i);
-    const BufferPool::Lease buffer(buffers);
-    const std::uint64_t offset = base_offset + range.begin;
-    const std::size_t nbytes = std::min(range.end, aligned_end) - range.begin;
-    std::function<void()> write;
-    if (takes_payloads) {
-      BlockChunk chunk(buffer.data(), offset, alignment, options.compute_crcs);
-      body.produce(pipeline, i, chunk);
-      write = [&file, offset, pieces = chunk.pieces(nbytes)] {
-        file.write_pieces_at(offset, pieces);
-      };
-    } else {
-      MemoryChunk chunk(buffer.data(), options.compute_crcs);
-      body.produce(pipeline, i, chunk);
-      write = [&] { file.write_at(offset, buffer.data(), nbytes); };
-    }
-    if (range.end > aligned_end) {
-      rest.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes, range.nbytes() - nbytes);
-    }
-    if (nbytes > 0) write_aligned(file, write);
-  });
+  run_chunks(body, options.n_threads, options.priority, progress, poll,
+             [&](ChunkPipeline& pipeline, std::size_t i) {
+               const ByteRange range = body.chunk_range(i);
+               const BufferPool::Lease buffer(buffers);
+               const std::uint64_t offset = base_offset + range.begin;
+               const std::size_t nbytes = std::min(range.end, aligned_end) - range.begin;
+               std::function<void()> write;
+               if (takes_payloads) {
+                 BlockChunk chunk(buffer.data(), offset, alignment, options.compute_crcs);
+                 body.produce(pipeline, i, chunk);
+                 write = [&file, offset, pieces = chunk.pieces(nbytes)] {
+                   file.write_pieces_at(offset, pieces);
+                 };
+               } else {
+                 MemoryChunk chunk(buffer.data(), options.compute_crcs);
+                 body.produce(pipeline, i, chunk);
+                 write = [&] { file.write_at(offset, buffer.data(), nbytes); };
+               }
+               if (range.end > aligned_end) {
+                 rest.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes,
+                             range.nbytes() - nbytes);
+               }
+               if (nbytes > 0) write_aligned(file, write);
+             });
   if (!file.set_direct(false)) throw IoError(errno, "fcntl", file.path());
   rest += checked_tail(body, options);
   file.write_at(base_offset + aligned_end, rest.data(), rest.size());
@@ -331,10 +333,11 @@ void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, boo
 void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
                      const WriteOptions& options, Progress& progress, const Poll& poll) {
   ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
-  run_chunks(body, options.n_threads, progress, poll, [&](ChunkPipeline& pipeline, std::size_t i) {
-    MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
-    body.produce(pipeline, i, chunk);
-  });
+  run_chunks(body, options.n_threads, options.priority, progress, poll,
+             [&](ChunkPipeline& pipeline, std::size_t i) {
+               MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
+               body.produce(pipeline, i, chunk);
+             });
   const std::string tail = checked_tail(body, options);
   std::memcpy(out + body.nbytes(), tail.data(), tail.size());
   progress.store(layout.nbytes(), std::memory_order_relaxed);
@@ -349,7 +352,7 @@ void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, cons
 void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions& options,
                      Progress& progress) {
   run_chunks(
-      body, 0, progress, [] {},
+      body, 0, Priority::kOfCaller, progress, [] {},
       [&](ChunkPipeline& pipeline, std::size_t i) {
         GatheringChunk chunk(sink, options.compute_crcs, body.chunk_range(i));
         body.produce(pipeline, i, chunk);

@@ -13,6 +13,7 @@
 
 #include "core/io/file.h"
 #include "core/memory/buffer.h"
+#include "core/pipeline/pipeline.h"
 #include "core/write/archive_body.h"
 
 namespace ptsave {
@@ -45,6 +46,7 @@ struct WriteOptions {
   DirectBuffers* buffers = nullptr;  // optional
   // Page-locked host memory for what comes from accelerators.
   std::size_t max_pinned_nbytes = 0;
+  Priority priority = Priority::kOfCaller;  // of the threads
 };
 
 // Bytes of the file written so far; may be read from the poll callback.

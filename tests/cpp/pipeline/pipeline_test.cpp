@@ -1,6 +1,9 @@
 #include "core/pipeline/pipeline.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -295,6 +298,22 @@ TEST(PipelineInline, RunsOnTheThreadThatWaitsInAscendingOrder) {
   EXPECT_EQ(order.size(), 10u);
   EXPECT_TRUE(std::ranges::is_sorted(order));
   EXPECT_EQ(n_polls, 10) << "between chunks, so that each can be cancelled";
+}
+
+int nice_of_thread() {
+  return ::getpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)));
+}
+
+TEST(Pipeline, ThreadsInTheBackgroundGiveWay) {
+  const int nice = nice_of_thread();
+  for (const Priority priority : {Priority::kOfCaller, Priority::kBackground}) {
+    std::atomic<int> found{-1};
+    ChunkPipeline pipeline(
+        1, 1, [&](ChunkPipeline&, std::size_t) { found = nice_of_thread(); }, priority);
+    pipeline.finish(kNoPoll);
+    EXPECT_EQ(found, priority == Priority::kBackground ? 19 : nice);
+    EXPECT_EQ(nice_of_thread(), nice);  // of the caller
+  }
 }
 
 TEST(PipelineStress, ManyShortLives) {
