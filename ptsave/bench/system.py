@@ -54,7 +54,7 @@ def make_cold(path: Path, *, drop_all: bool = True) -> None:
 def make_warm(path: Path) -> None:
     """Read the whole file into the page cache; raise if it does not stay there."""
     buffer = bytearray(8 * MIB)
-    for _ in range(3):  # the kernel may drop a few pages that were read first
+    for _ in range(10):  # the kernel may drop a few pages that were read first
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
