@@ -43,6 +43,8 @@ class ForkedRanks:
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             os.environ.update({name: str(value) for name, value in names.items()})
             os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})  # of the file
+            # Or accelerate asks for a thread a core, of the parent's OpenMP pool that is not here.
+            os.environ["OMP_NUM_THREADS"] = "1"
             torch.distributed.init_process_group(
                 "gloo", f"file://{store}", timeout=_TIMEOUT, rank=rank, world_size=size
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _system import in_child
 from stock_comparison import assert_same_object, stock_save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -115,12 +117,18 @@ def test_as_torch_loads_them(tmp_path: Path, flat: bool, kind: Any, groups: str)
         step(fresh, mine)
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    address = f"file://{tmp_path}/store"
+@contextmanager
+def _one_rank(folder: Path) -> Iterator[None]:
+    address = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    with _one_rank(tmp_path):
+        yield
 
 
 def wrapped(model: Any, how: str) -> Any:
@@ -300,15 +308,22 @@ def test_nested_state(tmp_path: Path) -> None:
         ptsave.load_checkpoint(tmp_path / "c.pt", model=model, optimizer=mine)
 
 
-def test_sharded_parameters_are_refused(tmp_path: Path, one_rank: None) -> None:
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    # DTensor keeps groups per thread for good: a child forked by another thread would free them.
+    in_child(partial(_refuse_sharded, tmp_path))
+
+
+def _refuse_sharded(folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = model_of(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    stock_save(state_dict_of(model, optimizer, flat=False), tmp_path / "o.pt")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    sharded: Any = fully_shard(model_of(1), mesh=mesh)
-    mine = torch.optim.AdamW(sharded.parameters())
-    with pytest.raises(TypeError, match="set_optimizer_state_dict"):
-        ptsave.load_into(tmp_path / "o.pt", mine, named_parameters=sharded.named_parameters())
+    with _one_rank(folder):
+        model = model_of(1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        stock_save(state_dict_of(model, optimizer, flat=False), folder / "o.pt")
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded: Any = fully_shard(model_of(1), mesh=mesh)
+        mine = torch.optim.AdamW(sharded.parameters())
+        named = sharded.named_parameters()
+        with pytest.raises(TypeError, match="set_optimizer_state_dict"):
+            ptsave.load_into(folder / "o.pt", mine, named_parameters=named)
