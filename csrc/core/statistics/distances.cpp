@@ -208,7 +208,7 @@ PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint
   found[kNoUlps] = count_equal(ulps, n, kNoUlps);
   std::size_t n_left = n - found[kNoUlps];
   std::uint8_t bucket = n_left > 0 ? smallest_of(ulps, n) : std::uint8_t{0};
-  for (int i = 0; i < kNTries && n_left > 0; ++i, ++bucket) {
+  for (int i = 0; i < kNTries && n_left > 0 && bucket < kNUlpBuckets; ++i, ++bucket) {
     if (i == kNFirst && n_left > n / 2) break;
     found[bucket] = count_equal(ulps, n, bucket);
     n_left -= found[bucket];

@@ -29,7 +29,8 @@ struct SourcePayload {
   std::uint64_t offset = 0;
   std::optional<std::uint32_t> crc = std::nullopt;  // the expected one
   // If there are any, they are all of it, in order, the first at 0; `source` is that of one.
-  std::vector<SourcePart> parts = {};
+  // Its initializer is for gcc, which warns of braces that leave out members without one.
+  std::vector<SourcePart> parts = {};  // NOLINT(readability-redundant-member-init)
 };
 
 // Reads pieces from the page cache, or past it, into a bounded number of buffers; a chunk that is a
