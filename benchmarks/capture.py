@@ -197,8 +197,13 @@ def captured_pairs(
             seconds = time.perf_counter() - start
             model.zero_grad(set_to_none=True)
             pairs.append((without, seconds))
-            time.sleep(0.3)  # it is written meanwhile
+            pause()
     return pairs
+
+
+def pause() -> None:
+    """Wait as long as a captured step takes to be written, with whatever contender."""
+    time.sleep(0.3)
 
 
 def run(**fields: Any) -> dict[str, Any]:
@@ -223,10 +228,10 @@ def run(**fields: Any) -> dict[str, Any]:
     if task.contender in CAPTURES:
         pairs = captured_pairs(task, model, bare, x)
     else:
-        pairs = [
-            (train(model, x), timed_with_hooks(task.contender, model, x, folder))
-            for _ in range(2 + N_PAIRS[task.network])
-        ]
+        pairs = []
+        for _ in range(2 + N_PAIRS[task.network]):
+            pairs.append((train(model, x), timed_with_hooks(task.contender, model, x, folder)))
+            pause()
     shutil.rmtree(folder)
     counted = pairs[2:]
     return asdict(
