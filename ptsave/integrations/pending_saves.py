@@ -101,21 +101,22 @@ class PendingSaves:
     def _finish(self, future: SaveFuture) -> None:
         """Do the removals that have waited for a save; runs on the thread that wrote."""
         failed = future.cancelled() or Future.exception(future) is not None
-        with self._changed:
-            if failed and not future.cancelled():
+        if failed and not future.cancelled():
+            with self._changed:
                 self._failures.append(future)
-            due = self._due_removals(future, failed=failed)
-        try:
+        while True:
+            with self._changed:
+                due = self._due_removals(future, failed=failed)
+                if not due:  # nor can there be others from here on
+                    self._pending.discard(future)
+                    self._changed.notify_all()
+                    return
             for path, storage_options in due:
                 try:
                     remove_checkpoint(path, storage_options)
                 except Exception as error:
                     with self._changed:
                         self._failures.append(error)
-        finally:
-            with self._changed:
-                self._pending.discard(future)
-                self._changed.notify_all()
 
     def _due_removals(
         self, future: SaveFuture, *, failed: bool

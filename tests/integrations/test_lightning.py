@@ -8,6 +8,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -291,6 +292,29 @@ def test_old_one_goes_when_the_new_one_is_there(gate: Any, tmp_path: Path) -> No
     gate.set()
     saves.wait()
     assert os.listdir(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize("error", [None, PermissionError("may not")])
+def test_removals_that_come_while_others_are_done(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    removed = []
+
+    def remove(path: str, _: object) -> None:
+        removed.append(path)
+        if len(removed) < 3:
+            saves.remove(f"{path}+")
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("ptsave.integrations.pending_saves.remove_checkpoint", remove)
+    saves = PendingSaves()
+    saves.save([1], str(tmp_path / "new"))
+    saves.remove("old")
+    gate.set()
+    with nullcontext() if error is None else pytest.raises(PermissionError):
+        saves.wait()
+    assert removed == ["old", "old+", "old++"]
 
 
 def test_old_one_stays_if_the_new_one_fails(gate: Any, tmp_path: Path) -> None:
