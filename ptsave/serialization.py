@@ -160,6 +160,7 @@ def load(
     verify: bool = True,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
@@ -192,6 +193,10 @@ def load(
         Whether to show a progress bar.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks that load the same path or URL at the same time, one archive of torch 1.6 or
+        later: rank 0 of the group reads each byte once, for all.  Every rank calls this, with
+        options of its own, as to where its tensors belong.  None: each rank reads.
     **pickle_load_args
         Passed to the unpickler if ``weights_only=False``.
 
@@ -210,9 +215,16 @@ def load(
         `mmap` is asked of something else than a local path.
     pickle.UnpicklingError
         As from :func:`torch.load`.
+    RuntimeError, TypeError
+        `process_group` has been destroyed, or is no process group; or a rank of it has ended.
 
     Notes
     -----
+    With `process_group`, what fails on one rank (the file is damaged, a pickle is refused there)
+    is an error on all, which names the rank and the file.  A chunk of 8 MiB is on its way while the
+    next is read; a rank needs 24 MiB above its tensors, and compares the checksums itself.  One
+    that uses no bytes (``map_location="meta"``) keeps none.
+
     Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
     File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
     files are read in order, one storage at a time.  The position of any file-like object is behind
@@ -231,4 +243,4 @@ def load(
     options = LoadOptions(
         map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args
     )
-    return load_source(f, options, storage_options)
+    return load_source(f, options, storage_options, process_group)

@@ -24,8 +24,10 @@ from ptsave.support.user_warnings import warn_user
 
 __all__ = [
     "Placement",
+    "ReceivedPlacement",
     "accelerator_of",
     "fill",
+    "goes_by_torchs_rules",
     "may_reach_accelerator",
     "memory_for",
     "to_device",
@@ -177,6 +179,12 @@ def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
     )
 
 
+def goes_by_torchs_rules(map_location: Any) -> bool:
+    """Whether torch alone decides on devices, by the names of locations and nothing else."""
+    known = map_location is None or type(map_location) in (str, torch.device, dict)
+    return known and _follows_torchs_rules()
+
+
 def _follows_torchs_rules() -> bool:
     """Whether nobody has registered a way of their own to bring storages to devices."""
     return all(
@@ -241,4 +249,47 @@ class Placement:
             self._devices[location] = device
             if device == _CPU or _C.can_stage(device):
                 self._reader.engine.place(location, device)
+        return device
+
+
+class ReceivedPlacement:
+    """A callable `map_location` for storages whose bytes come from another rank.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive, with all storages reserved.
+    map_location : None, str, torch.device or dict
+        As for :func:`ptsave.load`, where `goes_by_torchs_rules` holds.
+
+    Attributes
+    ----------
+    placed : dict of int to torch.UntypedStorage
+        The storages that are not in CPU memory, by their records.
+    """
+
+    def __init__(self, reader: RecordReader, map_location: Any) -> None:
+        self.placed: dict[int, torch.UntypedStorage] = {}
+        self._engine = reader.engine
+        self._restore = restore_location(map_location)
+        self._devices: dict[str, torch.device] = {}
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
+        device = self._device_of(location)
+        if device == _CPU and storage.nbytes() > 0:
+            return storage
+        record = self._engine.record_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        if record is None or device.type == "meta":
+            return self._restore(storage, location)
+        if record not in self.placed:
+            self.placed[record] = torch.UntypedStorage(storage.nbytes(), device=device)
+        return self.placed[record]
+
+    def _device_of(self, location: str) -> torch.device:
+        device = self._devices.get(location)
+        if device is None:
+            device = self._restore(torch.UntypedStorage(0), location).device
+            self._devices[location] = device
+            if device == _CPU:
+                self._engine.place(location, device)
         return device

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap as mmap_module
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["LoadOptions", "load_file"]
+__all__ = ["LoadOptions", "load_file", "rebuild"]
 
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
@@ -120,7 +121,8 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
         closing(reader),
         progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
-        result = _load_archive(reader, options, module)
+        overall = _map_file(reader, options.map_location) if options.mmap else None
+        result = rebuild(reader, options, module, partial(unpickle, overall_storage=overall))
         end = None if begin is None else begin + reader.end_of_storages()
     if end is not None:
         f.seek(end)
@@ -161,14 +163,32 @@ def _under_another_name(f: Any) -> Iterator[Any]:
     yield f
 
 
-def _load_archive(reader: RecordReader, options: LoadOptions, pickle_module: Any) -> Any:
+def rebuild(
+    reader: RecordReader, options: LoadOptions, pickle_module: Any, unpickle: Callable[..., Any]
+) -> Any:
+    """Rebuild the object of an archive, and check all of the archive that is no storage.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    options : LoadOptions
+        Options of the load.
+    pickle_module : module
+        ``torch.restricted_unpickler`` for the restricted machine.
+    unpickle : callable
+        Given the reader, and `map_location`, `pickle_module` and `pickle_load_args` by name.
+    """
     check_dill_version(options.pickle_module)
-    map_location = options.map_location
-    overall_storage = _map_file(reader, map_location) if options.mmap else None
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     reader.check_version()
     try:
-        result = unpickle(reader, map_location, pickle_module, overall_storage, arguments)
+        result = unpickle(
+            reader,
+            map_location=options.map_location,
+            pickle_module=pickle_module,
+            pickle_load_args=arguments,
+        )
     except pickle.UnpicklingError as error:
         raise_with_advice(error, pickle_module)
     if reader.verify:

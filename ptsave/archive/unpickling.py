@@ -18,7 +18,7 @@ import io
 import os
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,13 @@ import torch
 
 from ptsave import _C
 from ptsave.archive.damage import damage_of
-from ptsave.archive.filling import Placement, may_reach_accelerator, verifies_storages
+from ptsave.archive.filling import (
+    Placement,
+    ReceivedPlacement,
+    goes_by_torchs_rules,
+    may_reach_accelerator,
+    verifies_storages,
+)
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.plain_values import ValueUnpickler, refuse_functions
 from ptsave.archive.reader import RecordReader, UnfilledView
@@ -48,6 +54,7 @@ __all__ = [
     "is_meta_location",
     "refusal_of",
     "unpickle",
+    "unpickle_received",
     "unpickle_unread",
     "unpickle_without_bytes",
 ]
@@ -201,6 +208,43 @@ def unpickle_without_bytes(
         As for `unpickle`.
     """
     return _load(UnfilledView(archive), map_location, pickle_module, None, pickle_load_args)
+
+
+def unpickle_received(
+    reader: RecordReader,
+    map_location: Any,
+    pickle_module: Any,
+    pickle_load_args: dict[str, Any],
+    receive: Callable[[set[int], Mapping[int, torch.UntypedStorage]], None],
+) -> Any:
+    """Rebuild the object of an archive whose storages come from another rank.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive.
+    map_location, pickle_module, pickle_load_args
+        As for `unpickle`.
+    receive : callable
+        Receives all storages.  Given the records whose reserved storages are to be filled, and
+        storages on other devices by their records.
+    """
+    if not fills_storages(map_location):
+        module = _faster(pickle_module, reader, storages_are_plain=False)
+        return _load(UnfilledView(reader), map_location, module, None, pickle_load_args)
+    _reserve(reader)
+    if goes_by_torchs_rules(map_location) and _may_defer(reader, pickle_module):
+        placement = ReceivedPlacement(reader, map_location)
+        module = _faster(pickle_module, reader, storages_are_plain=True)
+        result = _load(reader.for_loader(), placement, module, None, pickle_load_args)
+        receive(set(reader.engine.referenced()) - placement.placed.keys(), placement.placed)
+    else:  # something may look at values, or at storages
+        others = {reader.find(name) for name in reader.engine.other_names()}
+        receive(set(range(len(reader.engine.records()))) - others, {})
+        module = _faster(pickle_module, reader, storages_are_plain=False)
+        result = _load(reader.for_loader(), map_location, module, None, pickle_load_args)
+    reader.engine.release_storages()
+    return result
 
 
 def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ptsave.archive.group_loading import load_by_group
 from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
 from ptsave.archive.stream_reader import StreamReader
@@ -18,6 +19,7 @@ from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.sources.urls import is_url_source
+from ptsave.support.group_call import has_others
 
 __all__ = ["load_source"]
 
@@ -25,12 +27,17 @@ _HEADER_OFFSET = 8  # in a safetensors file
 
 
 def load_source(
-    f: Any, options: LoadOptions, storage_options: Mapping[str, Any] | None = None
+    f: Any,
+    options: LoadOptions,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
 ) -> Any:
     """Load a checkpoint; parameters and errors as of :func:`ptsave.load`.
 
     A local file that begins as an archive is opened once, and nothing else is asked of the system.
     """
+    if has_others(process_group):
+        return load_by_group(f, options, storage_options, process_group)
     if is_url_source(f, storage_options):
         return _load_files(find_files(f, storage_options), options)
     try:

@@ -1,13 +1,14 @@
-"""The parts of distributed tensors that this process has, without importing torch.distributed."""
+"""Distributed tensors and process groups, without importing what takes a second to import."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["is_distributed_tensor", "local_part_of"]
+__all__ = ["device_of_group", "is_distributed_tensor", "local_part_of"]
 
 _PLAIN_TYPES = (Tensor, Parameter)
 
@@ -39,3 +40,11 @@ def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if len(chunks) > 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         raise RuntimeError(f"a DTensor of placements {distributed.placements} is not one block")
     return local, tuple(chunks[0].offsets)
+
+
+def device_of_group(group: Any) -> torch.device:
+    """Return where tensors have to be for a process group to exchange them: the CPU if it can."""
+    kinds = [device.type for device in group._device_types]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.empty(0, device=kinds[0]).device  # the current one of that kind

@@ -1,0 +1,176 @@
+"""A call that all ranks of a process group make at once: what fails on one fails on all."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ptsave.errors import CorruptCheckpointError
+from ptsave.support.torch_distributed import device_of_group
+
+__all__ = ["GroupCall", "has_others"]
+
+# What an error of another rank is here: the first of these that it is.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        pickle.UnpicklingError,
+        MemoryError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    )
+}
+
+
+class GroupCall:
+    """A call, as one rank makes it: each makes the same exchanges in the same order.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        Its ranks make the call.
+
+    Attributes
+    ----------
+    name : str
+        The file that the call is about, for messages.
+    rank, size : int
+        This process's number in the group, and how many there are.
+    device : torch.device
+        Where tensors have to be for the group to exchange them.
+
+    Raises
+    ------
+    RuntimeError
+        There is no process group, or this one has been destroyed.
+    TypeError
+        It is no process group.
+    ValueError
+        This process is not in it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        _check_group(group)
+        self._group = group
+        self._has_ended = False
+        self.name = ""
+        try:
+            self.rank = distributed.get_rank(group)
+            self.size = distributed.get_world_size(group)
+            self.device = device_of_group(group)
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise RuntimeError(f"process_group has been destroyed ({error})") from error
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this is the rank that reads the file for all."""
+        return self.rank == 0
+
+    def agree(self, value: Any, error: Exception | None = None) -> list[Any]:
+        """Return the values of all ranks.
+
+        Parameters
+        ----------
+        value : object
+            What this rank has to say: anything that can be pickled.
+        error : Exception, optional
+            Why it cannot go on.
+
+        Raises
+        ------
+        Exception
+            `error`, if there is one; otherwise that of the first rank that has one, which the
+            message names.
+        """
+        said: list[Any] = [None] * self.size
+        with self.exchanging("exchange"):
+            mine = (value, None if error is None else _described(error))
+            distributed.all_gather_object(said, mine, group=self._group)
+        failed = [rank for rank, (_, failure) in enumerate(said) if failure is not None]
+        if failed:
+            self._has_ended = True
+            raise error or self._error_of(failed[0], *said[failed[0]][1])
+        return [value for value, _ in said]
+
+    def send(self, value: Any) -> Any:
+        """Return the value that the reader gives, on every rank."""
+        values = [value]
+        with self.exchanging("exchange"):
+            distributed.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to give all ranks the reader's bytes; the result's ``wait()`` ends it."""
+        return distributed.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """Name the file and this rank in an error of the group; nothing is exchanged after it."""
+        try:
+            yield
+        except BaseException as error:
+            self._has_ended = True
+            if not isinstance(error, RuntimeError):
+                raise
+            raise RuntimeError(
+                f"{self.name}: rank {self.rank} of {self.size} of process_group could not go on to "
+                f"{what} with the others: another rank has ended or does not answer: {error}"
+            ) from error
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the block, unless they know, and raise it here."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_ended:
+                self.agree(None, error)
+            raise
+
+    def _error_of(self, rank: int, kind: str, words: str, details: dict[str, Any]) -> Exception:
+        """Return the error for that of another rank."""
+        who = f"rank {rank} of {self.size}"
+        if kind == "OSError":
+            return OSError(details["errno"], f"{who}: {words}", details["filename"] or self.name)
+        message = f"{self.name}: {who} could not go on: {words}"
+        if kind == "CorruptCheckpointError":
+            return CorruptCheckpointError(message, **details)
+        return _KINDS[kind](message)
+
+
+def has_others(group: Any) -> bool:
+    """Whether a process group, or None, has other ranks than this; errors as of `GroupCall`."""
+    return group is not None and GroupCall(group).size > 1
+
+
+def _check_group(group: Any) -> None:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise RuntimeError(
+            "process_group needs torch.distributed.init_process_group(), which has not been called"
+        )
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in process_group: only its ranks make the call")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, such as "
+            f"torch.distributed.group.WORLD or mesh.get_group(), not {type(group).__name__}"
+        )
+
+
+def _described(error: Exception) -> tuple[str, str, dict[str, Any]]:
+    """Return the kind of an error, its words, and what else the other ranks' errors have."""
+    if isinstance(error, CorruptCheckpointError):
+        details = {name: getattr(error, name) for name in ("path", "record", "offset", "entries")}
+        return "CorruptCheckpointError", str(error), details
+    if isinstance(error, OSError) and error.errno is not None:
+        name = error.filename if isinstance(error.filename, str) else None
+        return "OSError", error.strerror or str(error), {"errno": error.errno, "filename": name}
+    kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+    return kind, f"{type(error).__name__}: {error}", {}

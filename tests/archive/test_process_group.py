@@ -1,0 +1,237 @@
+"""`process_group=`: one rank reads a file, all ranks of the group have what it holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _corruption import flip_middle
+from forked_ranks import ForkedRanks
+from stock_comparison import assert_same_object, failure_of, saved_bytes, zip_records, zipped
+from torch import distributed
+
+import ptsave
+from ptsave.archive import group_archive
+from ptsave.archive.spans import EngineSpans
+
+CHUNK_NBYTES = 1 << 14
+MIB = 1 << 20
+
+
+class Looking:
+    """An object that looks at a tensor's values while it is unpickled."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.total = float(tensor.sum())
+
+    def __reduce__(self) -> Any:
+        return Looking, (self.tensor,)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", CHUNK_NBYTES)
+
+
+def _state() -> dict[str, Any]:
+    matrix = torch.randn(130, 129)  # of five chunks
+    return {
+        "matrix": matrix,
+        "transposed": matrix.t(),
+        "row": matrix[3],
+        "empty": torch.empty(0, 3),
+        "half": torch.randn(4000).half(),
+        "complex": torch.randn(5, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(4).to_sparse(),
+        **{f"small{i}": torch.full((i,), float(i)) for i in range(40)},
+        "words": ["epoch", 3],
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_has_what_torch_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    path, objects = tmp_path / "a.pt", tmp_path / "objects.pt"
+    torch.save(_state(), path)
+    torch.save([Looking(torch.arange(9000.0))], objects)
+
+    def load(rank: int) -> None:
+        group = distributed.group.WORLD
+        if rank > 0:  # which have no file
+            monkeypatch.setattr(group_archive, "open_source", None)
+        loaded, stock = ptsave.load(path, process_group=group), torch.load(path)
+        assert_same_object(loaded, stock)
+        matrix = loaded["matrix"].untyped_storage()
+        assert loaded["row"].untyped_storage().data_ptr() == matrix.data_ptr()
+        matrix.resize_(4)
+        # Each rank's own options: one sees each storage, others load what looks at values.
+        seen: list[str] = []
+
+        def see(storage: Any, location: str) -> Any:
+            seen.append(location)
+            assert storage.nbytes() != 130 * 129 * 4 or any(storage[:64])
+            return storage
+
+        where = [see, None, "meta", {"cpu": "cpu"}][rank]
+        loaded = ptsave.load(str(path), where, process_group=group)
+        assert (where is see) == bool(seen)
+        if where == "meta":
+            assert loaded["matrix"].is_meta
+        else:
+            assert_same_object(loaded, stock)
+        (looking,) = ptsave.load(objects, weights_only=False, process_group=group)
+        assert looking.total == 8999 * 4500
+
+    ForkedRanks(tmp_path, load, size).join()
+
+
+def test_other_byte_order(tmp_path: Path) -> None:
+    path = tmp_path / "swapped.pt"
+    records = zip_records(saved_bytes(torch.save, {"a": torch.arange(5000)}))
+    (name,) = (name for name in records if name.endswith("byteorder"))
+    path.write_bytes(zipped({**records, name: b"big" if sys.byteorder == "little" else b"little"}))
+
+    def load(rank: int) -> None:
+        loaded = ptsave.load(path, process_group=distributed.group.WORLD)
+        assert_same_object(loaded, torch.load(path))
+
+    ForkedRanks(tmp_path, load).join()
+
+
+def test_damage_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    state = {"large": torch.zeros(9000), "small": torch.ones(50)}
+    for name in state:
+        torch.save(state, tmp_path / f"{name}.pt")
+        flip_middle(tmp_path / f"{name}.pt", f"data/{[*state].index(name)}")
+
+    def load(rank: int) -> None:
+        group = distributed.group.WORLD
+        for name in state:
+            load = partial(ptsave.load, tmp_path / f"{name}.pt", process_group=group)
+            error = failure_of(load)
+            assert isinstance(error, ptsave.CorruptCheckpointError)
+            assert error.entries == [name]
+            assert f"{name}.pt" in str(error)
+        loaded = ptsave.load(tmp_path / "small.pt", verify=False, process_group=group)
+        assert loaded["large"].eq(0).all()
+
+    ForkedRanks(tmp_path, load).join()
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(9000), "b": Looking(torch.ones(3))}, path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.pt").write_text("<!DOCTYPE html><title>404</title>")
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+
+    def load(rank: int) -> None:
+        group = distributed.group.WORLD
+
+        def refused(f: Any, kind: type[Exception], words: str, **options: Any) -> None:
+            error = failure_of(lambda: ptsave.load(f, process_group=group, **options))
+            assert isinstance(error, kind), repr(error)
+            assert re.search(words, str(error)), error
+
+        missing = tmp_path / "missing.pt"
+        refused(missing, FileNotFoundError, str(missing))
+        refused(tmp_path / "folder", OSError, "folder")
+        refused(tmp_path / "text.pt", ValueError, "text.pt.*without process_group")
+        refused(tmp_path / "old.pt", ValueError, "old.pt.*without process_group")
+        refused(path if rank else open(path, "rb"), ValueError, "pass the same path")
+        refused([path, missing][rank], ValueError, "different files: rank 1 for .*missing")
+        on_one = "" if rank == 1 else "rank 1 of 2.*"
+        refused(path, ValueError, f"{on_one}mmap=True maps", weights_only=False, mmap=rank == 1)
+        error = pickle.UnpicklingError
+        refused(path, error, f"{on_one}Weights only load failed", weights_only=rank == 1)
+        assert ptsave.load(path, weights_only=False, process_group=group)["a"].sum() == 9000
+        pair = distributed.new_group([0])
+        if rank == 0:
+            assert ptsave.load(path, weights_only=False, process_group=pair)["a"].sum() == 9000
+        else:
+            refused_alone(path, pair, ValueError, "not in process_group")
+        refused_alone(path, "gloo", TypeError, "must be a torch.distributed.ProcessGroup")
+        pair = distributed.new_group([0, 1])
+        distributed.destroy_process_group(pair)
+        refused_alone(path, pair, RuntimeError, "has been destroyed")
+
+    def refused_alone(path: Path, group: Any, kind: type[Exception], words: str) -> None:
+        with pytest.raises(kind, match=words):
+            ptsave.load(path, process_group=group)
+
+    refused_alone(path, 3, RuntimeError, "init_process_group")
+    ForkedRanks(tmp_path, load).join()
+
+
+def test_read_error_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(50_000)}, path)
+    read, n_reads = EngineSpans.read, 0
+
+    def fail(*args: Any, **options: Any) -> None:
+        nonlocal n_reads
+        n_reads += 1
+        if n_reads == 5:
+            raise OSError(5, "Input/output error", str(path))
+        read(*args, **options)
+
+    monkeypatch.setattr(EngineSpans, "read", fail)
+
+    def load(rank: int) -> None:
+        error = failure_of(lambda: ptsave.load(path, process_group=distributed.group.WORLD))
+        assert isinstance(error, OSError)
+        assert (error.errno, error.filename) == (5, str(path))
+        assert rank == 0 or "rank 0 of 2" in str(error)
+        assert ptsave.load(path, process_group=distributed.group.WORLD)["a"].sum() == 50_000
+
+    ForkedRanks(tmp_path, load).join()
+
+
+def test_a_rank_that_ends_is_no_hang(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(50_000)}, path)
+
+    def load(rank: int) -> None:
+        class Last:
+            def __call__(self, storage: Any, location: str) -> Any:
+                os._exit(0)
+
+        if rank == 0:
+            ptsave.load(path, Last(), process_group=distributed.group.WORLD)
+        error = failure_of(lambda: ptsave.load(path, process_group=distributed.group.WORLD))
+        assert str(path) in str(error)
+        assert "rank 1 of 2" in str(error)
+        os._exit(0)  # the group cannot be ended any more
+
+    ForkedRanks(tmp_path, load).join()
+
+
+def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 8 * MIB)
+    path = tmp_path / "a.pt"
+    torch.save(
+        {"large": torch.zeros(24 * MIB), **{str(i): torch.ones(MIB) for i in range(24)}}, path
+    )
+
+    def peak() -> int:
+        words = Path("/proc/self/status").read_text().split()
+        return int(words[words.index("VmHWM:") + 1]) << 10
+
+    def load(rank: int) -> None:
+        ptsave.load(path, process_group=distributed.group.WORLD, map_location="meta")
+        Path("/proc/self/clear_refs").write_text("5")  # begins to count anew
+        before = peak()
+        loaded = ptsave.load(path, process_group=distributed.group.WORLD)
+        assert loaded["large"][-1] == 0
+        assert peak() - before <= path.stat().st_size + 64 * MIB
+
+    ForkedRanks(tmp_path, load).join()
