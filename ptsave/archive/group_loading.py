@@ -30,10 +30,20 @@ def load_by_group(
         return load_received(archive, options)
 
 
-def load_received(archive: GroupArchive, options: LoadOptions) -> Any:
+def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
     """Load an archive that the ranks of a group receive.
 
     Other ranks may restore from it meanwhile, or load it to other devices.
+
+    Parameters
+    ----------
+    archive : GroupArchive
+        The archive.
+    options : LoadOptions
+        This rank's.
+    waits : bool, default True
+        Whether it is received when all ranks know what they want, so that it is read once; not
+        for ranks that have to check what they get first.
     """
     reader = archive.reader
     if options.mmap:
@@ -46,12 +56,15 @@ def load_received(archive: GroupArchive, options: LoadOptions) -> Any:
     reader.allows_values = options.wants_state
     log_api_usage("torch.load")
     with progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress:
-        unpickle = partial(unpickle_received, receive=partial(_receive, archive))
+        unpickle = partial(unpickle_received, receive=partial(_receive, archive, waits))
         return rebuild(reader, options, module, unpickle)
 
 
 def _receive(
-    archive: GroupArchive, own: set[int], placed: Mapping[int, torch.UntypedStorage]
+    archive: GroupArchive,
+    waits: bool,
+    own: set[int],
+    placed: Mapping[int, torch.UntypedStorage],
 ) -> None:
     """Receive all storages: verify all, and keep those that the object has."""
     engine = archive.reader.engine
@@ -66,5 +79,6 @@ def _receive(
             return
         target[begin : begin + len(part)].copy_(part)
 
-    archive.wait(PLANNED)
+    if waits:
+        archive.wait(PLANNED)
     archive.receive(archive.storages(), take, verify=verifies_storages(archive.reader))

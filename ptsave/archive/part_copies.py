@@ -9,14 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PART_ALIGNMENT", "StorageView", "can_view"]
+__all__ = ["PART_ALIGNMENT", "StorageView", "is_viewable"]
 
 PART_ALIGNMENT = 64  # in bytes: parts begin at multiples of every element's size
 
 
+def is_viewable(tensor: Tensor) -> bool:
+    """Whether a tensor's values are its bytes and its dtype: not so of a quantized one."""
+    return not tensor.is_quantized and _can_view(tensor.dtype)
+
+
 @functools.cache
-def can_view(dtype: torch.dtype) -> bool:
-    """Whether bytes can be viewed as elements of a dtype; not so of quantized ones."""
+def _can_view(dtype: torch.dtype) -> bool:
     try:
         torch.empty(0, dtype=torch.uint8).view(dtype)
     except (RuntimeError, TypeError):
@@ -31,7 +35,7 @@ class StorageView:
     Attributes
     ----------
     dtype : torch.dtype
-        One that `can_view`.
+        The elements'.
     offset : int
         Of the first element, in elements.
     shape, stride : sequence of int
@@ -49,7 +53,7 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageView:
-        """Return the view that a strided tensor is."""
+        """Return the view that a tensor is, which `is_viewable`."""
         offset = int(tensor.storage_offset())
         bits = (tensor.is_conj(), tensor.is_neg())
         return cls(tensor.dtype, offset, tuple(tensor.shape), tensor.stride(), *bits)

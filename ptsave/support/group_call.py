@@ -13,7 +13,7 @@ from torch import distributed
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.torch_distributed import device_of_group
 
-__all__ = ["GroupCall", "has_others"]
+__all__ = ["GroupCall", "failing_together", "has_others"]
 
 # What an error of another rank is here: the first of these that it is.
 _KINDS: dict[str, type[Exception]] = {
@@ -148,6 +148,27 @@ class GroupCall:
 def has_others(group: Any) -> bool:
     """Whether a process group, or None, has other ranks than this; errors as of `GroupCall`."""
     return group is not None and GroupCall(group).size > 1
+
+
+@contextmanager
+def failing_together(group: Any, name: str) -> Iterator[None]:
+    """Tell the other ranks of an error in the block, in the place of their first exchange.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or None
+        The ranks.
+    name : str
+        The file that the call is about.
+    """
+    try:
+        yield
+    except Exception as error:
+        if has_others(group):
+            call = GroupCall(group)
+            call.name = name
+            call.agree(None, error)
+        raise
 
 
 def _check_group(group: Any) -> None:

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
 from ptsave.serialization import save
+from ptsave.sources.local import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
 from ptsave.state.renaming import Rename
+from ptsave.support.group_call import GroupCall, failing_together, has_others
 from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
 from ptsave.training.named_options import check_restoring, check_saving
 from ptsave.training.restored import RestoredEntries, keys_of
@@ -47,6 +49,7 @@ def load_into(
     key_mapping: Rename | None = None,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
 ) -> Any:
     """Restore a state dict from a file straight into the tensors of `target`.
 
@@ -96,6 +99,10 @@ def load_into(
         not have to be in the file.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
+    process_group : torch.distributed.ProcessGroup, optional
+        As for :func:`ptsave.load`: one rank reads an archive for all, each restores a target of its
+        own, which may be a part of the model.  Nothing is overwritten on any rank before the
+        targets of all have been checked.
 
     Returns
     -------
@@ -124,7 +131,9 @@ def load_into(
 
     A local archive, and one in memory, is read straight into the target.  The contents of a URL, of
     a file object of another kind, of a safetensors file or of several files are loaded first, and
-    copied.
+    copied.  With `process_group`, those of a URL, too, go straight into the target, converted on
+    the way where necessary: 24 MiB above the target.  Tensors that are assigned, and those of
+    objects whose making looks at values, are loaded first.
 
     Examples
     --------
@@ -136,21 +145,26 @@ def load_into(
     ...     ptsave.load_into(path, model)
     <All keys matched successfully>
     """
-    _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
-    how = TargetOptions(
-        strict,
-        assign,
-        ignore_mismatched_sizes,
-        match,
-        key_mappings(key_mapping, {"": target}).get(""),
-        names_of_parameters(named_parameters),
-    )
+    with failing_together(process_group, describe(f)):
+        _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
+        how = TargetOptions(
+            strict,
+            assign,
+            ignore_mismatched_sizes,
+            match,
+            key_mappings(key_mapping, {"": target}).get(""),
+            names_of_parameters(named_parameters),
+        )
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options["storage_options"] = storage_options
+    options.update(storage_options=storage_options, process_group=process_group)
     in_place = not assign  # assigned tensors are those of the file: their own place is their last
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
             refuse_module(obj)
+            if copier.is_shared:  # or the load itself checks
+                with part_named(obj, target):
+                    how.check(target, obj, copier)
+                copier.agree()
             with part_named(obj, target):
                 result = how.load(target, obj, copier)
             warn_if_nothing_fits(obj, target, result)
@@ -243,6 +257,7 @@ def load_checkpoint(
     match: Match = None,
     key_mapping: KeyMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
     **targets: Any,
 ) -> RestoredEntries:
     """Restore objects in place from a checkpoint, and return its other entries.
@@ -256,7 +271,7 @@ def load_checkpoint(
     f : str, os.PathLike or file-like
         A file of :func:`ptsave.save_checkpoint`, or any other that holds a dict with a state dict
         for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
-    strict, map_location, weights_only, verify, progress, storage_options
+    strict, map_location, weights_only, verify, progress, storage_options, process_group
         As for :func:`ptsave.load_into`.
     assign
         As for :func:`ptsave.load_into`, for the modules among the targets.
@@ -297,8 +312,9 @@ def load_checkpoint(
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options.update(strict=strict, map_location=map_location, storage_options=storage_options)
     options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes)
-    options.update(match=match, key_mapping=key_mapping)
-    check_restoring("ptsave.load_checkpoint", targets, **options)
+    options.update(match=match, key_mapping=key_mapping, process_group=process_group)
+    with failing_together(process_group, describe(f)):
+        check_restoring("ptsave.load_checkpoint", targets, **options)
     return restore_entries(f, targets, **options)
 
 
@@ -316,11 +332,13 @@ def restore_entries(
     match: Match = None,
     key_mapping: KeyMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
 ) -> RestoredEntries:
     """Load as :func:`load_checkpoint` does, for targets of any name."""
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options["storage_options"] = storage_options
-    renamings = key_mappings(key_mapping, targets)
+    options.update(storage_options=storage_options, process_group=process_group)
+    with failing_together(process_group, describe(f)):
+        renamings = key_mappings(key_mapping, targets)
     named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
     how = {
         name: TargetOptions(
@@ -341,6 +359,7 @@ def restore_entries(
                 check_locations(moves)
             for name, target in targets.items():
                 how[name].check(target, obj[name], copier)
+            copier.agree()
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
                 keys = keys_of(how[name].load(targets[name], obj[name], copier))
                 if keys is None and isinstance(targets[name], Optimizer):
@@ -349,14 +368,22 @@ def restore_entries(
                     report[name] = keys
         finally:
             del obj
-        if not moves:
-            return RestoredEntries(rest, report)
         names = set(rest)
-        rest.clear()
+        if moves:
+            rest.clear()
+    if not _any_rank(process_group, bool(moves)):
+        return RestoredEntries(rest, report)
     # They belong on another device: torch's rules say which, when they are loaded by themselves.
     loading = LoadOptions(map_location, weights_only=weights_only, verify=False, wants_state=True)
-    again = load_source(f, loading, storage_options)
+    again = load_source(f, loading, storage_options, process_group)
+    if not moves:
+        return RestoredEntries(rest, report)
     return RestoredEntries({key: each for key, each in items_of(again) if key in names}, report)
+
+
+def _any_rank(group: Any, fact: bool) -> bool:
+    """Whether something is so on any rank of a group, or here."""
+    return any(GroupCall(group).agree(fact)) if has_others(group) else fact
 
 
 def _rank(target: Any) -> int:

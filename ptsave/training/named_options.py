@@ -31,6 +31,7 @@ class _Option(NamedTuple):
 
 
 _NONE = type(None)
+_GROUPS = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
 _OPTIONS = {
     "pickle_module": _Option("ptsave.save", (ModuleType,)),
     "pickle_protocol": _Option("ptsave.save", (int,)),
@@ -40,6 +41,7 @@ _OPTIONS = {
     "atomic": _Option("ptsave.save_checkpoint", (bool,)),
     "progress": _Option("ptsave.load_checkpoint", (bool,)),
     "storage_options": _Option("ptsave.save_checkpoint", (Mapping, _NONE)),
+    "process_group": _Option("ptsave.load_checkpoint", (*_GROUPS, _NONE)),
     "weights_only_check": _Option("ptsave.save_checkpoint", (bool,)),
     "staging": _Option("ptsave.AsyncCheckpointer", (str,)),
     "max_staged_bytes": _Option("ptsave.AsyncCheckpointer", (int, _NONE)),

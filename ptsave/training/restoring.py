@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch.utils.serialization import config as torch_config
 from ptsave import _C
 from ptsave.archive.damage import entries_in, entries_using
 from ptsave.archive.filling import fill, verifies_storages
+from ptsave.archive.group_archive import CHECKED, PLANNED, GroupArchive, group_archive
+from ptsave.archive.group_loading import load_received
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
@@ -35,9 +37,11 @@ from ptsave.errors import add_note
 from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url_source
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
+from ptsave.support.group_call import has_others
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
+from ptsave.training.group_filling import GroupFiller
 
 __all__ = ["check_locations", "restoring"]
 
@@ -53,8 +57,9 @@ def restoring(
     verify: bool,
     progress: bool,
     storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
     deferred: bool = True,
-) -> Iterator[tuple[Any, Copier, Set[str]]]:
+) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
     """Yield the object of a file, a copier for its tensors, and other locations they belong to.
 
     All copies are made, and every tensor of the object that is still referred to
@@ -63,7 +68,7 @@ def restoring(
 
     Parameters
     ----------
-    f, map_location, weights_only, verify, progress, storage_options
+    f, map_location, weights_only, verify, progress, storage_options, process_group
         As for :func:`ptsave.load`.
     deferred : bool, default True
         Whether to put off reading until the copies are known.  That is not done for files that
@@ -78,39 +83,69 @@ def restoring(
     """
     restricted = resolve_weights_only(weights_only, None)  # which may warn, once
     module = restricted_unpickler if restricted else pickle
+    options = LoadOptions(
+        map_location, weights_only=restricted, verify=verify, progress=progress, wants_state=True
+    )
+    if has_others(process_group):
+        with group_archive(
+            f, process_group, verify=verify, storage_options=storage_options
+        ) as archive:
+            if deferred and _can_defer(archive.reader, map_location, module):
+                yield from _restoring_from(archive.reader, options, module, archive)
+            else:
+                obj = load_received(archive, options, waits=False)
+                in_memory = MemoryCopier(archive)
+                with _noting_changes(obj, in_memory, describe(f)):
+                    yield obj, in_memory, frozenset()
+                    archive.wait(PLANNED)
+                    in_memory.finish()
+        return
     reader = None
     if deferred and not is_url_source(f, storage_options):
         reader = _reader_to_defer(f, map_location, module, verify)
     if reader is None:
-        options = LoadOptions(
-            map_location,
-            weights_only=restricted,
-            verify=verify,
-            progress=progress,
-            wants_state=True,
-        )
         obj = load_source(f, options, storage_options)
         in_memory = MemoryCopier()
-        try:
+        with _noting_changes(obj, in_memory, describe(f)):
             yield obj, in_memory, frozenset()
             in_memory.finish()
-        except BaseException as error:
-            if in_memory.changed:
-                _note(error, entries_in(obj, in_memory.changed), describe(f))
-            raise
         return
-    with (
-        closing(reader),
-        progress_bar(progress, "restoring", reader.engine.nbytes) as callback,
-    ):
+    with closing(reader):
+        yield from _restoring_from(reader, options, module)
+
+
+@contextmanager
+def _noting_changes(obj: Any, copier: MemoryCopier, path: str) -> Iterator[None]:
+    """Add a note of what has changed by then to an exception that leaves the block."""
+    try:
+        yield
+    except BaseException as error:
+        if copier.changed:
+            _note(error, entries_in(obj, copier.changed), path)
+        raise
+
+
+def _restoring_from(
+    reader: RecordReader,
+    options: LoadOptions,
+    pickle_module: Any,
+    archive: GroupArchive | None = None,
+) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
+    """Yield the same as `restoring`, of an archive that is read, or received, in the end."""
+    map_location = options.map_location
+    with progress_bar(options.progress, "restoring", reader.engine.nbytes) as callback:
         reader.check_records()
         reader.allows_values = True
-        copier = FileCopier(reader, callback)
+        verify = verifies_storages(reader)
+        filler: Filler = EngineFiller(reader, verify=verify)
+        if archive is not None:
+            filler = GroupFiller(archive, verify=verify)
+        copier = FileCopier(reader, filler, callback)
         locations: set[str] = set()
         try:
-            obj = unpickle_unread(reader, module, locations)
+            obj = unpickle_unread(reader, pickle_module, locations)
         except pickle.UnpicklingError as error:
-            raise_with_advice(error, module)
+            raise_with_advice(error, pickle_module)
         holder = [obj]
         del obj
         try:
@@ -135,8 +170,6 @@ def _reader_to_defer(
     f: Any, map_location: Any, pickle_module: Any, verify: bool
 ) -> RecordReader | None:
     """Return the open archive if its bytes can be read after its object is made."""
-    if map_location is not None and type(map_location) not in (str, torch.device):
-        return None
     if torch_config.load.mmap and not isinstance(f, (str, os.PathLike)):
         return None
     try:
@@ -148,14 +181,41 @@ def _reader_to_defer(
     with ExitStack() as stack:
         stack.callback(reader.close)
         known = reader.engine.find("constants.pkl") is None and reader.engine.all_stored
-        if not (known and can_defer_reading(reader, pickle_module)):
+        if not (known and _can_defer(reader, map_location, pickle_module)):
             return None
         stack.pop_all()
     return reader
 
 
+def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> bool:
+    if map_location is not None and type(map_location) not in (str, torch.device):
+        return False
+    return can_defer_reading(reader, pickle_module)
+
+
+class RestoringCopier(Copier, Protocol):
+    """A `Copier` of a restore, in which other ranks may take part.
+
+    Attributes
+    ----------
+    is_shared : bool
+        Whether they do.
+    """
+
+    @property
+    def is_shared(self) -> bool: ...
+
+    def agree(self) -> None:
+        """Wait until all ranks have checked their targets; an error if a rank has found one."""
+
+
 class MemoryCopier(CopyLater):
     """A `Copier` for tensors that are in memory, which knows where its copies came from.
+
+    Parameters
+    ----------
+    archive : GroupArchive, optional
+        Where they were received from, if other ranks take part in the restore.
 
     Attributes
     ----------
@@ -163,9 +223,15 @@ class MemoryCopier(CopyLater):
         The storages, by `storage_id_of`, whose values are in targets, or may be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, archive: GroupArchive | None = None) -> None:
         super().__init__()
         self.changed: set[int | None] = set()
+        self.is_shared = archive is not None
+        self._archive = archive
+
+    def agree(self) -> None:
+        if self._archive is not None:
+            self._archive.wait(CHECKED)
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         super().show(state_dict)
@@ -184,6 +250,81 @@ class MemoryCopier(CopyLater):
         super()._make(replacement)
 
 
+class Filler(Protocol):
+    """Makes copies from an archive's reserved storages, and fills these.
+
+    Attributes
+    ----------
+    is_shared : bool
+        Whether other ranks take part.
+    """
+
+    @property
+    def is_shared(self) -> bool: ...
+
+    def agree(self) -> None:
+        """Wait until all ranks have checked their targets."""
+
+    def begin(self) -> None:
+        """Wait until all ranks have planned their copies."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Plan ``target.copy_(source)``."""
+
+    def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
+        """Make the copies that were planned, and fill the storages of these records."""
+
+    def read(self, view: Tensor, max_gap: int) -> Tensor:
+        """Return the values of a view; see `FileCopier.read_view`."""
+
+    def is_filled(self, record: int) -> bool:
+        """Whether a storage has its bytes."""
+
+    def changed(self) -> Collection[int]:
+        """Return the records from which targets were changed so far, or may have been."""
+
+
+class EngineFiller:
+    """A `Filler` that reads the archive.
+
+    Parameters
+    ----------
+    reader : RecordReader
+        The archive, with all storages reserved.
+    verify : bool
+        Whether checksums are compared.
+    """
+
+    is_shared = False
+
+    def __init__(self, reader: RecordReader, *, verify: bool) -> None:
+        self._reader, self._verify = reader, verify
+
+    def agree(self) -> None:
+        """Do nothing: there are no others."""
+
+    def begin(self) -> None:
+        """Do nothing: there are no others."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._reader.engine.plan_copy(target, source)
+
+    def is_filled(self, record: int) -> bool:
+        return self._reader.engine.is_filled(record)
+
+    def changed(self) -> Collection[int]:
+        return self._reader.engine.changed()
+
+    def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
+        fill(self._reader, records, verify=self._verify, progress=progress)
+
+    def read(self, view: Tensor, max_gap: int) -> Tensor:
+        record = self._reader.engine.record_of(view)
+        spans = spans_of(self._reader)
+        spans.max_gap = max_gap
+        return read_view(spans, record, view, None if self._verify else False)
+
+
 class FileCopier:
     """A `Copier` for tensors whose bytes are still in a file.
 
@@ -191,13 +332,19 @@ class FileCopier:
     ----------
     reader : RecordReader
         The archive, with all storages reserved.
+    filler : Filler
+        Brings the bytes.
     progress : ProgressCallback or None
         Called with the bytes read so far.
     """
 
-    def __init__(self, reader: RecordReader, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self, reader: RecordReader, filler: Filler, progress: ProgressCallback | None
+    ) -> None:
         self._reader = reader
-        self._verify = verifies_storages(reader)
+        self._filler = filler
+        self.is_shared = filler.is_shared
+        self.agree = filler.agree
         self._progress = progress
         self._nbytes_done = 0
         self._shown: set[int] = set()  # records
@@ -205,7 +352,7 @@ class FileCopier:
 
     def changed(self) -> list[_C.Record]:
         """Return the records whose values are in targets, or may be: others have had them."""
-        numbers = self._shown.union(self._reader.engine.changed())
+        numbers = self._shown.union(self._filler.changed())
         unused = {record for _, record in self._replacements if record not in self._shown}
         records = [(i, self._reader.engine.record(i)) for i in sorted(numbers)]
         return [
@@ -217,7 +364,7 @@ class FileCopier:
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in copies:
-            self._reader.engine.plan_copy(target, source)
+            self._filler.copy(target, source)
 
     def replace(self, replacement: Replacement) -> None:
         record = None
@@ -235,11 +382,7 @@ class FileCopier:
         """
         if not self._is_unread(view):
             return view
-        record = self._reader.engine.record_of(view)
-        verify = None if self._verify else False
-        spans = spans_of(self._reader)
-        spans.max_gap = max_gap
-        return read_view(spans, record, view, verify)
+        return self._filler.read(view, max_gap)
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         self.show(state_dict)
@@ -253,7 +396,7 @@ class FileCopier:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
         converted = torch.empty_like(source, dtype=dtype, device=device)
-        self._reader.engine.plan_copy(converted, source)
+        self._filler.copy(converted, source)
         return converted
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
@@ -274,11 +417,12 @@ class FileCopier:
 
     def finish(self) -> None:
         """Make all copies, and read the storages that are still referred to."""
+        self._filler.begin()
         self._fill(self._reader.engine.referenced())
 
     def _is_unread(self, source: Tensor) -> bool:
         record = self._reader.engine.record_of(source)
-        return record is not None and not self._reader.engine.is_filled(record)
+        return record is not None and not self._filler.is_filled(record)
 
     def _fill(self, records: Iterable[int]) -> None:
         done = self._nbytes_done
@@ -290,7 +434,7 @@ class FileCopier:
                 callback(self._nbytes_done)
 
         progress = move_on if callback is not None else None
-        fill(self._reader, records, verify=self._verify, progress=progress)
+        self._filler.fill(records, progress)
         while self._replacements:
             self._replacements.popleft()[0].make()
 
