@@ -222,7 +222,7 @@ def load(
     -----
     With `process_group`, what fails on one rank (the file is damaged, a pickle is refused there)
     is an error on all, which names the rank and the file.  A chunk of 8 MiB is on its way while the
-    next is read; a rank needs 24 MiB above its tensors, and compares the checksums itself.  One
+    next is read; a rank needs 40 MiB above its tensors, and compares the checksums itself.  One
     that uses no bytes (``map_location="meta"``) keeps none.
 
     Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.

@@ -132,7 +132,7 @@ def load_into(
     A local archive, and one in memory, is read straight into the target.  The contents of a URL, of
     a file object of another kind, of a safetensors file or of several files are loaded first, and
     copied.  With `process_group`, those of a URL, too, go straight into the target, converted on
-    the way where necessary: 24 MiB above the target.  Tensors that are assigned, and those of
+    the way where necessary: 40 MiB above the target.  Tensors that are assigned, and those of
     objects whose making looks at values, are loaded first.
 
     Examples
