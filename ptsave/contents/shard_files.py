@@ -430,8 +430,10 @@ def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
         If the index is damaged.
     """
     with closing(source):
-        weight_map = {name: folder.join(shard) for name, shard in _weight_map_in(source).items()}
-    files = ShardFiles(sorted({*weight_map.values()}), weight_map, source.name)
+        in_folder = _weight_map_in(source)
+    paths = {shard: folder.join(shard) for shard in {*in_folder.values()}}
+    weight_map = {name: paths[shard] for name, shard in in_folder.items()}
+    files = ShardFiles(sorted({*paths.values()}), weight_map, source.name)
     for shard in files.paths:
         if not folder.exists(shard):
             raise files.missing(shard)
@@ -451,8 +453,11 @@ def _weight_map_in(source: RangeSource) -> dict[str, str]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(f"{path}: an index of shards has a weight_map", path=path)
+    sound: set[str] = set()  # names of files that have been looked at
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _is_inside(name):
+        if isinstance(name, str) and (name in sound or _is_inside(name)):
+            sound.add(name)
+        else:
             raise CorruptCheckpointError(
                 f"{path}: the file of {tensor} must be one in this directory, not {name!r}",
                 path=path,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ptsave.models.weight_plan import Delivery, WeightPlan, loaders_of
+from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.support.torch_distributed import is_distributed_tensor
 
 __all__ = ["Assignment"]
@@ -41,7 +41,7 @@ class Assignment:
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
         self._model = model
         self._dtype = dtype
-        loaders = loaders_of(plan.tensors.by_name)
+        loaders = plan.loaders
         self._deliveries: list[tuple[Delivery, list[str]]] = []
         self.names: set[str] = set()
         for delivery in plan.deliveries:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ptsave.models.pinned_memory import PinnedMemory
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, ShardReader
 from ptsave.models.weight_parts import Part, part_of, target_of
-from ptsave.models.weight_plan import Delivery, loaders_of, takes_slices
+from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.models.weight_slices import WeightSlice
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
@@ -74,36 +74,37 @@ class Item:
         return self.part.shape.numel() * self.entry.dtype.itemsize
 
 
-def items_of(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> list[Item]:
+def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
     """Return the parts that fill a model's tensors on this rank, in the order of the deliveries.
 
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor
-        The model's tensors.
-    deliveries : iterable of Delivery
-        The tensors that go into them.
+        The model's tensors, which may have taken the places of those in the plan.
+    plan : WeightPlan
+        The deliveries, and the loaders.
     """
-    loaders = loaders_of(tensors)
-    items = []
-    for each in deliveries:
-        tensor, shape = tensors[each.name], each.entry.shape
-        loader = loaders.get(each.name)
+    with pausing_garbage_collection():
+        return list(_items_of(tensors, plan))
+
+
+def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]:
+    for entry, name, shard_id, place in plan.deliveries:
+        tensor, shape = tensors[name], entry.shape
+        loader = plan.loaders.get(name)
         if loader is not None:
-            part, is_sliced = Part(shape), takes_slices(loader)
-            items.append(
-                Item(each.entry, each.name, tensor, part, loader, each.shard_id, is_sliced)
-            )
+            loader = getattr(tensor, "weight_loader", loader)
+            is_sliced = takes_slices(loader)
+            yield Item(entry, name, tensor, Part(shape), loader, shard_id, is_sliced)
             continue
-        if each.place is None and not is_distributed_tensor(tensor):
-            items.append(Item(each.entry, each.name, tensor, Part(shape)))
+        if place is None and not is_distributed_tensor(tensor):
+            yield Item(entry, name, tensor, Part(shape))
             continue
-        target = target_of(tensor, shape, each.place)
+        target = target_of(tensor, shape, place)
         if target is not None:
-            is_packed = isinstance(each.entry.shard, SafetensorsShard)
-            part = part_of(tensor, shape, each.place, is_packed=is_packed)
-            items.append(Item(each.entry, each.name, target, part))
-    return items
+            is_packed = isinstance(entry.shard, SafetensorsShard)
+            part = part_of(tensor, shape, place, is_packed=is_packed)
+            yield Item(entry, name, target, part)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +132,7 @@ class Filling:
         self._progress = progress
         self._nbytes_done = 0
         self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
-        self._nbytes_left: Counter[Shard] = Counter()
+        self._nbytes_left: dict[Shard, int] = {}
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
         """Fill targets: first those that are read straight into place, then the rest in order.
@@ -139,22 +140,18 @@ class Filling:
         With `is_all` files are closed as soon as they have given all that the items want.
         """
         self._nbytes_left.clear()
-        if is_all:
-            for item in items:
-                self._nbytes_left[item.entry.shard] += item.nbytes
         with pausing_garbage_collection():
+            if is_all:
+                sizes = ((item.entry.shard, item.nbytes) for item in items)
+                self._nbytes_left.update(_nbytes_by_shard(sizes))
             direct, others = _divided(items)
-            reads = [
-                Read(item.entry, item.target.detach(), item.part.begin, item.part.index)
-                for item in direct
-            ]
+            reads = [_read_of(item) for item in direct]
             self._read(reads)
             _note_changes([read.target for read in reads])
         if others:
             self._deliver(others)
 
     def _read(self, reads: list[Read]) -> None:
-        reads = [read for read in reads if read.target.numel() > 0]
         done = self._nbytes_done
         callback = self._progress
         progress = None if callback is None else lambda nbytes: callback(done + nbytes)
@@ -163,15 +160,12 @@ class Filling:
 
     def _count(self, done: Iterable[tuple[Shard, int]]) -> None:
         """Note that these bytes of shards are where they belong."""
-        shards = set()
-        for shard, nbytes in done:
+        for shard, nbytes in _nbytes_by_shard(done).items():
             self._nbytes_done += nbytes
             if shard in self._nbytes_left:
                 self._nbytes_left[shard] -= nbytes
-                shards.add(shard)
-        for shard in shards:
-            if self._nbytes_left[shard] == 0:
-                shard.close()  # it may hold all of its tensors
+                if self._nbytes_left[shard] == 0:
+                    shard.close()  # it may hold all of its tensors
 
     def _deliver(self, items: list[Item]) -> None:
         """Read some batches ahead while the one before them is delivered, on this thread."""
@@ -244,6 +238,20 @@ class Filling:
         self._count([(item.entry.shard, item.nbytes)])
 
 
+def _read_of(item: Item) -> Read:
+    entry, target, part = item.entry, item.target, item.part
+    if not isinstance(entry.shard, SafetensorsShard):
+        target = target.detach()  # which a copy into a parameter needs, and a read into it not
+    return Read(entry, target, part.begin, part.index)
+
+
+def _nbytes_by_shard(sizes: Iterable[tuple[Shard, int]]) -> dict[Shard, int]:
+    total: dict[Shard, int] = {}
+    for shard, nbytes in sizes:
+        total[shard] = total.get(shard, 0) + nbytes
+    return total
+
+
 def _divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     """Return what is read straight into place, so that no byte is written twice, and the rest."""
     direct: list[Item] = []
@@ -302,7 +310,7 @@ def _pieces(item: Item) -> Iterator[_Piece]:
     """Yield the parts in which an item is delivered."""
     n_elements = item.part.shape.numel()
     step = max(1, _PIECE_NBYTES // item.entry.dtype.itemsize)
-    if not _is_filled_piecewise(item) or n_elements <= step:
+    if n_elements <= step or not _is_filled_piecewise(item):
         yield _Piece(item, 0, n_elements)
         return
     for begin in range(0, n_elements, step):
@@ -315,14 +323,11 @@ def _nbytes_ahead(piece: _Piece) -> int:
 
 def _is_filled_in_place(item: Item) -> bool:
     target = item.target
-    return (
-        item.loader is None
-        and type(target) in PLAIN_TYPES
-        and target.layout == torch.strided
-        and item.nbytes > 0
-        and not target.is_meta
-        and (not isinstance(item.entry.shard, SafetensorsShard) or _takes_bytes(item))
-    )
+    if item.loader is not None or type(target) not in PLAIN_TYPES or item.nbytes == 0:
+        return False
+    if isinstance(item.entry.shard, SafetensorsShard):
+        return target.layout is torch.strided and _takes_bytes(item)
+    return target.layout is torch.strided and not target.is_meta
 
 
 def _takes_bytes(item: Item) -> bool:

@@ -47,8 +47,8 @@ class LazyBuffers:
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The model.
+    modules : sequence of (str, torch.nn.Module)
+        The model's modules, each under all of its names.
     entries : sequence of Entry
         The checkpoint.  Of two entries of one name the later one decides.
     renaming : Renaming
@@ -60,10 +60,15 @@ class LazyBuffers:
         Those that get another tensor, or None.
     """
 
-    def __init__(self, model: nn.Module, entries: Sequence[Entry], renaming: Renaming) -> None:
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        entries: Sequence[Entry],
+        renaming: Renaming,
+    ) -> None:
         found: dict[tuple[int, str], _LazyBuffer] = {}
         by_name: dict[str | None, Entry] = {}
-        for prefix, module in model.named_modules(remove_duplicate=False):
+        for prefix, module in modules:
             for hook in lazy_buffer_hooks(module) if pre_hooks_of(module) else ():
                 by_name = by_name or {renaming(entry.name): entry for entry in entries}
                 if hook.name in buffers_of(module):

@@ -43,7 +43,13 @@ from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_distributed import is_distributed_tensor
-from ptsave.support.torch_modules import apply_to_tensors_of, buffers_of, parameters_of
+from ptsave.support.torch_modules import (
+    apply_to_tensors_of,
+    buffers_of,
+    modules_in,
+    parameters_of,
+    tensors_in,
+)
 from ptsave.support.torch_tensors import make_subclass
 from ptsave.support.user_warnings import warn_user
 
@@ -189,24 +195,26 @@ def load_model(
         refuse_url(path)
         path = os.fsdecode(path)
     files = find_files(path, storage_options)
-    with ExitStack() as stack:
-        with pausing_garbage_collection():  # there may be 100,000 entries, and none is garbage
-            shards, entries = open_shards(path, files, stack)
-            lazy_buffers = LazyBuffers(model, entries, renaming)
-            tensors_of_model = ModelTensors(model, lazy_buffers)
-            plan = WeightPlan(
-                tensors_of_model, packed, shards, entries, renaming, ignore_mismatched_sizes
-            )
+    # There may be 100,000 entries, and none is garbage.
+    with pausing_garbage_collection() as pause, ExitStack() as stack:
+        shards, entries = open_shards(path, files, stack)
+        modules = modules_in(model)
+        lazy_buffers = LazyBuffers(modules, entries, renaming)
+        tensors = ModelTensors(model, modules, lazy_buffers)
+        plan = WeightPlan(tensors, packed, shards, entries, renaming, ignore_mismatched_sizes)
         options = ModuleLoadOptions(
             strict, ignore_mismatched_sizes, assign, device, dtype, progress
         )
-        if runs_code(model, plan):
+        is_code = runs_code(model, modules, plan)
+        if is_code or plan.loaders:
+            pause.end()
+        if is_code:
             _fill_by_code(model, plan, options)
         else:
             _fill_by_names(model, plan, lazy_buffers, options)
         parts = [each for each in plan.deliveries if each.shard_id is not None]
         if parts:
-            note_parts(_tensors_of(model), parts)
+            note_parts(tensors_in(model, modules), parts)
     return plan.report
 
 
@@ -227,17 +235,18 @@ def _fill_by_names(
     tied_names = plan.tied_names()
     assignment = Assignment(model, plan, options.dtype) if options.assign else None
     on_meta = _move(model, plan, options, set() if assignment is None else assignment.names)
-    filled = {name for names in tied_names.values() for name in names}
-    _warn_of_garbage([name for name in on_meta if name not in filled])
+    if on_meta:
+        filled = {name for names in tied_names.values() for name in names}
+        filled.update(each.name for each in plan.deliveries)
+        _warn_of_garbage([name for name in on_meta if name not in filled])
     has_moved = options.device is not None or options.dtype is not None
-    tensors = _tensors_of(model) if has_moved else dict(plan.tensors.by_name)
+    tensors = tensors_in(model) if has_moved else dict(plan.tensors.by_name)
     if lazy_buffers.changing:
         tensors.update(lazy_buffers.allocate())
     if assignment is not None:
         tensors.update(assignment.allocate(tensors, options.device))
-    with pausing_garbage_collection():
-        items = items_of(tensors, plan.deliveries)
-    nbytes = sum(item.nbytes for item in items)
+    items = items_of(tensors, plan)
+    nbytes = sum(item.nbytes for item in items) if options.progress else 0
     with (
         closing(ShardReader(item.entry.shard for item in items)) as reader,
         progress_bar(options.progress, "loading", nbytes) as callback,
@@ -262,20 +271,13 @@ def _fill_by_code(model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions
     ):
         filling = Filling(reader, callback)
         items = load.items(filling, reader)
-        by_name = items_of(_tensors_of(model), plan.deliveries)
+        by_name = items_of(tensors_in(model), plan)
         filling.fill([*by_name, *items], is_all=True)
         load.finish()
     _warn_of_garbage([name for name in on_meta if not load.is_filled(name)])
-    _renew_ties(_tensors_of(model), tied_names)
+    _renew_ties(tensors_in(model), tied_names)
     if options.assign:  # what the file had, where it was read to
         model.to(device=options.device, dtype=options.dtype)
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
 
 
 # ------------------------------------------------------------------------------- where the model is
@@ -308,7 +310,7 @@ def _move(
         model.to(dtype)
     if on_meta:
         _allocate(model, device, assigned)
-    if any(name in assigned and tensor.is_meta for name, tensor in _tensors_of(model).items()):
+    if any(name in assigned and tensor.is_meta for name, tensor in tensors_in(model).items()):
         apply_to_tensors_of(model)(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         model.to(device)

@@ -29,9 +29,9 @@ from ptsave.state.copying import CopyNow, Replacement
 from ptsave.state.modules import check_module, load_module
 from ptsave.state.plain_copies import Mismatch
 from ptsave.state.renaming import renamed_metadata
-from ptsave.state.trusted_loading import has_code_of_its_own, overrides_load_state_dict
+from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_state_dict
 from ptsave.support.torch_distributed import is_distributed_tensor
-from ptsave.support.torch_modules import METADATA, IncompatibleKeys
+from ptsave.support.torch_modules import METADATA, IncompatibleKeys, tensors_in
 
 __all__ = ["ModuleLoad", "runs_code"]
 
@@ -48,12 +48,9 @@ class ModuleLoadOptions:
     progress: bool
 
 
-def runs_code(model: nn.Module, plan: WeightPlan) -> bool:
-    """Whether filling a model is more than copying tensors."""
-    return overrides_load_state_dict(model) or any(
-        has_code_of_its_own(module, f"{prefix}." if prefix else "", plan.names)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-    )
+def runs_code(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], plan: WeightPlan) -> bool:
+    """Whether filling a model, which has these modules, is more than copying tensors."""
+    return overrides_load_state_dict(model) or have_code_of_their_own(modules, plan.names)
 
 
 def extra_state_in(plan: WeightPlan) -> list[str]:
@@ -154,10 +151,7 @@ class ModuleLoad:
 
     def _add_present(self, state_dict: OrderedDict[str, Any]) -> None:
         """Put a model's own tensors in the places of those: copied to itself, one stays."""
-        present = {
-            **dict(self._model.named_parameters(remove_duplicate=False)),
-            **dict(self._model.named_buffers(remove_duplicate=False)),
-        }
+        present = tensors_in(self._model)
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
     def items(self, filling: Filling, reader: ShardReader) -> list[Item]:

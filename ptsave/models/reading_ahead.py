@@ -22,6 +22,7 @@ _T = TypeVar("_T")
 # are being read meanwhile.
 MAX_AHEAD_NBYTES = 128 << 20
 _MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
+_MIN_MEAN_NBYTES = 4 << 10  # of reads: smaller ones cost more in Python, which threads share
 _CPU = torch.device("cpu")
 
 
@@ -90,7 +91,7 @@ def read_ahead(
                 or sum(batch.nbytes for batch in batches) + nbytes > bounds.max_nbytes
             ):
                 yield _first(batches)
-            with pausing_garbage_collection():  # of many small tensors, none of which is garbage
+            with pausing_garbage_collection():
                 staged = [(item, stage(item)) for item in group]
                 batches.append(_begin(reader, staged, nbytes, threads))
             del staged
@@ -100,15 +101,16 @@ def read_ahead(
 
 def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple[list[_T], int]]:
     """Yield items to read together: `max_nbytes`, or one."""
-    group: list[_T] = []
-    total = 0
-    for item, nbytes in items:
-        if group and total + nbytes > max_nbytes:
-            yield group, total
-            group, total = [], 0
-        group.append(item)
-        total += nbytes
-    if group:
+    iterator = iter(items)
+    ahead = next(iterator, None)
+    while ahead is not None:
+        group: list[_T] = []
+        total = 0
+        with pausing_garbage_collection():  # of many small tensors, none of which is garbage
+            while ahead is not None and (not group or total + ahead[1] <= max_nbytes):
+                group.append(ahead[0])
+                total += ahead[1]
+                ahead = next(iterator, None)
         yield group, total
 
 
@@ -120,7 +122,8 @@ def _begin(
     here = [read for read in reads if read.target.device != _CPU]
     ahead = [read for read in reads if read.target.device == _CPU]
     pending = None
-    if sum(read.target.nbytes for read in ahead if not read.is_mapped) >= _MIN_AHEAD_NBYTES:
+    min_nbytes = max(_MIN_AHEAD_NBYTES, _MIN_MEAN_NBYTES * len(ahead))
+    if sum(read.target.nbytes for read in ahead if not read.is_mapped) >= min_nbytes:
         pending = threads.submit(reader.read, ahead)
     else:
         here += ahead

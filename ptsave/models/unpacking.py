@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ptsave.models.packed_modules import PackedModules, ShardId
 from ptsave.models.weight_parts import parts_along
 from ptsave.models.weight_plan import Delivery
+from ptsave.support.torch_modules import tensors_in
 
 __all__ = ["note_parts", "unpacked"]
 
@@ -30,9 +31,11 @@ def note_parts(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) ->
     deliveries : iterable of Delivery
         The parts that they were filled from.
     """
+    by_name: dict[str, dict[ShardId | None, torch.Size]] = {}
     for each in deliveries:
-        shapes = _shapes.setdefault(tensors[each.name], {})
-        shapes[each.shard_id] = each.entry.shape
+        by_name.setdefault(each.name, {})[each.shard_id] = each.entry.shape
+    for name, shapes in by_name.items():
+        _shapes.setdefault(tensors[name], {}).update(shapes)
 
 
 def unpacked(
@@ -55,7 +58,7 @@ def unpacked(
         If nothing says how a parameter is divided, or two parts have one name.
     """
     result: dict[str, Tensor] = {}
-    own = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+    own = {} if model is None else tensors_in(model)
     for name, tensor in tensors.items():
         shards = packed.shards_of(name)
         ids = [shard_id for _, shard_id in shards]
@@ -80,7 +83,7 @@ def _parts(
             return [saver(parameter, shard_id).detach() for shard_id in ids]
     shapes = _shapes.get(parameter, {}) if parameter is not None else {}
     if shapes and all(shard_id in shapes for shard_id in ids):
-        places = parts_along(tensor.shape, [shapes[shard_id] for shard_id in ids])
+        places = parts_along(tensor.shape, tuple(shapes[shard_id] for shard_id in ids))
         if places is not None:
             dim = places[0][0]
             return list(tensor.split([shapes[shard_id][dim] for shard_id in ids], dim))

@@ -6,13 +6,14 @@ read is where both boxes overlap.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ptsave.support.torch_distributed import local_part_of
+from ptsave.support.torch_distributed import is_distributed_tensor, local_part_of
 
 __all__ = ["Part", "part_of", "parts_along", "target_of"]
 
@@ -69,12 +70,17 @@ def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) 
     place : (int, int) or None
         Dimension of `tensor` and its index at which the stored one begins, if it is a part.
     """
+    if not is_distributed_tensor(tensor):
+        return tensor if place is None else _narrowed(tensor, shape, place)
     local, begins = local_part_of(tensor)
-    if place is None and local is tensor:
-        return tensor
     here = _Box(begins, tuple(local.shape))
     overlap = here.overlap(_box_of(tensor, shape, place))
     return None if 0 in overlap.shape else local.detach()[overlap.within(here)]
+
+
+def _narrowed(tensor: Tensor, shape: torch.Size, place: tuple[int, int]) -> Tensor:
+    dim, begin = place
+    return tensor.detach().narrow(dim, begin, shape[dim])
 
 
 def part_of(
@@ -89,9 +95,9 @@ def part_of(
     is_packed : bool
         Whether the elements of the stored tensor follow each other in the file.
     """
-    local, begins = local_part_of(tensor)
-    if local is tensor or tensor.dim() != len(shape):
+    if not is_distributed_tensor(tensor) or tensor.dim() != len(shape):
         return Part(shape)
+    local, begins = local_part_of(tensor)
     stored = _box_of(tensor, shape, place)
     overlap = stored.overlap(_Box(begins, tuple(local.shape)))
     index = overlap.within(stored)
@@ -124,25 +130,28 @@ def _begin_of_block(
     return begin
 
 
-def parts_along(target: torch.Size, shapes: Sequence[torch.Size]) -> list[tuple[int, int]] | None:
+@functools.lru_cache(1024)  # layers are alike
+def parts_along(
+    target: torch.Size, shapes: tuple[torch.Size, ...]
+) -> tuple[tuple[int, int], ...] | None:
     """Return where tensors begin that together are one, one behind the other.
 
     Parameters
     ----------
     target : torch.Size
         The shape of all.
-    shapes : sequence of torch.Size
+    shapes : tuple of torch.Size
         Their shapes, in their order.
 
     Returns
     -------
-    list of (int, int) or None
+    tuple of (int, int) or None
         Dimension and index of each; None if the shapes do not say how.
 
     Examples
     --------
-    >>> parts_along(torch.Size([6, 4]), [torch.Size([4, 4]), torch.Size([2, 4])])
-    [(0, 0), (0, 4)]
+    >>> parts_along(torch.Size([6, 4]), (torch.Size([4, 4]), torch.Size([2, 4])))
+    ((0, 0), (0, 4))
     """
     for dim in range(len(target)):
         others = [[*shape[:dim], *shape[dim + 1 :]] for shape in shapes if len(shape) > dim]
@@ -150,5 +159,5 @@ def parts_along(target: torch.Size, shapes: Sequence[torch.Size]) -> list[tuple[
             continue
         lengths = [shape[dim] for shape in shapes]
         if sum(lengths) == target[dim]:
-            return [(dim, sum(lengths[:number])) for number in range(len(lengths))]
+            return tuple((dim, sum(lengths[:number])) for number in range(len(lengths)))
     return None

@@ -15,9 +15,9 @@ from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry, Shard
 from ptsave.models.weight_parts import parts_along
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
-from ptsave.state.plain_copies import Mismatch
+from ptsave.state.plain_copies import PLAIN_TYPES, Mismatch
 from ptsave.state.renaming import Renaming
-from ptsave.support.torch_modules import non_persistent_buffers_of
+from ptsave.support.torch_modules import non_persistent_buffers_of, tensors_in
 from ptsave.tree.expansion import ADVICE, default_limit
 
 __all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loaders_of", "takes_slices"]
@@ -91,23 +91,28 @@ class ModelTensors:
         Those that a state dict has.
     """
 
-    def __init__(self, model: nn.Module, lazy_buffers: LazyBuffers) -> None:
-        self.by_name: dict[str, Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[tuple[str, nn.Module]],
+        lazy_buffers: LazyBuffers,
+    ) -> None:
+        self.by_name: dict[str, Tensor] = tensors_in(model, modules)
         if lazy_buffers.changing:
             self.by_name = lazy_buffers.in_place_of(self.by_name)
-        self.required = set(self.by_name).difference(_left_out_of_state_dicts(model))
+        self.required = set(self.by_name).difference(_left_out_of_state_dicts(modules))
         self._groups: list[list[str]] = []
         self._group_of: dict[str, list[str]] = {}
         at: dict[int, list[tuple[Tensor, list[str]]]] = {}  # mostly one at an address
         for name, tensor in self.by_name.items():
-            known = at.setdefault(_home_of(tensor), [])
-            group = next((names for other, names in known if _are_one(tensor, other)), None)
+            home = _home_of(tensor)
+            group = None
+            for other, names in at.get(home, ()):
+                if _are_one(tensor, other):
+                    group = names
             if group is None:
                 group = []
-                known.append((tensor, group))
+                at.setdefault(home, []).append((tensor, group))
                 self._groups.append(group)
             group.append(name)
             self._group_of[name] = group
@@ -121,19 +126,21 @@ class ModelTensors:
         return self._groups
 
 
-def _left_out_of_state_dicts(model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules(remove_duplicate=False):
+def _left_out_of_state_dicts(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    for prefix, module in modules:
         for name in non_persistent_buffers_of(module):
             yield f"{prefix}.{name}" if prefix else name
 
 
 def _home_of(tensor: Tensor) -> int:
     """Return a number that tied tensors share: their address; of those without one below zero."""
-    if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
+    if type(tensor) not in PLAIN_TYPES and (
+        is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0
+    ):
         return -id(tensor)
-    try:
+    try:  # a plain one has address 0 on the meta device, or if it has no elements
         return tensor.data_ptr() or -id(tensor)
-    except RuntimeError:  # a subclass without memory of its own, as one whose address is 0
+    except RuntimeError:  # a layout or a subclass without memory of its own
         return -id(tensor)
 
 
@@ -147,8 +154,11 @@ def _are_one(tensor: Tensor, other: Tensor) -> bool:
 
 def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
     """Return the functions with which some parameters want to be loaded, by name."""
-    found = {name: getattr(tensor, "weight_loader", None) for name, tensor in tensors.items()}
-    return {name: loader for name, loader in found.items() if callable(loader)}
+    return {
+        name: loader
+        for name, tensor in tensors.items()
+        if callable(loader := getattr(tensor, "weight_loader", None))
+    }
 
 
 def takes_slices(loader: Callable[..., Any]) -> bool:
@@ -206,7 +216,7 @@ class WeightPlan:
         self._superseded: set[int] = set()  # deliveries, by id, of which another takes the place
         self.loaders = loaders_of(self.tensors.by_name)
         for entry in self.entries:
-            name = self.renaming(entry.name)
+            name = self.renaming(entry.name) if self.renaming.changes else entry.name
             if name is not None:
                 self.names.add(name)
                 self._add(entry, name)
@@ -222,7 +232,8 @@ class WeightPlan:
         for routes in self.packed.candidates(name):
             if self._deliver(entry, routes):
                 return
-        if self._deliver(entry, [Route(name, None, None)]):
+        if name in self.tensors.by_name:
+            self._note_delivery(Delivery(entry, name, None), None)
             return
         for routes in self.packed.loose_candidates(name):
             if self._deliver(entry, routes):
@@ -234,21 +245,23 @@ class WeightPlan:
         is_found = False
         for target, shard_id, packed in routes:
             if target in self.tensors.by_name:
-                delivery = Delivery(entry, target, shard_id)
-                self._note_received(delivery, packed)
-                self.deliveries.append(delivery)
+                self._note_delivery(Delivery(entry, target, shard_id), packed)
                 is_found = True
         return is_found
 
-    def _note_received(self, delivery: Delivery, packed: str | None) -> None:
-        received = self._received.setdefault(delivery.name, {})
+    def _note_delivery(self, delivery: Delivery, packed: str | None) -> None:
+        self.deliveries.append(delivery)
+        received = self._received.get(delivery.name)
         if packed is not None and delivery.shard_id is not None:
             self._packed_names[delivery.name] = packed
+        if received is None:
+            self._received[delivery.name] = {delivery.shard_id: delivery}
+            return
         other = received.get(delivery.shard_id)
         if other is not None:
             self._superseded.add(id(other))
             self.report.duplicate_keys.append(other.entry.name)
-        elif received and None in (delivery.shard_id, *received):
+        elif delivery.shard_id is None or None in received:
             # The whole, and a part of it: one follows the other.
             self.report.duplicate_keys.append(delivery.entry.name)
         received[delivery.shard_id] = delivery
@@ -257,6 +270,8 @@ class WeightPlan:
         """Keep one entry of those for the names of a tensor: as by load_state_dict, the last."""
         left_out: set[Delivery] = set()
         for names in self.tensors.groups():
+            if len(names) == 1:
+                continue
             delivered = [name for name in names if name in self._received]
             for name in delivered[:-1]:
                 kept = self._received[delivered[-1]]
@@ -270,6 +285,8 @@ class WeightPlan:
 
     def _report_what_is_missing(self) -> None:
         for names in self.tensors.groups():
+            if None in self._received.get(names[0], ()):
+                continue  # all of it
             received: set[ShardId | None] = set()
             packed_name = None
             for name in names:
@@ -292,18 +309,19 @@ class WeightPlan:
         for delivery in self.deliveries:
             if delivery.shard_id is not None and delivery.name not in self.loaders:
                 parts.setdefault(delivery.name, []).append(delivery)
-        placed: dict[Delivery, Delivery] = {}
+        placed: dict[int, Delivery] = {}  # by the id of the one whose place it takes
         for name, group in parts.items():
             order = self.packed.shard_ids(self._packed_names[name])
             ranks = {shard_id: rank for rank, shard_id in enumerate(order)}
             group.sort(key=lambda each: ranks.get(each.shard_id, 0))  # type: ignore[arg-type]
             target = self.tensors.by_name[name]
-            places = None
+            places: Sequence[tuple[int, int]] | None = None
             if not is_lazy(target) and len(group) == len(order):
-                places = parts_along(target.shape, [each.entry.shape for each in group])
+                places = parts_along(target.shape, tuple(each.entry.shape for each in group))
             for each, place in zip(group, places or (), strict=False):
-                placed[each] = each._replace(place=place)
-        self.deliveries = [placed.get(each, each) for each in self.deliveries]
+                placed[id(each)] = Delivery(each.entry, name, each.shard_id, place)
+        if placed:
+            self.deliveries = [placed.get(id(each), each) for each in self.deliveries]
 
     def _leave_out_mismatched(self) -> None:
         left_out = {each.name for each in self.deliveries if self._is_mismatched(each)}
@@ -323,15 +341,23 @@ class WeightPlan:
         return not fits(target.shape, delivery.entry.shape)
 
     def tied_names(self) -> dict[str, list[str]]:
-        """Return by the name of each delivery all names of its tensor, in the model's order."""
-        return {each.name: self.tensors.tied_names(each.name) for each in self.deliveries}
+        """Return all names of a tensor by that of its delivery, if it has more than one."""
+        return {
+            each.name: names
+            for each in self.deliveries
+            if len(names := self.tensors.tied_names(each.name)) > 1
+        }
 
     def check(self, model: nn.Module, *, strict: bool) -> None:
         """Raise one RuntimeError for everything that makes loading impossible or, strictly, wrong.
 
         Shapes and packed parameters without a loader are errors in any case.
         """
-        errors = [error for delivery in self.deliveries if (error := self._error_of(delivery))]
+        errors = [
+            error
+            for delivery in self.deliveries
+            if not self._fits_as_it_is(delivery) and (error := self._error_of(delivery))
+        ]
         if strict:
             errors[:0] = self._report_errors()
         missing, unexpected = self.report.missing_keys, self.report.unexpected_keys
@@ -344,6 +370,15 @@ class WeightPlan:
         if self.report.duplicate_keys:
             names = ", ".join(f'"{name}"' for name in self.report.duplicate_keys)
             yield f"Key(s) loaded twice: {names}. "
+
+    def _fits_as_it_is(self, delivery: Delivery) -> bool:
+        """Whether a delivery is the ordinary case; if not, there may be nothing wrong with it."""
+        return (
+            delivery.shard_id is None
+            and type(target := self.tensors.by_name[delivery.name]) in PLAIN_TYPES
+            and target.shape == delivery.entry.shape
+            and delivery.name not in self.loaders
+        )
 
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry

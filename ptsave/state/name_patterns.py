@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Match", "NamePatterns"]
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A pattern that was found in a name.
 
     Attributes
@@ -56,23 +55,24 @@ class NamePatterns:
             parts = tuple(pattern.removeprefix(".").removesuffix(".").split("."))
             self._by_parts.setdefault(parts, []).append(pattern)
         self._longest = max(map(len, self._by_parts), default=0)
+        self._first_parts = {parts[0] for parts in self._by_parts}
 
     def matches(self, name: str) -> Iterator[Match]:
         """Yield whole components of a name that are patterns.
 
         The longest ones come first, in components; among these those nearest to the end.
         """
-        if not self._by_parts:
-            return
         parts = tuple(name.split("."))
-        begins = [0]  # of components; one more than there are
-        for part in parts:
-            begins.append(begins[-1] + len(part) + 1)
+        if self._first_parts.isdisjoint(parts):
+            return
+        firsts = [i for i in range(len(parts) - 1, -1, -1) if parts[i] in self._first_parts]
         for n_parts in range(min(self._longest, len(parts)), 0, -1):
-            for first in range(len(parts) - n_parts, -1, -1):
+            for first in firsts:
+                if first + n_parts > len(parts):
+                    continue
                 for pattern in self._by_parts.get(parts[first : first + n_parts], ()):
-                    begin = begins[first] - pattern.startswith(".")
-                    end = begins[first + n_parts] - 1 + pattern.endswith(".")
+                    begin = sum(map(len, parts[:first])) + first - pattern.startswith(".")
+                    end = begin + len(pattern)
                     if begin >= 0 and end <= len(name):
                         yield Match(name, begin, end, pattern)
 

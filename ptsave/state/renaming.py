@@ -28,6 +28,11 @@ class Renaming:
     prefix : str, default ""
         Only names that begin so count, without it, before they are renamed.
 
+    Attributes
+    ----------
+    changes : bool
+        Whether there is anything to do.
+
     Raises
     ------
     TypeError
@@ -45,6 +50,7 @@ class Renaming:
         if not isinstance(prefix, str):
             raise TypeError(f"prefix must be a string, not {type(prefix).__name__}")
         self._prefix = prefix
+        self.changes = bool(prefix) or rename is not None
         self._rename: Callable[[str], str | None] | None
         if rename is None or callable(rename):
             self._rename = rename

@@ -5,7 +5,7 @@ For those `module_state` does the same by itself; every other module's own code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "begin_plainly",
     "gives_lists_away",
     "has_code_of_its_own",
+    "have_code_of_their_own",
     "hooks_that_look",
     "may_run_others_code",
     "overrides_load_state_dict",
@@ -179,6 +180,27 @@ def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | N
         or post_hooks_of(module)
         or sets_extra_state(module)
         or any(not _is_lazy_buffer_hook(hook) for hook in pre_hooks_of(module).values())
+    )
+
+
+def have_code_of_their_own(
+    modules: Sequence[tuple[str, nn.Module]], names: Container[str | None]
+) -> bool:
+    """Return whether `has_code_of_its_own` is true of any of these modules, given by name."""
+    classes = {type(module) for _, module in modules}
+    plain = {
+        cls
+        for cls in classes
+        if load_method_of(cls) is _MODULE and cls.__getattribute__ is object.__getattribute__
+    }
+    return any(
+        has_code_of_its_own(module, f"{prefix}." if prefix else "", names)
+        for prefix, module in modules
+        if type(module) not in plain
+        or pre_hooks_of(module)
+        or post_hooks_of(module)
+        or sets_extra_state(module)
+        or LOAD_METHOD in vars(module)
     )
 
 

@@ -6,7 +6,7 @@ Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ __all__ = [
     "children_of",
     "lazy_load_hook",
     "load_method_of",
+    "modules_in",
     "non_persistent_buffers_of",
     "optimizer_policy",
     "optimizer_post_hooks_of",
@@ -44,6 +45,7 @@ __all__ = [
     "pre_hooks_of",
     "register_pre_hook",
     "registration_hooks",
+    "tensors_in",
 ]
 
 _T = TypeVar("_T")
@@ -96,3 +98,60 @@ METADATA = "_metadata"
 def optimizer_policy() -> Callable[..., Tensor]:
     """Return the method that casts values of an optimizer's state; users may have replaced it."""
     return Optimizer._process_value_according_to_param_policy
+
+
+def modules_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a model by name, each under all of its names.
+
+    As ``named_modules(remove_duplicate=False)`` yields them, whose generators within generators
+    take most of the time of a walk.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    _note_modules(model, "", found)
+    return found
+
+
+def _note_modules(module: nn.Module, name: str, found: list[tuple[str, nn.Module]]) -> None:
+    if type(module).named_modules is not nn.Module.named_modules:
+        found += module.named_modules(prefix=name, remove_duplicate=False)
+        return
+    found.append((name, module))
+    for key, child in children_of(module).items():
+        if child is not None:
+            _note_modules(child, f"{name}.{key}" if name else key, found)
+
+
+def tensors_in(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]] | None = None
+) -> dict[str, Tensor]:
+    """Return the parameters of a model, and then its buffers, each under all of its names.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    modules : sequence of (str, torch.nn.Module), optional
+        What `modules_in` has returned for it.
+    """
+    found: dict[str, Tensor] = {}
+    modules = modules_in(model) if modules is None else modules
+    if type(model).named_parameters is nn.Module.named_parameters:
+        _note_tensors(modules, parameters_of, found)
+    else:
+        found.update(model.named_parameters(remove_duplicate=False))
+    if type(model).named_buffers is nn.Module.named_buffers:
+        _note_tensors(modules, buffers_of, found)
+    else:
+        found.update(model.named_buffers(remove_duplicate=False))
+    return found
+
+
+def _note_tensors(
+    modules: Sequence[tuple[str, nn.Module]],
+    table_of: Callable[[nn.Module], dict[str, Tensor | None]],
+    found: dict[str, Tensor],
+) -> None:
+    for prefix, module in modules:
+        for name, tensor in table_of(module).items():
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = tensor

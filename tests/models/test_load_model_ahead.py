@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.bench.system import cached_fraction, make_cold
+from ptsave.models.shards import ShardReader
 
 MIB = 1 << 20
 N_SHARDS = 6
@@ -183,3 +185,38 @@ def test_only_the_beginning_goes_through_the_page_cache(
     ptsave.load_model(model, tmp_path)
     assert all(torch.equal(model[name], tensor) for name, tensor in tensors.items())
     assert sum(cached_fraction(path) * path.stat().st_size for path in shards) <= 60 * MIB
+
+
+@pytest.mark.parametrize("has_loaders", [True, False])
+def test_garbage_of_loaders_is_collected(tmp_path: Path, has_loaders: bool) -> None:
+    """The collector rests only while nobody else's code runs."""
+    seen: list[bool] = []
+
+    def load(parameter: nn.Parameter, tensor: Tensor) -> None:
+        seen.append(gc.isenabled())
+        copy(parameter, tensor)
+
+    tensors = {f"{number:04}": torch.randn(16) for number in range(300)}
+    ptsave.save_model(tensors, tmp_path, max_shard_size="4KB")
+    model = model_of(tensors, load if has_loaders else None)
+    ptsave.load_model(model, tmp_path)
+    assert seen == [True] * (len(tensors) if has_loaders else 0)
+    assert gc.isenabled()
+    assert all(torch.equal(model[name], tensors[name]) for name in tensors)
+
+
+def test_many_small_tensors_are_read_by_the_thread_that_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: set[int] = set()
+    read = ShardReader.read
+
+    def noting(self: ShardReader, *args: Any) -> None:
+        readers.add(threading.get_ident())
+        read(self, *args)
+
+    monkeypatch.setattr(ShardReader, "read", noting)
+    tensors = {f"{number:04}": torch.randn(200) for number in range(3000)}  # 2.3 MiB
+    ptsave.save_model(tensors, tmp_path)
+    ptsave.load_model(model_of(tensors, copy), tmp_path)
+    assert readers == {threading.get_ident()}
