@@ -132,9 +132,9 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
     runs_no_code = restricted and not callable(options.map_location)
     with (
-        named_errors(describe(f)),
         _naming_what_it_is(f, runs_no_code=runs_no_code),
         _under_another_name(f) as opened,
+        named_errors(describe(f)),
     ):
         return stock.load(
             opened,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["name_file", "named_errors", "os_errors"]
 
+# Of legacy files, whose storages torch reads itself.
+_TORCH_READ_ERROR = re.compile(r"read\(\): fd \d+ failed with (.+)")
 _BY_STATUS: dict[int, type[OSError]] = {
     401: PermissionError,
     403: PermissionError,
@@ -20,12 +23,18 @@ _BY_STATUS: dict[int, type[OSError]] = {
 
 @contextmanager
 def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in an OSError that the system raises in the block, as reads do not."""
+    """Name the file in an OSError of the block; torch's own reads raise a RuntimeError."""
     try:
         yield
     except OSError as error:
         name_file(error, name)
         raise
+    except RuntimeError as error:
+        reason = _TORCH_READ_ERROR.search(str(error))
+        if reason is None:
+            raise
+        number = {os.strerror(each): each for each in errno.errorcode}.get(reason[1], errno.EIO)
+        raise OSError(number, reason[1], os.fspath(name)) from error
 
 
 def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
