@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,19 +55,27 @@ class GroupRanks:
 
     Parameters
     ----------
-    group : torch.distributed.ProcessGroup or None
-        The group; None is the default one.  This process belongs to it.
+    group : torch.distributed.ProcessGroup
+        The group.  This process belongs to it.
+
+    Notes
+    -----
+    The group is not kept alive: ``destroy_process_group()`` waits for its threads then.  One that
+    runs on when the interpreter ends may free what Python made, and takes the process along.
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._group = weakref.ref(group)
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self.session = str(self.gather(new_token())[0])
 
     def gather(self, value: Any) -> list[Any]:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this job has been destroyed")
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=self._group)
+        distributed.all_gather_object(values, value, group=group)
         return values
 
 

@@ -274,6 +274,22 @@ def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
         assert found["close"] is None
 
 
+def test_a_group_ends_when_it_is_destroyed(tmp_path: Path) -> None:
+    """Its threads would outlive the interpreter otherwise, and one of them abort the process."""
+    program = """
+    import weakref
+    checkpointer = make()
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    in_group = False
+    found["is alive"] = group() is not None
+    attempt("goes on", checkpointer.latest)
+    """
+    for found in Ranks(tmp_path, MAKE + dedent(program), 2).found():
+        assert not found["is alive"]
+        assert "has been destroyed" in found["goes on"]
+
+
 def test_at_a_url(tmp_path: Path) -> None:
     program = """
     import fsspec
