@@ -40,7 +40,7 @@ bool frees_at_last_close(const struct statfs& disk) {
 class Releases {
  public:
   // Never destroyed: its thread may outlive the static objects of the process.
-  static Releases& instance() {
+  static Releases& instance() noexcept {
     static auto* const kInstance = new Releases;
     return *kInstance;
   }
@@ -113,6 +113,10 @@ class Releases {
   std::atomic<std::uint32_t> n_pending_{0};
 };
 
+// Made while the library is loaded: a process that is forked while another thread makes it would
+// wait for that thread, which it does not have.
+[[maybe_unused]] const Releases& kMadeAtLoad = Releases::instance();
+
 }  // namespace
 
 Descriptor hold_blocks(int directory, const std::string& name) {
@@ -138,12 +142,6 @@ void release_later(Descriptor held) noexcept {
   }
 }
 
-void finish_releases() noexcept {
-  try {
-    Releases::instance().finish();
-  } catch (const std::bad_alloc&) {
-    return;  // nothing was ever released in the background
-  }
-}
+void finish_releases() noexcept { Releases::instance().finish(); }
 
 }  // namespace ptsave

@@ -26,7 +26,7 @@ class StagingPool::Block final : public Owner {
   Extents::node_type extent_;
 };
 
-StagingPool& StagingPool::instance() {
+StagingPool& StagingPool::instance() noexcept {
   static StagingPool& pool = *[] {
     auto* const made = new StagingPool;
     made->survive_forks();
@@ -34,6 +34,14 @@ StagingPool& StagingPool::instance() {
   }();
   return pool;
 }
+
+namespace {
+
+// Made while the library is loaded: a process that is forked while another thread makes it would
+// wait for that thread, which it does not have.
+[[maybe_unused]] const StagingPool& kMadeAtLoad = StagingPool::instance();
+
+}  // namespace
 
 std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& sizes) {
   // Declared before the lock, so that blocks return to the pool after it if something throws.
