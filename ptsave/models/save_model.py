@@ -28,6 +28,7 @@ from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.sizes import parse_size
 from ptsave.tree.expansion import nbytes_of
 from ptsave.writing.folders import Folder, resolve_folder
@@ -127,14 +128,16 @@ def save_model(
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
-    tensors, objects = _tensors_of(state_dict)
+    with pausing_garbage_collection():
+        tensors, objects = _tensors_of(state_dict)
     require_loadable(objects)
     if packed_modules_mapping is not None:
         model = model_or_state_dict if isinstance(model_or_state_dict, nn.Module) else None
         tensors = unpacked(tensors, PackedModules(packed_modules_mapping), model)
     if format == "safetensors":
         check_safetensors(tensors)
-    shards = split(tensors, limit)
+    with pausing_garbage_collection():
+        shards = split(tensors, limit)
     shards[-1].objects = objects
     with save_errors(folder.name):
         folder.make()
@@ -188,14 +191,15 @@ def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> li
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         flags = (tensor.is_conj(), tensor.is_neg())
-        if tied and tensor.numel() > 0 and (place, flags) in homes:
-            shard, first = homes[place, flags]
-            shard.aliases.setdefault(first, []).append(name)
+        home = homes.get((place, flags)) if tied and tensor.numel() > 0 else None
+        if home is not None:
+            home[0].aliases.setdefault(home[1], []).append(name)
             continue
-        if shards[-1].tensors and shards[-1].nbytes + nbytes_of(tensor) > limit:
+        nbytes = nbytes_of(tensor)
+        if shards[-1].tensors and shards[-1].nbytes + nbytes > limit:
             shards.append(Shard())
         shards[-1].tensors[name] = tensor
-        shards[-1].nbytes += nbytes_of(tensor)
+        shards[-1].nbytes += nbytes
         homes[place, flags] = shards[-1], name
     return shards
 
@@ -331,7 +335,7 @@ def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool) -> None
     metadata = {"format": "pt", **metadata_of(shard.objects)}
     for name, others in shard.aliases.items():
         metadata.update(dict.fromkeys(others, name))
-    write_safetensors(shard.tensors, target, metadata, fsync=fsync)
+    write_safetensors(shard.tensors, target, metadata, fsync=fsync, are_checked=True)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class PayloadSources:
         self._folder = folder
         self._items: list[tuple[int, bytes] | tuple[int, int, bytes]] = []
         self._known: dict[int, StoragePlace] = {}  # by the address of the storage, which is kept
-        self._kept: list[torch.UntypedStorage] = []
+        self._kept: list[torch.UntypedStorage | Tensor] = []
         self._unread: list[tuple[int, UnreadContents]] = []
         self._ranks: list[RankPayloads] = []
         self._opened: _C.PayloadSources | None = None  # until there is more
@@ -179,6 +179,21 @@ class PayloadSources:
         check_records([place for place in places if place is not None and place not in whole])
         return payloads
 
+    def payloads_in_memory(self, tensors: Sequence[Tensor]) -> list[Payload] | None:
+        """Return the payloads of tensors that have values, with less work for each.
+
+        None if storages are registered, or if a tensor has to be brought into order.
+        """
+        if self._known or self._unread or self._ranks or not all(map(is_in_order, tensors)):
+            return None
+        payloads = []
+        for tensor in tensors:
+            nbytes = tensor.nbytes
+            number = self._add((tensor.data_ptr(), nbytes, b"memory")) if nbytes else 0
+            payloads.append(Payload(nbytes, number))
+        self._kept += tensors
+        return payloads
+
     def contiguous(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors without values, each with a storage of its own.
 
@@ -214,7 +229,7 @@ class PayloadSources:
     def _payload_of(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
         if tensor.numel() == 0:
             return Payload(0)
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not is_in_order(tensor):
             return self._spooled(tensor, place)
         if place is None:
             place = self.memory(tensor.untyped_storage())
@@ -309,6 +324,11 @@ class TemporaryFile:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise SaveError.from_os_error(error, self._folder) from None
+
+
+def is_in_order(tensor: Tensor) -> bool:
+    """Whether the bytes of a strided tensor are those of its elements, one after the other."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def check_records(places: Iterable[StoragePlace]) -> None:

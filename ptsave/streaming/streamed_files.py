@@ -22,8 +22,9 @@ from ptsave.contents.safetensors_header import (
     stored_shape,
 )
 from ptsave.errors import CorruptCheckpointError, SaveError
-from ptsave.streaming.payload_sources import PayloadSources
+from ptsave.streaming.payload_sources import PayloadSources, is_in_order
 from ptsave.streaming.places import Payload, StoragePlace
+from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import ProgressCallback
 from ptsave.tree.view_blocks import span_of
 from ptsave.writing.pickling import pickle_object
@@ -169,12 +170,13 @@ class SafetensorsPlan(StreamedPlan):
         if sys.byteorder != "little":
             raise NotImplementedError("safetensors files are little-endian, this machine is not")
         _check_names(tensors)
-        in_order, header = header_of(tensors, metadata)
+        with pausing_garbage_collection():
+            in_order, header = header_of(tensors, metadata)
         self._places, self._has_crcs = {}, False
         if any(tensor.device.type != "cpu" for tensor in in_order):
             self._plan = _C.PackedPlan.of_tensors(header, in_order)
         else:
-            payloads = sources.payloads_of(in_order)
+            payloads = sources.payloads_in_memory(in_order) or sources.payloads_of(in_order)
             self._places = {
                 i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
             }
@@ -193,6 +195,7 @@ def write_safetensors(
     metadata: Mapping[str, str],
     *,
     fsync: bool = False,
+    are_checked: bool = False,
 ) -> None:
     """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
 
@@ -210,6 +213,8 @@ def write_safetensors(
         The ``__metadata__``.
     fsync : bool, default False
         Whether the file is on the disk, past all caches, when the call returns.
+    are_checked : bool, default False
+        Whether `check_safetensors` has seen them.
 
     Raises
     ------
@@ -220,8 +225,9 @@ def write_safetensors(
     SaveError
         If the file cannot be written; the one that was there is unchanged.
     """
-    check_safetensors(tensors)
-    with ExitStack() as stack:
+    if not are_checked:
+        check_safetensors(tensors)
+    with pausing_garbage_collection(), ExitStack() as stack:
         sources = PayloadSources(stack, scratch_folder(target))
         plain = {name: _in_reach(tensor) for name, tensor in tensors.items()}
         SafetensorsPlan(plain, target, sources, metadata).write(fsync=fsync, progress=None)
@@ -259,13 +265,14 @@ def write_bytes(
 def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
     """Raise the errors of `write_safetensors` for tensors that the format cannot hold."""
     _check_names(tensors)
+    dtypes = safetensors_dtypes()
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             raise TypeError(
                 f"safetensors files hold dense tensors, and {name!r} is {layout}: write a .pt file"
             )
-        if tensor.dtype not in safetensors_dtypes():
+        if tensor.dtype not in dtypes:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise TypeError(
                 f"safetensors files hold no {dtype}, which {name!r} is: write a .pt file"
@@ -278,12 +285,7 @@ def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
 
 def _in_reach(tensor: Tensor) -> Tensor:
     """Return a tensor whose bytes are the file's, in CPU memory or where they can be staged."""
-    if (
-        tensor.device.type != "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and _C.can_stage(tensor.device)
-    ):
+    if is_in_order(tensor) and (tensor.device.type == "cpu" or _C.can_stage(tensor.device)):
         return tensor.detach()
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
