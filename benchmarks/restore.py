@@ -288,7 +288,9 @@ def ratio(mine: list[Figure], other: list[Figure]) -> float:
 def speed_rows(titles: dict[str, str], other: str, figures: Figures) -> Iterator[list[str]]:
     """Compare with `other` and the limit; `titles` are those of the workloads, by name."""
     for name, contender in itertools.product(titles, (other, PTSAVE, LIMIT)):
-        ours = figures[name, contender]
+        if (name, contender) not in figures:  # the limit of workloads that have none
+            continue
+        ours, limit = figures[name, contender], figures.get((name, LIMIT))
         seconds = [figure.seconds for figure in ours]
         peak = max(figure.peak_nbytes for figure in ours) / MIB
         yield [
@@ -297,7 +299,7 @@ def speed_rows(titles: dict[str, str], other: str, figures: Figures) -> Iterator
             f"{median(seconds):.3f}",
             f"{min(seconds):.3f} - {max(seconds):.3f}",
             f"{ratio(ours, figures[name, other]):.2f}",
-            f"{ratio(ours, figures[name, LIMIT]):.2f}",
+            "" if limit is None else f"{ratio(ours, limit):.2f}",
             "" if contender == LIMIT else f"{peak:.0f}",
         ]
 

@@ -15,6 +15,9 @@ fastest.  Where the model is saved, the loop is the safetensors library's save_f
 and the limit is writing the same bytes to as many files through the page cache; files are written
 to a new directory, after all that was dirty has been written to the disk.  Values are compared
 outside the clock, in the first round.
+
+The tiny workloads are of 20,000 parameters of 16 floats: their time is Python's, for each name.
+They have no limit.
 """
 
 from __future__ import annotations
@@ -74,6 +77,8 @@ class Workload:
     cold: bool = False
     loaders: bool = False
     saves: bool = False
+    tiny: bool = False
+    packed: bool = False
     limit_goal: float | None = None
     peak_goal_mib: float = 256
 
@@ -84,7 +89,17 @@ WORKLOADS = {
     "loaders-warm": Workload("the same with weight_loaders, warm", None, loaders=True),
     "loaders-cold": Workload("the same with weight_loaders, cold", None, cold=True, loaders=True),
     "save": Workload("8 shards, 1 GiB, saved", 1, saves=True),
+    "tiny": Workload("20,000 tiny tensors, warm", 1, tiny=True),
+    "tiny-loaders": Workload("the same with weight_loaders", 1, tiny=True, loaders=True),
+    "tiny-packed": Workload("the same, packed", 1, tiny=True, packed=True),
+    "tiny-packed-loaders": Workload(
+        "the same, packed, with weight_loaders", 1, tiny=True, packed=True, loaders=True
+    ),
+    "tiny-save": Workload("20,000 tiny tensors, saved", 1, tiny=True, saves=True),
 }
+N_TINY_LAYERS = 5_000
+N_TINY_FLOATS = 16
+PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 # -------------------------------------------------------------------------------- the model's files
@@ -94,10 +109,28 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def save_shards(folder: Path) -> None:
+def make_tiny(seed: int, *, packed: bool = False) -> nn.Module:
+    """Return a model of many small parameters."""
+    torch.manual_seed(seed)
+    sizes = (
+        {"qkv_proj": len(PARTS), "o_proj": 1} if packed else dict.fromkeys((*PARTS, "o_proj"), 1)
+    )
+    model = nn.Module()
+    layers = [nn.Module() for _ in range(N_TINY_LAYERS)]
+    for layer, (name, size) in itertools.product(layers, sizes.items()):
+        layer.add_module(name, nn.Module())
+        weight = nn.Parameter(torch.randn(size * N_TINY_FLOATS))
+        layer.get_submodule(name).register_parameter("weight", weight)
+    model.layers = nn.ModuleList(layers)
+    model.packed_modules_mapping = {"qkv_proj": list(PARTS)} if packed else {}  # type: ignore[assignment]
+    return model
+
+
+def save_shards(folder: Path, *, tiny: bool) -> None:
     """Write the files, and all of their bytes as one."""
     folder.mkdir()
-    save_with_library(folder, make_decoder(0).state_dict())
+    model = make_tiny(0) if tiny else make_decoder(0)
+    save_with_library(folder, model.state_dict())
     with (folder / ONE_FILE).open("wb") as one_file:
         for path in shard_paths(folder):
             one_file.write(path.read_bytes())
@@ -151,9 +184,22 @@ def write_shard(shard: tuple[Path, list[Tensor]]) -> None:
                 rest = rest[stream.write(rest) :]
 
 
-def load(parameter: Tensor, tensor: Tensor) -> None:
+def load(parameter: Tensor, tensor: Tensor, shard_id: int | None = None) -> None:
     """Be a parameter's weight_loader."""
-    parameter.data.copy_(tensor)
+    if shard_id is None:
+        parameter.data.copy_(tensor)
+    else:
+        parameter.data[shard_id * len(tensor) : (shard_id + 1) * len(tensor)].copy_(tensor)
+
+
+def load_packed(parameters: dict[str, nn.Parameter], name: str, tensor: Tensor) -> None:
+    """Put a tensor into its place as engines do that have packed parameters."""
+    for number, part in enumerate(PARTS):
+        if part in name:
+            parameter = parameters[name.replace(part, "qkv_proj")]
+            getattr(parameter, "weight_loader", load)(parameter, tensor, number)
+            return
+    getattr(parameters[name], "weight_loader", load)(parameters[name], tensor)
 
 
 # ------------------------------------------------------------------------- one figure, one process
@@ -169,7 +215,13 @@ class Task:
     cold: bool = False
     loaders: bool = False
     saves: bool = False
+    tiny: bool = False
+    packed: bool = False
     compare: bool = False
+
+
+def model_of(task: Task, seed: int) -> nn.Module:
+    return make_tiny(seed, packed=task.packed) if task.tiny else make_decoder(seed)
 
 
 def fill(contender: str, folder: Path, model: nn.Module) -> None:
@@ -178,10 +230,14 @@ def fill(contender: str, folder: Path, model: nn.Module) -> None:
 
         ptsave.load_model(model, folder)
         return
+    is_packed = bool(getattr(model, "packed_modules_mapping", None))
     parameters = dict(model.named_parameters())
     for path in shard_paths(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
+                if is_packed:
+                    load_packed(parameters, name, file.get_tensor(name))
+                    continue
                 parameter = parameters[name]
                 getattr(parameter, "weight_loader", load)(parameter, file.get_tensor(name))
 
@@ -210,7 +266,11 @@ def warm_up(contender: str, folder: Path) -> None:
 
 
 def check_values(folder: Path, model: nn.Module) -> None:
-    tensors = model.state_dict()
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if ".qkv_proj." in name]:
+        parts = tensors.pop(name).chunk(len(PARTS))
+        names = [name.replace("qkv_proj", part) for part in PARTS]
+        tensors.update(zip(names, parts, strict=True))
     for path in shard_paths(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -221,7 +281,7 @@ def check_values(folder: Path, model: nn.Module) -> None:
 
 
 def measure_save(task: Task) -> Figure:
-    tensors = {name: tensor.detach() for name, tensor in make_decoder(1).state_dict().items()}
+    tensors = {name: tensor.detach() for name, tensor in model_of(task, 1).state_dict().items()}
 
     def write(target: str, what: dict[str, Tensor]) -> None:
         if task.contender in LIMIT_THREADS:
@@ -241,19 +301,19 @@ def measure_save(task: Task) -> Figure:
         write(scratch, tensors)
         figure = Figure(time.perf_counter() - start, memory.above_baseline())
         if task.compare:
-            check_values(Path(scratch), make_decoder(1))
+            check_values(Path(scratch), model_of(task, 1))
     return figure
 
 
 def measure(task: Task) -> Figure:
     folder = Path(task.folder)
     if task.save:
-        save_shards(folder)
+        save_shards(folder, tiny=task.tiny)
         return Figure(0.0)
     if task.saves:
         return measure_save(task)
     warm_up(task.contender, folder)
-    model = make_decoder(1)
+    model = model_of(task, 1)
     if task.loaders:
         for parameter in model.parameters():
             parameter.weight_loader = load  # type: ignore[attr-defined]
@@ -279,20 +339,25 @@ def run_task(task: Task) -> Figure:
 
 
 def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
-    run_task(Task(LOOP, str(folder), save=True))
+    folders = {tiny: folder / ("tiny" if tiny else "model") for tiny in (False, True)}
+    for tiny in {WORKLOADS[name].tiny for name in names}:
+        run_task(Task(LOOP, str(folders[tiny]), save=True, tiny=tiny))
     figures: Figures = {}
     for number, name in tqdm(
         list(itertools.product(range(rounds), names)), leave=False, disable=None
     ):
         workload = WORKLOADS[name]
-        contenders = [LOOP, PTSAVE, *([LIMIT] if workload.cold else LIMIT_THREADS)]
+        limits: list[str] = [LIMIT] if workload.cold else [*LIMIT_THREADS]
+        contenders = [LOOP, PTSAVE, *([] if workload.tiny else limits)]
         for contender in random.sample(contenders, len(contenders)):
             if contender == LIMIT:
-                measured = measure_cold_limit(folder / ONE_FILE)
+                measured = measure_cold_limit(folders[False] / ONE_FILE)
             else:
                 task = Task(
                     contender,
-                    str(folder),
+                    str(folders[workload.tiny]),
+                    tiny=workload.tiny,
+                    packed=workload.packed,
                     cold=workload.cold,
                     loaders=workload.loaders,
                     saves=workload.saves,
@@ -301,7 +366,7 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
                 measured = {contender: run_task(task)}
             for measured_contender, figure in measured.items():
                 figures.setdefault((name, measured_contender), []).append(figure)
-    choose_limits(names, figures)
+    choose_limits([name for name in names if not WORKLOADS[name].tiny], figures)
     return figures
 
 
@@ -331,7 +396,7 @@ def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
 
 def report(names: list[str], rounds: int, folder: Path) -> str:
     titles = {name: WORKLOADS[name].title for name in names}
-    figures = run_rounds(names, rounds, folder / "model")
+    figures = run_rounds(names, rounds, folder)
     header = ["workload", "", "s", "min - max", TIMES_LOOP, "of limit", "MiB above the model"]
     speeds = table(header, speed_rows(titles, LOOP, figures), n_texts=2)
     goals = table(["workload", "goal", "ptsave", "met"], goal_rows(names, figures), n_texts=2)
