@@ -37,6 +37,7 @@ PYBIND11_MODULE(_C, module) {
   bind_appending(module);
   bind_statistics(module);
   bind_difference(module);
+  bind_names(module);
   module.def("crc32", &crc32_of_buffer, py::arg("data"), py::arg("crc") = 0);
   module.def("payload_offset_after", &payload_offset_after, py::arg("header_offset"),
              py::arg("full_name"), py::arg("nbytes"), py::arg("alignment"));

@@ -29,6 +29,11 @@ class WriteOptions:
         in_background: bool = False,
     ) -> None: ...
 
+# Where objects are the values of dicts: (a dict's number, its key, the object's number).
+def find_values(
+    dicts: Sequence[dict[str, Any]], values: Sequence[object]
+) -> list[tuple[int, str, int]]: ...
+
 # Whether the engine copies from and to this device.
 def can_stage(device: torch.device) -> bool: ...
 

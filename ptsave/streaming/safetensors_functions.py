@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ptsave import _C
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.contents.safetensors_loading import load_safetensors
@@ -169,17 +170,14 @@ def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
 
     Names of modules only: libraries import these functions by name.
     """
-    wanted = {id(old): new for old, new in pairs}
-    olds = frozenset(wanted)
-    modules: list[object] = list(sys.modules.values())  # which may hold anything
-    for module in modules:
-        if isinstance(module, ModuleType) and module.__name__ != __name__:
-            names = vars(module)
-            # Thousands of modules have none of them: a loop in C, which no other thread enters.
-            if not olds.isdisjoint(map(id, names.values())):
-                for name, value in list(names.items()):
-                    if id(value) in wanted:
-                        setattr(module, name, wanted[id(value)])
+    everything: list[object] = list(sys.modules.values())  # which may hold anything
+    modules = [each for each in everything if isinstance(each, ModuleType)]
+    names = [vars(module) for module in modules]
+    olds = [old for old, _ in pairs]
+    # Libraries have thousands of modules, and checkpoints exchange and put back.
+    for module, name, pair in _C.find_values(names, olds):
+        if modules[module].__name__ != __name__:
+            setattr(modules[module], name, pairs[pair][1])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
