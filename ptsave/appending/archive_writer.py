@@ -344,7 +344,9 @@ class ArchiveWriter:
         direct = (
             self._limits.direct_io
             and wants_direct(batch.nbytes, fsync=True)
-            and wants_direct(self._archive.nbytes + batch.nbytes, fsync=self._fsync)
+            and wants_direct(
+                self._archive.nbytes + batch.nbytes, fsync=self._fsync, in_background=True
+            )
         )
         slack = _SLACK_NBYTES if batch.engine.is_staged else 0
         n_threads = self._limits.n_direct_writers if direct else self._limits.n_threads

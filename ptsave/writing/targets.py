@@ -150,13 +150,22 @@ def check_stream(stream: object) -> None:
     raise TypeError(message)
 
 
-def wants_direct(nbytes: int, *, fsync: bool) -> bool:
+def wants_direct(nbytes: int, *, fsync: bool, in_background: bool = False) -> bool:
     """Whether to write so many bytes past the page cache.
 
-    It is faster as long as it only has to remember; once the kernel makes writers wait for the
-    disk, or the caller does, going past it is.
+    The cache is faster as long as it only has to remember.  From three quarters of its limit on,
+    the kernel may make writers wait for the disk: about as long as direct writes take, but often
+    twice as long.  Where nobody waits, direct writes leave processors and memory to the program.
     """
-    return nbytes >= _MIN_DIRECT_NBYTES and (fsync or nbytes > _dirty_limit_nbytes() // 2)
+    if nbytes < _MIN_DIRECT_NBYTES:
+        return False
+    if fsync:
+        return True
+    limit = _dirty_limit_nbytes()
+    if in_background:
+        return nbytes > limit // 2
+    # Other ranks of this host save, too.
+    return memory_limits.dirty_nbytes() + nbytes * config.local_world_size() > limit // 4 * 3
 
 
 def replaceable_file(path: str) -> str:
@@ -303,7 +312,8 @@ class FileWriter:
         )
 
     def _wants_direct(self) -> bool:
-        return wants_direct(self._plan.nbytes, fsync=self._fsync)
+        in_background = self._payloads_are_still  # they are copies
+        return wants_direct(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
     def _options(self, *, direct: bool = False) -> _C.WriteOptions:
         n_threads = self._config.n_direct_writers if direct else self._config.n_threads
@@ -551,9 +561,7 @@ def _dirty_limit_nbytes() -> int:
         if limit > 0:
             return limit
         ratio = int(Path("/proc/sys/vm/dirty_ratio").read_text())
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 1 << 30
-    # Of a control group, a part of the room that its limit leaves.  Not divided by ranks, because
-    # pages that others have dirtied are no longer available.
-    return min(free, memory_limits.available_nbytes()) * ratio // 100
+    # Of a control group, a part of the room that its limit leaves.
+    return memory_limits.available_nbytes() * ratio // 100

@@ -14,7 +14,7 @@ import pytest
 from ptsave.background.staging_budget import StagingBudget
 from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
-from ptsave.support.memory_limits import available_nbytes, limit_nbytes, share_nbytes
+from ptsave.support.memory_limits import available_nbytes, dirty_nbytes, limit_nbytes, share_nbytes
 from ptsave.writing import targets as writing
 
 MIB = 1 << 20
@@ -275,6 +275,26 @@ def test_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     plentiful = writing._dirty_limit_nbytes()
     monkeypatch.setattr(memory_limits, "available_nbytes", lambda: 10 * MIB)
     assert writing._dirty_limit_nbytes() <= min(plentiful, 10 * MIB)
+
+
+def test_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers go there before the kernel makes them wait, counting what is dirty already."""
+    monkeypatch.setattr(writing, "_dirty_limit_nbytes", lambda: 120 * MIB)
+    monkeypatch.setattr(memory_limits, "dirty_nbytes", lambda: 20 * MIB)
+    assert not writing.wants_direct(70 * MIB, fsync=False)
+    assert writing.wants_direct(71 * MIB, fsync=False)
+    assert not writing.wants_direct(60 * MIB, fsync=False, in_background=True)
+    assert writing.wants_direct(61 * MIB, fsync=False, in_background=True)
+    assert writing.wants_direct(50 * MIB, fsync=True)
+    assert not writing.wants_direct(1, fsync=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert writing.wants_direct(18 * MIB, fsync=False)
+
+
+def test_dirty(system: System) -> None:
+    assert dirty_nbytes(system.root) == 0
+    system.write("proc/meminfo", "Dirty:    12 kB\nWriteback:    4 kB\nWritebackTmp:   64 kB\n")
+    assert dirty_nbytes(system.root) == 16 << 10
 
 
 def test_room() -> None:
