@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -31,6 +33,12 @@ class _Options:
     verify: bool | None = None
     distributed: bool | None = None
     weights_only_check: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (value is None or isinstance(value, bool)):
+                raise TypeError(f"{field.name} must be True, False or None, not {value!r}")
 
 
 # Imported only if it is asked for: it imports torch.distributed.checkpoint.
@@ -78,6 +86,8 @@ def install(
     ------
     ImportError
         If ``safetensors=True`` and the library is not installed, or too old.
+    TypeError
+        If an option is something else.
 
     Notes
     -----
@@ -99,7 +109,9 @@ def install(
     >>> torch.save is ptsave.save
     False
     """
-    _begin(_Options(safetensors, fsync, atomic, verify, distributed, weights_only_check))
+    options = _Options(safetensors, fsync, atomic, verify, distributed, weights_only_check)
+    _import_for(options)
+    _to_the_end(_begin, options)
 
 
 def uninstall() -> None:
@@ -110,6 +122,10 @@ def uninstall() -> None:
     RuntimeError
         If ptsave is not installed.
     """
+    _to_the_end(_end_latest)
+
+
+def _end_latest() -> None:
     with _lock:
         if not _calls:
             raise RuntimeError("ptsave is not installed: call ptsave.install() first")
@@ -137,6 +153,8 @@ def installed(
 ) -> Iterator[None]:
     """Install for the length of a ``with`` block; arguments as of :func:`install`.
 
+    It is undone however the block ends, also by what a signal handler raises.
+
     Examples
     --------
     >>> import io, torch, ptsave
@@ -144,18 +162,57 @@ def installed(
     ...     torch.save(torch.ones(2), io.BytesIO())
     """
     options = _Options(safetensors, fsync, atomic, verify, distributed, weights_only_check)
-    _begin(options)
+    _import_for(options)
     try:
+        _to_the_end(_begin, options)
         yield
     finally:
-        _end(options)
+        _to_the_end(_end, options)
 
 
-def _begin(options: _Options) -> None:
+def _to_the_end(step: Callable[..., None], *args: object) -> None:
+    """Call a function that no signal's handler interrupts: it runs where there are none.
+
+    Handlers run in the main thread.  An exception of theirs is raised when the step is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        step(*args)
+        return
+    job: Future[None] = Future()
+    try:
+        try:
+            start_new_thread(_run, (job, step, args))
+        except RuntimeError:  # out of threads, or at the end of the process
+            _run(job, step, args)
+        job.exception()  # waits
+    except BaseException:
+        if job.cancel():  # no thread has begun it
+            step(*args)
+        else:
+            job.exception()
+        raise
+    job.result()
+
+
+def _run(job: Future[None], step: Callable[..., None], args: tuple[object, ...]) -> None:
+    if not job.set_running_or_notify_cancel():
+        return
+    try:
+        step(*args)
+    except BaseException as error:
+        job.set_exception(error)
+    else:
+        job.set_result(None)
+
+
+def _import_for(options: _Options) -> None:
     if options.safetensors:
         safetensors_functions.require_library()
     if options.distributed:
         import_module(_DISTRIBUTED)  # without the lock: it takes a second
+
+
+def _begin(options: _Options) -> None:
     with _lock:
         _calls.append(options)
         _apply()

@@ -33,6 +33,8 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 @click.option("--fsync", is_flag=True, help="Files survive power loss once they are saved.")
 @click.option("--no-atomic", is_flag=True, help="Overwrite files in place.")
 @click.option("--no-verify", is_flag=True, help="Do not compare checksums.")
+@click.option("--distributed", is_flag=True, help="torch.distributed.checkpoint's storage, too.")
+@click.option("--weights-only-check", is_flag=True, help="Warn of objects that need code to load.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
 def command(
@@ -41,6 +43,8 @@ def command(
     fsync: bool,
     no_atomic: bool,
     no_verify: bool,
+    distributed: bool,
+    weights_only_check: bool,
     module: str | None,
     arguments: tuple[str, ...],
 ) -> None:
@@ -58,6 +62,8 @@ def command(
         "fsync": fsync,
         "no-atomic": no_atomic,
         "no-verify": no_verify,
+        "distributed": distributed,
+        "weights-only-check": weights_only_check,
     }
     asked = [word for word, is_asked in words.items() if is_asked]
     if safetensors:

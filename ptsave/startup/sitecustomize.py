@@ -97,6 +97,6 @@ def _import_the_next_one() -> None:
 
 
 if __name__ == "sitecustomize":
-    if os.environ.get("PTSAVE_INSTALL"):
+    if os.environ.get("PTSAVE_INSTALL", "0") not in ("", "0"):
         sys.meta_path.insert(0, _AfterTorch())
     _import_the_next_one()

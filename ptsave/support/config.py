@@ -103,7 +103,14 @@ def current() -> Config:
 
 
 _INSTALL = "PTSAVE_INSTALL"
-_INSTALL_OPTIONS = ("safetensors", "fsync", "atomic", "verify")
+_INSTALL_OPTIONS = (
+    "safetensors",
+    "fsync",
+    "atomic",
+    "verify",
+    "distributed",
+    "weights-only-check",
+)
 
 
 def install_options() -> dict[str, bool]:
@@ -120,14 +127,14 @@ def install_options() -> dict[str, bool]:
     text = os.environ.get(_INSTALL, "")
     options = {}
     for word in text.split(",") if text not in ("", "1") else []:
-        name = word.removeprefix("no-")
+        name = word.strip().removeprefix("no-")
         if name not in _INSTALL_OPTIONS:
             known = ", ".join(_INSTALL_OPTIONS)
             raise ValueError(
                 f"{_INSTALL} must be 1, or some of {known} (or no-...), with commas between them, "
                 f"not {text[:_MAX_SHOWN]!r}"
             )
-        options[name] = name == word
+        options[name.replace("-", "_")] = name == word.strip()
     return options
 
 

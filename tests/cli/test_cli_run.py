@@ -62,11 +62,11 @@ def test_modules_options_and_another_sitecustomize(tmp_path: Path) -> None:
         "options = vars(installation._merged()).items()\n"
         "print(*(f'{name}={value}' for name, value in options if value is not None))\n"
     )
-    options = ("--safetensors", "--fsync", "--no-verify", "-m", "program", "3")
-    assert run(*options, PYTHONPATH=str(tmp_path)).splitlines() == [
+    options = ("--safetensors", "--fsync", "--no-verify", "--distributed", "--weights-only-check")
+    assert run(*options, "-m", "program", "3", PYTHONPATH=str(tmp_path)).splitlines() == [
         "True ['3'] ptsave.streaming.safetensors_functions",
-        "safetensors,fsync,no-verify False",
-        "safetensors=True fsync=True verify=False",
+        "safetensors,fsync,no-verify,distributed,weights-only-check False",
+        "safetensors=True fsync=True verify=False distributed=True weights_only_check=True",
     ]
 
 
@@ -86,6 +86,25 @@ def test_nothing_to_run() -> None:
     result = CliRunner().invoke(commands, ["run"])
     assert result.exit_code == 2
     assert "Name a script" in result.output
+
+
+@pytest.mark.parametrize("text", ["", "0"])
+def test_variable_that_is_off(text: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os, subprocess, sys\n"
+        f"os.environ['PTSAVE_INSTALL'] = {text!r}\n"
+        "program = 'import torch; print(torch.save.__module__)'\n"
+        "sys.exit(subprocess.call([sys.executable, '-c', program]))\n"
+    )
+    assert run(tmp_path / "program.py") == "torch.serialization\n"
+
+
+def test_variable_with_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ptsave.support import config
+
+    monkeypatch.setenv("PTSAVE_INSTALL", " fsync, no-verify ,weights-only-check")
+    options = {"fsync": True, "verify": False, "weights_only_check": True}
+    assert config.install_options() == options
 
 
 @pytest.mark.parametrize("text", ["2", "fsync,", "no-", "true"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -473,3 +474,53 @@ def test_rebound_name_of_a_safetensors_function(monkeypatch: pytest.MonkeyPatch)
     with ptsave.installed(safetensors=True):
         vars(module)["write"] = library.save_file
     assert vars(module)["write"] is stock
+
+
+@pytest.mark.parametrize("option", ["safetensors", "fsync", "verify", "weights_only_check"])
+def test_options_are_true_or_false(option: str) -> None:
+    """A refused call leaves nothing behind."""
+    before = functions()
+    values: tuple[Any, ...] = ("no", 1, [])
+    for value in values:
+        with pytest.raises(TypeError, match=f"{option} must be True, False or None, not"):
+            ptsave.install(**{option: value})
+    assert functions() == before
+    with pytest.raises(RuntimeError, match="not installed"):
+        ptsave.uninstall()
+
+
+@pytest.mark.parametrize("n_exchanges", range(6))
+def test_interrupted(n_exchanges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers of signals may raise while functions are exchanged."""
+    before, exchange, seen = functions(), ptsave.installation._exchange, []
+
+    def interrupted_exchange(*args: Any) -> None:
+        exchange(*args)
+        seen.append(args)
+        if len(seen) == n_exchanges + 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ptsave.installation, "_exchange", interrupted_exchange)
+
+    def block() -> None:
+        with ptsave.installed(safetensors=True):
+            pass
+        with ptsave.installed():
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert functions() == before
+    with pytest.raises(RuntimeError, match="not installed"):
+        ptsave.uninstall()
+
+
+def test_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ptsave.installation, "start_new_thread", start)
+    before = functions()
+    with ptsave.installed():
+        assert torch.save is ptsave.save
+    assert functions() == before
