@@ -22,6 +22,7 @@ FAKE_BUILD = ROOT / "build" / "fake-accelerator"
 CORE = ROOT / "csrc" / "core"
 BACKEND = ROOT / "tests" / "accelerator" / "backend"
 FOLDERS = (ROOT / "csrc", BACKEND)
+COMMANDS = ROOT / "build" / "clang-tidy"
 
 
 def build_of(source: Path) -> Path:
@@ -31,6 +32,17 @@ def build_of(source: Path) -> Path:
     return FAKE_BUILD if BACKEND in source.parents else PYTHON_BUILD
 
 
+def compile_commands() -> list[dict[str, str]]:
+    """Return one command a file, also for files of two modules."""
+    commands: dict[Path, dict[str, str]] = {}
+    for build in (CORE_BUILD, PYTHON_BUILD, FAKE_BUILD):
+        for entry in json.loads((build / "compile_commands.json").read_text()):
+            source = Path(entry["file"])
+            if any(folder in source.parents for folder in FOLDERS) and build_of(source) == build:
+                commands.setdefault(source, entry)
+    return list(commands.values())
+
+
 def digest(source: Path, shared: bytes) -> str:
     return hashlib.sha256(shared + bytes(source) + source.read_bytes()).hexdigest()
 
@@ -38,7 +50,7 @@ def digest(source: Path, shared: bytes) -> str:
 def check(source: Path) -> str:
     """Return what clang-tidy has to say about ``source``: nothing if it is clean."""
     result = subprocess.run(
-        [CLANG_TIDY, "--quiet", "-p", build_of(source), source],
+        [CLANG_TIDY, "--quiet", "-p", COMMANDS, source],
         capture_output=True,
         text=True,
         check=False,
@@ -51,14 +63,11 @@ def check(source: Path) -> str:
 def main() -> None:
     sources = sorted(path for folder in FOLDERS for path in folder.rglob("*.cpp"))
     headers = sorted(path for folder in FOLDERS for path in folder.rglob("*.h"))
-    commands = [
-        entry["command"]
-        for build in (CORE_BUILD, PYTHON_BUILD, FAKE_BUILD)
-        for entry in json.loads((build / "compile_commands.json").read_text())
-        if any(folder in Path(entry["file"]).parents for folder in FOLDERS)
-    ]
+    commands = compile_commands()
+    COMMANDS.mkdir(exist_ok=True)
+    (COMMANDS / "compile_commands.json").write_text(json.dumps(commands))
     shared = b"".join(path.read_bytes() for path in [ROOT / ".clang-tidy", *headers])
-    shared += "".join(sorted(commands)).encode()
+    shared += "".join(sorted(entry["command"] for entry in commands)).encode()
     clean = set(CLEAN.read_text().split()) if CLEAN.exists() else set()
     digests = {source: digest(source, shared) for source in sources}
     stale = [source for source in sources if digests[source] not in clean]
