@@ -11,8 +11,15 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ptsave.integrations.pending_saves import PendingSaves, make_parent, remove_checkpoint
+from ptsave.integrations.pending_saves import (
+    PendingSaves,
+    make_parent,
+    path_key,
+    remove_checkpoint,
+)
+from ptsave.integrations.staged_files import StagedFile, staged_file
 from ptsave.serialization import load, save
+from ptsave.writing.targets import resolve_file
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO"]
 
@@ -91,14 +98,21 @@ class CheckpointIO:
         """
         options = self._storage_options if storage_options is None else storage_options
         make_parent(os.fspath(path), options)
-        save(
-            checkpoint,
-            os.fspath(path),
-            fsync=self._fsync,
-            atomic=self._atomic,
-            storage_options=options,
-            weights_only_check=self._weights_only_check,
-        )
+        staged = self._staged(path, options)
+        try:
+            save(
+                checkpoint,
+                os.fspath(path) if staged is None else staged.path,
+                fsync=self._fsync,
+                atomic=self._atomic,
+                storage_options=options,
+                weights_only_check=self._weights_only_check,
+            )
+            if staged is not None:
+                staged.publish(fsync=self._fsync)
+        finally:
+            if staged is not None:
+                staged.discard()
         self._note_options(path, storage_options)
 
     def load_checkpoint(
@@ -133,14 +147,18 @@ class CheckpointIO:
     def teardown(self) -> None:
         """Do nothing: nothing is pending."""
 
+    def _staged(self, path: str | os.PathLike[str], options: Any) -> StagedFile | None:
+        """Return a place for a checkpoint of a SLURM job, whose leftovers Lightning would count."""
+        return staged_file(resolve_file(path, options)) if self._atomic else None
+
     def _options_for(self, path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-        return self._options_of.get(os.fspath(path), self._storage_options)
+        return self._options_of.get(path_key(os.fspath(path)), self._storage_options)
 
     def _note_options(self, path: str | os.PathLike[str], options: Any) -> None:
         if options is None:
-            self._options_of.pop(os.fspath(path), None)
+            self._options_of.pop(path_key(os.fspath(path)), None)
         else:
-            self._options_of[os.fspath(path)] = options
+            self._options_of[path_key(os.fspath(path))] = options
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -201,12 +219,14 @@ class AsyncCheckpointIO(CheckpointIO):
         storage_options: Any = None,
     ) -> None:
         """Begin to save a checkpoint; then raise the error of an earlier one, if there is any."""
+        options = self._storage_options if storage_options is None else storage_options
         self._saves.save(
             checkpoint,
             os.fspath(path),
+            staged=lambda: self._staged(path, options),
             fsync=self._fsync,
             atomic=self._atomic,
-            storage_options=self._storage_options if storage_options is None else storage_options,
+            storage_options=options,
             weights_only_check=self._weights_only_check,
             max_staged_bytes=self._max_staged_bytes,
             when_full=self._when_full,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -20,11 +20,12 @@ from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import add_note
+from ptsave.integrations.staged_files import StagedFile
 from ptsave.sources.urls import is_url_target
 from ptsave.writing.targets import resolve_file
 from ptsave.writing.url_targets import UrlTarget, save_errors
 
-__all__ = ["PendingSaves", "make_parent", "remove_checkpoint"]
+__all__ = ["PendingSaves", "make_parent", "path_key", "remove_checkpoint"]
 
 
 class PendingSaves:
@@ -36,20 +37,31 @@ class PendingSaves:
     def __init__(self) -> None:
         self._start_afresh()
 
-    def save(self, obj: object, path: str, **options: Any) -> SaveFuture:
+    def save(
+        self,
+        obj: object,
+        path: str,
+        staged: Callable[[], StagedFile | None] = lambda: None,
+        **options: Any,
+    ) -> SaveFuture:
         """Begin a save; `options` are those of :func:`ptsave.async_save`.
 
-        Its directory is made.  A removal of the same path that is still to come is dropped, as the
-        save replaces the file.
+        Its directory is made.  Then `staged` may make a place to write the file in, which gets its
+        own on the thread that writes.  A removal of the same path that is still to come is dropped,
+        as the save replaces the file.
         """
         self._check_process()
         make_parent(path, options.get("storage_options"))
-        key = _key(path)
+        key = path_key(path)
         with self._changed:
             removed = self._removals.pop(key, None)
+        place = None
         try:
-            future = async_save(obj, path, **options)
+            place = staged()
+            future = async_save(obj, path if place is None else place.path, **options)
         except BaseException:
+            if place is not None:
+                place.discard()
             if removed is not None:
                 with self._changed:
                     self._removals[key] = removed
@@ -57,7 +69,8 @@ class PendingSaves:
         with self._changed:
             self._pending.add(future)
         # Not the future's own method: then somebody would count as knowing the outcome.
-        Future.add_done_callback(future, lambda _: self._finish(future))
+        fsync = bool(options.get("fsync"))
+        Future.add_done_callback(future, lambda _: self._finish(future, place, fsync=fsync))
         return future
 
     def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -65,7 +78,7 @@ class PendingSaves:
         self._check_process()
         with self._changed:
             if self._pending:
-                self._removals[_key(path)] = (path, storage_options, set(self._pending))
+                self._removals[path_key(path)] = (path, storage_options, set(self._pending))
                 return
         remove_checkpoint(path, storage_options)
 
@@ -98,12 +111,14 @@ class PendingSaves:
 
     # ------------------------------------------------------------------------- on the other thread
 
-    def _finish(self, future: SaveFuture) -> None:
+    def _finish(self, future: SaveFuture, place: StagedFile | None, *, fsync: bool) -> None:
         """Do the removals that have waited for a save; runs on the thread that wrote."""
         failed = future.cancelled() or Future.exception(future) is not None
         if failed and not future.cancelled():
             with self._changed:
                 self._failures.append(future)
+        if place is not None:
+            failed = not self._publish(place, failed=failed, fsync=fsync)
         while True:
             with self._changed:
                 due = self._due_removals(future, failed=failed)
@@ -117,6 +132,19 @@ class PendingSaves:
                 except Exception as error:
                     with self._changed:
                         self._failures.append(error)
+
+    def _publish(self, place: StagedFile, *, failed: bool, fsync: bool) -> bool:
+        """Give a file its name if its save has not failed; return whether it has it."""
+        if failed:
+            place.discard()
+            return False
+        try:
+            place.publish(fsync=fsync)
+        except Exception as error:
+            with self._changed:
+                self._failures.append(error)
+            return False
+        return True
 
     def _due_removals(
         self, future: SaveFuture, *, failed: bool
@@ -180,6 +208,6 @@ def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = Non
         _C.remove_file(os.fsencode(target))
 
 
-def _key(path: str) -> str:
+def path_key(path: str) -> str:
     """Return a key that is the same for all names of a path, as far as they tell."""
     return path if is_url_target(path) else os.path.abspath(path)

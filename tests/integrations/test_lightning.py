@@ -415,3 +415,100 @@ def test_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
     loaded = ptsave.load(path)
     assert loaded["n"] in (1, 2)
     assert torch.equal(loaded["w"], torch.ones(1 << 24))
+
+
+# --------------------------------------------------------------------------------------- SLURM jobs
+
+
+def _resumed_from(package: str, root: Path) -> Any:
+    """Return the checkpoint that a requeued job of Lightning's begins with."""
+    return trainer(package, root, epochs=1, callbacks=[])._checkpoint_connector._hpc_resume_path
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("moment", ["written", "complete"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_save_of_a_slurm_job(package: str, kind: str, moment: str, tmp_path: Path) -> None:
+    """Lightning takes the digits of any name with hpc_ckpt_ in it for a checkpoint's number."""
+    first, second = tmp_path / "hpc_ckpt_1.ckpt", tmp_path / "hpc_ckpt_2.ckpt"
+    killed_by_itself(
+        """
+        import os, signal, sys, threading, torch
+        from ptsave.integrations import checkpoint_io
+        def kill(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+        def kill_while_writing():
+            while not any(files for _, _, files in os.walk(folder) if files != ["hpc_ckpt_1.ckpt"]):
+                pass
+            kill()
+        kind, moment, first, second = sys.argv[1:]
+        folder = os.path.dirname(first)
+        io = getattr(checkpoint_io, kind)()
+        io.save_checkpoint({"n": 1}, first)
+        io.teardown()
+        if moment == "written":
+            threading.Thread(target=kill_while_writing, daemon=True).start()
+        else:
+            os.replace = kill
+        io.save_checkpoint({"n": 2, "w": torch.ones(1 << 26)}, second)
+        io.teardown()
+        """,
+        kind,
+        moment,
+        first,
+        second,
+    )
+    assert len(os.listdir(tmp_path)) == 2
+    assert _resumed_from(package, tmp_path) == str(first)
+    io = plug_in(package, kind)
+    io.save_checkpoint({"n": 2}, second)
+    assert io.load_checkpoint(second) == {"n": 2}
+    assert sorted(os.listdir(tmp_path)) == [first.name, second.name]
+    assert _resumed_from(package, tmp_path) == str(second)
+
+
+def test_checkpoints_of_a_slurm_job(io: Any, tmp_path: Path) -> None:
+    path, link = tmp_path / "hpc_ckpt_3.ckpt", tmp_path / "hpc_ckpt_4.ckpt"
+    for number in range(3):  # one after another is unfinished
+        io.save_checkpoint({"n": number}, path)
+    assert io.load_checkpoint(path) == {"n": 2}
+    path.chmod(0o640)
+    link.symlink_to(path)
+    io.save_checkpoint({"n": 3}, f"file://{link}")
+    assert io.load_checkpoint(path) == {"n": 3}
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+    (tmp_path / "hpc_ckpt_5.ckpt").mkdir()
+    with pytest.raises(IsADirectoryError):
+        io.save_checkpoint({}, tmp_path / "hpc_ckpt_5.ckpt")
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # by version of Python
+        io.save_checkpoint({"n": lambda: 0}, tmp_path / "hpc_ckpt_6.ckpt")
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == [f"hpc_ckpt_{number}.ckpt" for number in (3, 4, 5)]
+
+
+def test_slurm_job_in_a_process_that_forks(gate: Any, tmp_path: Path) -> None:
+    """A child, whose saves have failed, leaves the parent's file alone."""
+    from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
+
+    io, path = AsyncCheckpointIO(), tmp_path / "hpc_ckpt_1.ckpt"
+    io.save_checkpoint({"n": 1}, path)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    gate.set()
+    assert io.load_checkpoint(path) == {"n": 1}
+
+
+def test_slurm_job_beside_another(gate: Any, tmp_path: Path) -> None:
+    """Only directories of dead processes are leftovers."""
+    from ptsave.integrations.checkpoint_io import AsyncCheckpointIO, CheckpointIO
+
+    first, second = AsyncCheckpointIO(), CheckpointIO()
+    first.save_checkpoint({"n": 1}, tmp_path / "hpc_ckpt_1.ckpt")
+    second.save_checkpoint({"n": 2}, tmp_path / "hpc_ckpt_2.ckpt")
+    assert len(os.listdir(tmp_path)) == 2
+    gate.set()
+    assert first.load_checkpoint(tmp_path / "hpc_ckpt_1.ckpt") == {"n": 1}
+    assert sorted(os.listdir(tmp_path)) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]

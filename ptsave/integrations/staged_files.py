@@ -1,0 +1,141 @@
+"""Checkpoints whose library counts every file that has a part of their name: `StagedFile`.
+
+A save writes ``.<name>.<16 hex digits>.ptsave`` beside the file, and a process that is killed
+leaves that.  Lightning takes all digits of any name with ``hpc_ckpt_`` in it for the number of a
+checkpoint, and so would resume from one that is not there.  The files of such a checkpoint are
+therefore in a directory whose name has nothing of theirs until they are complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+
+from ptsave.errors import SaveError
+from ptsave.support.syncing import sync_path
+from ptsave.writing.targets import replaceable_file
+from ptsave.writing.url_targets import save_errors
+
+__all__ = ["StagedFile", "staged_file"]
+
+_PREFIX, _SUFFIX = ".staged-", ".ptsave"
+_STAGED = re.compile(rf"{re.escape(_PREFIX)}[0-9a-f]{{16}}{re.escape(_SUFFIX)}")
+_N_ATTEMPTS = 16
+
+
+class StagedFile:
+    """A file that is being written in a directory of its own, beside the place that it will have.
+
+    The directory is locked while the process lives that has made it; those of dead ones go when
+    the next is made.
+
+    Parameters
+    ----------
+    final : str
+        Path of the file, absolute and without links.
+
+    Attributes
+    ----------
+    path : str
+        Where it is to be written.
+
+    Raises
+    ------
+    SaveError
+        If the directory cannot be made.
+    """
+
+    def __init__(self, final: str) -> None:
+        self._pid = os.getpid()
+        self._final = final
+        self._parent, name = os.path.split(final)
+        with save_errors(final):
+            _remove_leftovers(self._parent)
+            self._folder, self._lock = _make_locked(self._parent)
+        self.path = os.path.join(self._folder, name)
+
+    def publish(self, *, fsync: bool) -> None:
+        """Give the complete file its name, durably with `fsync`; it was synced by its save.
+
+        Raises
+        ------
+        SaveError
+            If it cannot be renamed; the file that had the name before still has it.
+        """
+        try:
+            with save_errors(self._final):
+                with suppress(FileNotFoundError):
+                    shutil.copymode(self._final, self.path)  # as a save to that path would
+                os.replace(self.path, self._final)
+                if fsync:
+                    sync_path(self._folder)
+                    sync_path(self._parent)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove all that is not published; once more does nothing, nor in a forked process."""
+        if self._lock >= 0:
+            if self._pid == os.getpid():
+                shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def staged_file(target: object) -> StagedFile | None:
+    """Return a place to write a local file in whose name libraries count; None for all others.
+
+    A file that can only be overwritten in place has none: its save needs no other name.
+    """
+    if not isinstance(target, str) or not os.path.basename(target).startswith("hpc_ckpt_"):
+        return None
+    try:
+        final = replaceable_file(target)
+    except SaveError:
+        return None
+    return None if os.path.isdir(final) else StagedFile(final)
+
+
+def _make_locked(parent: str) -> tuple[str, int]:
+    """Make a directory, and return it with the descriptor that holds its lock."""
+    for attempt in range(_N_ATTEMPTS):
+        folder = os.path.join(parent, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+        os.mkdir(folder)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another save has taken it for a leftover
+            if attempt == _N_ATTEMPTS - 1:
+                raise
+            continue
+        if _try_lock(lock) is not False and os.path.isdir(folder):
+            return folder, lock
+        os.close(lock)
+    raise FileExistsError(f"{_N_ATTEMPTS} directories were taken away by other saves: save again")
+
+
+def _remove_leftovers(parent: str) -> None:
+    """Remove the directories of dead processes; without locks nobody can tell, and they stay."""
+    for name in filter(_STAGED.fullmatch, os.listdir(parent)):
+        folder = os.path.join(parent, name)
+        with suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if _try_lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock without waiting: False if another process has the lock, None if there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
