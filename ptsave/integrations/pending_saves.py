@@ -74,11 +74,15 @@ class PendingSaves:
         return future
 
     def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Remove a checkpoint once the saves that have begun are durable; now if there are none."""
+        """Remove a checkpoint once the saves that have begun are durable; now if there are none.
+
+        A relative path means the current directory of now.
+        """
         self._check_process()
         with self._changed:
             if self._pending:
-                self._removals[path_key(path)] = (path, storage_options, set(self._pending))
+                awaited = set(self._pending)
+                self._removals[path_key(path)] = (_absolute(path), storage_options, awaited)
                 return
         remove_checkpoint(path, storage_options)
 
@@ -206,6 +210,11 @@ def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = Non
         shutil.rmtree(target)
     else:
         _C.remove_file(os.fsencode(target))
+
+
+def _absolute(path: str) -> str:
+    """Return a path that means the same in any directory; not normalized, as links may be in it."""
+    return path if is_url_target(path) else os.path.join(os.getcwd(), path)
 
 
 def path_key(path: str) -> str:

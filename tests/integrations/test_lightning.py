@@ -314,7 +314,30 @@ def test_removals_that_come_while_others_are_done(
     gate.set()
     with nullcontext() if error is None else pytest.raises(PermissionError):
         saves.wait()
-    assert removed == ["old", "old+", "old++"]
+    old = os.path.abspath("old")
+    assert removed == [old, f"{old}+", f"{old}++"]
+
+
+def test_relative_paths_are_those_of_the_call(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may change its directory, as Hydra does, before the new checkpoint is there."""
+    from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
+
+    for name in ("here", "there"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        ptsave.save([1], tmp_path / name / "run" / "old")
+    (tmp_path / "link").symlink_to("here/run")
+    monkeypatch.chdir(tmp_path / "here")
+    io = AsyncCheckpointIO()
+    io.save_checkpoint({}, "run/new")
+    io.save_checkpoint({}, "../link/hpc_ckpt_1.ckpt")
+    io.remove_checkpoint("../link/../run/old")
+    monkeypatch.chdir(tmp_path / "there")
+    gate.set()
+    io.teardown()
+    assert sorted(os.listdir(tmp_path / "here" / "run")) == ["hpc_ckpt_1.ckpt", "new"]
+    assert os.listdir("run") == ["old"]
 
 
 def test_old_one_stays_if_the_new_one_fails(gate: Any, tmp_path: Path) -> None:
