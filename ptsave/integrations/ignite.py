@@ -19,5 +19,5 @@ _PARTS: dict[str, type] = {
 
 
 def __getattr__(name: str) -> Any:
-    base = "ignite.handlers.checkpoint.BaseSaveHandler"
+    base = "ignite.handlers.checkpoint.DiskSaver"
     return class_over(__name__, name, _PARTS, base, package="pytorch-ignite")

@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ptsave.integrations.pending_saves import PendingSaves, make_parent, remove_checkpoint
 from ptsave.serialization import save
+from ptsave.support.flags import check_flags
+from ptsave.writing.url_targets import UrlTarget, resolve
 
 __all__ = ["AsyncSaveHandler", "SaveHandler"]
 
 
+class _UrlFolder(str):
+    """A directory at a URL, to which ignite adds the names of files as it does to a `Path`."""
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self.rstrip('/')}/{name}"
+
+
 class SaveHandler:
-    """Lets ignite's ``Checkpoint`` save by ptsave, in the place of a ``DiskSaver``.
+    """Lets ignite's ``Checkpoint`` save by ptsave: a ``DiskSaver`` that writes another way.
 
     Parameters
     ----------
     dirname : str or os.PathLike
-        Directory of the checkpoints, made if it is not there; or a URL.
-    fsync : bool, default False
-        Whether a checkpoint survives power loss when the call has returned.
+        Directory of the checkpoints; or a URL.
     atomic : bool, default True
         As for :func:`ptsave.save`.
-    require_empty : bool, default True
-        Whether ``.pt`` files that are in a local directory are an error, as for a ``DiskSaver``.
+    create_dir, require_empty : bool, default True
+        As for a ``DiskSaver``: whether the directory is made, and whether ``.pt`` files in it are
+        an error.  Neither is asked of a URL, which is made.
     save_on_rank : int, default 0
         The rank that saves.
+    fsync : bool, default False
+        Whether a checkpoint survives power loss when the call has returned.
     storage_options : mapping, optional
         For the file system of a URL.
     weights_only_check : bool, default False
         As for :func:`ptsave.save`.
+    **kwargs : object
+        Further options of :func:`torch.save`, such as ``pickle_protocol``.
 
     Raises
     ------
     ValueError
-        If there are ``.pt`` files in the directory, and `require_empty`.
+        If there are ``.pt`` files in the directory, and `require_empty`; or no directory, and not
+        `create_dir`.
 
     Examples
     --------
@@ -44,34 +61,51 @@ class SaveHandler:
     >>> handler = Checkpoint({"model": model}, SaveHandler("run"), n_saved=2)  # doctest: +SKIP
     """
 
+    dirname: Path | _UrlFolder
+    save_on_rank: int
+
     def __init__(
         self,
         dirname: str | os.PathLike[str],
-        *,
-        fsync: bool = False,
         atomic: bool = True,
+        create_dir: bool = True,
         require_empty: bool = True,
         save_on_rank: int = 0,
+        *,
+        fsync: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         weights_only_check: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
-        self.dirname = os.path.expanduser(os.fspath(dirname))
-        self.save_on_rank = save_on_rank
+        check_flags(
+            atomic=atomic,
+            create_dir=create_dir,
+            require_empty=require_empty,
+            fsync=fsync,
+            weights_only_check=weights_only_check,
+        )
+        folder = resolve(dirname, storage_options)
+        is_url = isinstance(folder, UrlTarget)
         self._options: dict[str, Any] = {
             "fsync": fsync,
             "atomic": atomic,
-            "storage_options": storage_options,
+            "storage_options": storage_options if is_url else None,
             "weights_only_check": weights_only_check,
+            **kwargs,
         }
-        if require_empty and self._saves_here() and os.path.isdir(self.dirname):
-            found = sorted(name for name in os.listdir(self.dirname) if name.endswith(".pt"))
-            if found:
-                raise ValueError(
-                    f"Files {found} with extension '.pt' are already present in the directory "
-                    f"{self.dirname}. If you want to use this directory anyway, pass "
-                    "`require_empty=False`."
-                )
+        inspect.signature(save).bind(None, "", **self._options)  # now, not when it is to save
+        # What a DiskSaver is made of; it also makes a local directory, and looks into it.
+        initialize: Any = super().__init__
+        initialize(
+            "." if is_url else folder,
+            atomic=atomic,
+            create_dir=create_dir,
+            require_empty=require_empty and not is_url,
+            save_on_rank=save_on_rank,
+            **kwargs,
+        )
+        if is_url:
+            self.dirname = _UrlFolder(os.fspath(dirname))
 
     def __call__(
         self,
@@ -91,7 +125,7 @@ class SaveHandler:
             remove_checkpoint(self._path_of(filename), self._options["storage_options"])
 
     def _path_of(self, filename: str) -> str:
-        return f"{self.dirname.rstrip('/')}/{filename}"
+        return os.fspath(self.dirname / filename)
 
     def _saves_here(self) -> bool:
         import ignite.distributed
@@ -109,7 +143,8 @@ class AsyncSaveHandler(SaveHandler):
 
     Parameters
     ----------
-    dirname, atomic, require_empty, save_on_rank, storage_options, weights_only_check
+    dirname, atomic, create_dir, require_empty, save_on_rank
+    storage_options, weights_only_check, **kwargs
         As for :class:`SaveHandler`.
     fsync : bool, default True
         Whether older checkpoints go only when the new one survives power loss.
@@ -123,22 +158,26 @@ class AsyncSaveHandler(SaveHandler):
     def __init__(
         self,
         dirname: str | os.PathLike[str],
-        *,
-        fsync: bool = True,
         atomic: bool = True,
+        create_dir: bool = True,
         require_empty: bool = True,
         save_on_rank: int = 0,
+        *,
+        fsync: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         weights_only_check: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(
             dirname,
+            atomic,
+            create_dir,
+            require_empty,
+            save_on_rank,
             fsync=fsync,
-            atomic=atomic,
-            require_empty=require_empty,
-            save_on_rank=save_on_rank,
             storage_options=storage_options,
             weights_only_check=weights_only_check,
+            **kwargs,
         )
         self._saves = PendingSaves()
 
