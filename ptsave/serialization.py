@@ -13,7 +13,10 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
+from ptsave.sources.local import describe
 from ptsave.support import torch_serialization as stock
+from ptsave.support.flags import check_flags
+from ptsave.support.group_call import failing_together
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
     check_dill_version,
@@ -239,6 +242,8 @@ def load(
     >>> ptsave.load(stream)
     [tensor([0, 1, 2]), 'three']
     """
+    with failing_together(process_group, describe(f)):
+        check_flags(verify=verify)
     maps = torch_config.load.mmap if mmap is None else mmap
     options = LoadOptions(
         map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args

@@ -26,6 +26,7 @@ from ptsave.dcp.rank_files import Box, RankFiles
 from ptsave.dcp.stock_items import stored_tensor
 from ptsave.distributed.paths import accepts, local_path
 from ptsave.errors import CorruptCheckpointError
+from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["StorageReader"]
@@ -76,6 +77,7 @@ class StorageReader(storage.StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        check_flags(verify=verify)
         self._path = local_path(path)
         self._verify = verify
         self._load_id = str(uuid.uuid4())

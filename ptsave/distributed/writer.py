@@ -25,6 +25,7 @@ from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
 from ptsave.support import torch_dcp
+from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["StorageWriter"]
@@ -81,6 +82,7 @@ class StorageWriter(storage.StorageWriter):
     def __init__(
         self, path: str | os.PathLike[str], *, fsync: bool = True, overwrite: bool = True
     ) -> None:
+        check_flags(fsync=fsync, overwrite=overwrite)
         self._path = local_path(path)
         self._fsync = fsync
         self._overwrite = overwrite

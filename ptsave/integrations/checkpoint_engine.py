@@ -8,6 +8,7 @@ from typing import Any
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.serialization import load, save
+from ptsave.support.flags import check_flags
 from ptsave.support.syncing import sync_path
 
 __all__ = ["CheckpointEngine"]
@@ -48,6 +49,7 @@ class CheckpointEngine:
         fsync: bool = True,
         verify: bool = True,
     ) -> None:
+        check_flags(in_background=in_background, fsync=fsync, verify=verify)
         super().__init__(config_params)  # type: ignore[call-arg]
         self.name = "PtsaveCheckpointEngine"
         self._in_background = in_background

@@ -19,6 +19,7 @@ from ptsave.integrations.pending_saves import (
 )
 from ptsave.integrations.staged_files import StagedFile, staged_file
 from ptsave.serialization import load, save
+from ptsave.support.flags import check_flags
 from ptsave.writing.targets import resolve_file
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO"]
@@ -73,6 +74,9 @@ class CheckpointIO:
         weights_only_check: bool = False,
     ) -> None:
         super().__init__()
+        check_flags(
+            fsync=fsync, atomic=atomic, verify=verify, weights_only_check=weights_only_check
+        )
         self._fsync = fsync
         self._atomic = atomic
         self._verify = verify

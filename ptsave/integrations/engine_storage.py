@@ -20,6 +20,7 @@ from typing import Any, cast
 from typing_extensions import Buffer
 
 from ptsave.integrations.storage_streams import ObjectStream, ReadStream, WriteStream
+from ptsave.support.flags import check_flags
 from ptsave.support.syncing import sync_path
 
 __all__ = ["Storage", "StorageConfig"]
@@ -43,6 +44,7 @@ class StorageConfig:
     """
 
     def __init__(self, *, fsync: bool = True, verify: bool = True) -> None:
+        check_flags(fsync=fsync, verify=verify)
         self.fsync = fsync
         self.verify = verify
 

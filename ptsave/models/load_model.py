@@ -40,6 +40,7 @@ from ptsave.models.unpacking import note_parts
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
+from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_distributed import is_distributed_tensor
@@ -187,6 +188,12 @@ def load_model(
     True
     """
     _check_arguments(model, dtype)
+    check_flags(
+        strict=strict,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        assign=assign,
+        progress=progress,
+    )
     if packed_modules_mapping is None:
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
     packed = PackedModules(packed_modules_mapping)

@@ -28,6 +28,7 @@ from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
+from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.sizes import parse_size
 from ptsave.tree.expansion import nbytes_of
@@ -123,6 +124,7 @@ def save_model(
     """
     if format not in FORMAT_FILES:
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
+    check_flags(fsync=fsync)
     limit = parse_size(max_shard_size, "max_shard_size")
     folder = resolve_folder(directory, storage_options)
     state_dict = model_or_state_dict

@@ -263,7 +263,18 @@ def check_optimizer(
         trial = replace(matching, mismatched=skipped)
         trial.check()
         state_dict = state_dict if matching.match == "order" else regrouped(state_dict)
+        _check_keys(optimizer, state_dict)
         trial.assign(optimizer, state_dict, LookOnly(copier))
+
+
+def _check_keys(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
+    """Refuse the state of a module, say, by the same type of error as torch."""
+    lacking = [key for key in ("param_groups", "state") if key not in state_dict]
+    if lacking:
+        raise KeyError(
+            f"{lacking[0]!r} is not in it, so it is no state of an optimizer, which "
+            f"{type(optimizer).__name__} needs"
+        )
 
 
 def _overrides_load_state_dict(optimizer: Any) -> bool:

@@ -56,9 +56,8 @@ class Renaming:
             self._rename = rename
         elif isinstance(rename, Mapping):
             self._new_names = dict(rename)
-            for name in rename:
-                if not isinstance(name, str):
-                    raise TypeError(f"rename: a name must be a string, not {name!r}")
+            for name, new in self._new_names.items():
+                _check_names(name, new)
             self._patterns = NamePatterns(rename)
             self._rename = self._by_mapping
         else:
@@ -103,6 +102,13 @@ class Renaming:
                 return None
             name = name[: match.begin] + new + name[match.end :]
         return name
+
+
+def _check_names(name: object, new: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"rename: a name must be a string, not {name!r}")
+    if new is not None and not isinstance(new, str):
+        raise TypeError(f"rename[{name!r}] must be a string or None, not {new!r}")
 
 
 def renamed_metadata(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -358,7 +359,8 @@ def restore_entries(
             if moves:
                 check_locations(moves)
             for name, target in targets.items():
-                how[name].check(target, obj[name], copier)
+                with _naming_entry(name):
+                    how[name].check(target, obj[name], copier)
             copier.agree()
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
                 keys = keys_of(how[name].load(targets[name], obj[name], copier))
@@ -379,6 +381,15 @@ def restore_entries(
     if not moves:
         return RestoredEntries(rest, report)
     return RestoredEntries({key: each for key, each in items_of(again) if key in names}, report)
+
+
+@contextmanager
+def _naming_entry(name: str) -> Iterator[None]:
+    """Let a KeyError in the block say of which entry it is, as its key alone tells nobody."""
+    try:
+        yield
+    except KeyError as error:
+        raise KeyError(f"the entry {name!r} cannot be restored: {error.args[0]}") from None
 
 
 def _any_rank(group: Any, fact: bool) -> bool:

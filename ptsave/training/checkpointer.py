@@ -28,6 +28,7 @@ from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
+from ptsave.support.flags import check_flags
 from ptsave.support.ranks import check_rank_saves
 from ptsave.training.checkpoint import entries_of, restore_entries
 from ptsave.training.directory import CheckpointDirectory
@@ -144,8 +145,9 @@ class AsyncCheckpointer:
         self._rank = None if rank is None else _checked(rank, "rank", 0)
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
-        self._fsync = bool(fsync)
-        self._weights_only_check = bool(weights_only_check)
+        check_flags(fsync=fsync, weights_only_check=weights_only_check)
+        self._fsync = fsync
+        self._weights_only_check = weights_only_check
         self._staging: dict[str, Any] = {
             "staging": staging,
             "max_staged_bytes": max_staged_bytes,

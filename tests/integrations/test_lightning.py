@@ -221,6 +221,12 @@ def test_options_are_carried(io: Any, tmp_path: Path) -> None:
     io.remove_checkpoint(path)  # as Lightning's own: not there, nothing to do
 
 
+@pytest.mark.parametrize("name", ["fsync", "atomic", "verify", "weights_only_check"])
+def test_flags_that_are_none(io: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
+        type(io)(**{name: "no"})
+
+
 def test_storage_options(io: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={"key": 1})

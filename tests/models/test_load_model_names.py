@@ -317,6 +317,9 @@ def test_the_default_loader() -> None:
         ({"prefix": None}, "prefix must be a string, not NoneType"),
         ({"prefix": b"a."}, "prefix must be a string, not bytes"),
         ({"rename": {1: "weight"}}, "rename: a name must be a string, not 1"),
+        ({"rename": {"weight": 5}}, r"rename\['weight'\] must be a string or None, not 5"),
+        ({"strict": "no"}, "strict must be True or False, not 'no'"),
+        ({"assign": 1}, "assign must be True or False, not 1"),
         ({"dtype": "bfloat16"}, "dtype must be a floating-point dtype of torch, not 'bfloat16'"),
     ],
 )

@@ -188,6 +188,12 @@ def test_sizes_that_are_none(tmp_path: Path, size: Any) -> None:
     assert names_in(tmp_path) == []
 
 
+def test_flags_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="fsync must be True or False, not 'yes'"):
+        ptsave.save_model({}, tmp_path / "model", fsync="yes")  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_format_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gguf'"):
         ptsave.save_model(make_model(), tmp_path, format="gguf")  # type: ignore[arg-type]

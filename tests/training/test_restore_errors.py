@@ -228,3 +228,25 @@ def test_the_part_that_was_meant_for_load_model(tmp_path: Path) -> None:
     stock_save(saved, tmp_path / "checkpoint.pt")
     with pytest.raises(TypeError, match=r"ptsave\.load_checkpoint\(path, model=model\)"):
         ptsave.load_model(nn.Linear(2, 2), tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("match", [None, "order", "name"])
+def test_a_module_is_no_optimizer(match: Any, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ptsave.save_checkpoint(path, model=model, optimizer=optimizer)
+    with pytest.raises(KeyError, match=r"'model' cannot be restored.*AdamW"):
+        ptsave.load_checkpoint(path, model=optimizer, match=match)
+    with pytest.raises(KeyError, match="param_groups"):
+        optimizer.load_state_dict(model.state_dict())
+
+
+def test_flags_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    ptsave.save([1], path)
+    with pytest.raises(TypeError, match="verify must be True or False, not 'no'"):
+        ptsave.load(path, verify="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fsync must be True or False, not 'no'"):
+        ptsave.AsyncCheckpointer(tmp_path / "run", fsync="no")  # type: ignore[arg-type]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
