@@ -170,6 +170,7 @@ setup(
     install_requires=[torch_requirement(), "click>=8.1", "tqdm"],
     extras_require={
         "safetensors": ["safetensors>=0.4"],  # load_model, save_model
+        "fsspec": ["fsspec"],  # URLs; a file system may need a library of its own (s3fs, gcsfs)
         "plot": ["matplotlib>=3.7"],  # ptsave bench --plot
         # ptsave.integrations
         "lightning": ["lightning>=2.6"],

@@ -12,7 +12,7 @@ from ptsave.sources.kinds import refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file, os_errors
-from ptsave.sources.urls import is_url, is_url_source, options_of
+from ptsave.sources.urls import is_url, is_url_source, options_of, url_to_fs
 
 __all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
 
@@ -54,9 +54,7 @@ class FsspecFolder:
         self.storage_options = storage_options
 
     def names(self) -> list[str]:
-        from fsspec.core import url_to_fs
-
-        file_system, path = url_to_fs(self.path, **self.storage_options)
+        file_system, path = url_to_fs(self.path, self.storage_options)
         with os_errors(self.path):
             found = file_system.ls(path, detail=False)
         return sorted(each.rstrip("/").rpartition("/")[2] for each in found)

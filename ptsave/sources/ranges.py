@@ -23,6 +23,7 @@ from ptsave.errors import UnsupportedUrlError
 from ptsave.sources.file_limits import Identity, identity_of, require_identity
 from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
 from ptsave.sources.remote_errors import name_file, os_errors
+from ptsave.sources.urls import url_to_fs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,11 +107,9 @@ class FsspecFile(RangeSource):
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any]) -> None:
-        from fsspec.core import url_to_fs
-
         self.name = url
         try:
-            self.file_system, self.path = url_to_fs(url, **storage_options)
+            self.file_system, self.path = url_to_fs(url, storage_options)
         except ValueError as error:
             if not str(error).startswith("Protocol not known"):
                 raise

@@ -17,6 +17,7 @@ __all__ = [
     "refuse_storage_options",
     "refuse_url",
     "refuse_url_target",
+    "url_to_fs",
 ]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
@@ -121,6 +122,23 @@ def refuse_url_target(
     if _looks_like_url(text):
         raise UnsupportedUrlError.of(text)
     refuse_storage_options(storage_options)
+
+
+def url_to_fs(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system of a URL, and how that calls the file.
+
+    Raises
+    ------
+    ImportError
+        If a library for it is not installed, or fsspec itself.
+    """
+    try:
+        from fsspec.core import url_to_fs as find
+    except ImportError as error:
+        message = "URLs need fsspec: pip install fsspec, or ptsave[fsspec]"
+        raise ImportError(message, name="fsspec") from error
+    found: tuple[Any, str] = find(url, **storage_options)
+    return found
 
 
 def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:

@@ -32,8 +32,10 @@ def progress_bar(
 
 @contextmanager
 def _bar(description: str, nbytes: int, delay: float) -> Iterator[ProgressCallback]:
-    from tqdm import tqdm
-
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError("progress=True needs tqdm: pip install tqdm", name="tqdm") from error
     with tqdm(
         total=nbytes, desc=description, unit="B", unit_scale=True, unit_divisor=1024, delay=delay
     ) as bar:

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
-from ptsave.sources.urls import is_url_target, options_of, refuse_url_target
+from ptsave.sources.urls import is_url_target, options_of, refuse_url_target, url_to_fs
 
 __all__ = ["ByteSink", "UrlTarget", "resolve", "save_errors"]
 
@@ -324,12 +324,9 @@ def _resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | U
 
 def _file_system(url: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
     try:
-        from fsspec.core import url_to_fs
-
-        file_system, path = url_to_fs(url, **storage_options)
+        file_system, path = url_to_fs(url, storage_options)
     except ImportError as error:
-        reason = "pip install fsspec" if error.name == "fsspec" else str(error)
-        raise UnsupportedUrlError.of_target(url, reason) from None
+        raise UnsupportedUrlError.of_target(url, str(error)) from None
     except ValueError as error:
         if not str(error).startswith("Protocol not known"):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -378,3 +379,19 @@ def test_storage_options_that_are_none(url: str, options: Any) -> None:
         with pytest.raises(TypeError, match="storage_options must be a dict"):
             call()
     assert os.listdir() == []
+
+
+def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fsspec", "fsspec.core", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    url = "memory://missing/x.pt"
+    for call in (
+        lambda: ptsave.load(url),
+        lambda: ptsave.open(url),
+        lambda: ptsave.load_model(torch.nn.Linear(1, 1), url),
+        lambda: ptsave.save([1], url),
+    ):
+        with pytest.raises(ptsave.UnsupportedUrlError, match="pip install fsspec"):
+            call()
+    with pytest.raises(ImportError, match="progress=True needs tqdm: pip install tqdm"):
+        ptsave.save([1], tmp_path / "x.pt", progress=True)
