@@ -62,6 +62,12 @@ class WeightSlice:
     def __repr__(self) -> str:
         return f"WeightSlice({self._entry.name!r}, shape={self.shape}, dtype={self.dtype})"
 
+    def __eq__(self, other: object) -> bool:
+        """Refuse: a tensor compares its elements, and those of a slice are still in the file."""
+        raise TypeError("a WeightSlice is not compared: read it, weight[...], and compare that")
+
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")

@@ -6,6 +6,7 @@ function's, which gets the call whole and before anything has been written.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -108,6 +109,10 @@ def save_file(
     from safetensors import SafetensorError
 
     path = os.fspath(filename)
+    if os.path.isdir(path):  # in the library's words: renaming the new file fails
+        number = errno.ENOTDIR if path.endswith("/") else errno.EISDIR
+        reason = f"I/O error: {os.strerror(number)} (os error {number})"
+        raise SafetensorError(f"Error while serializing: {reason}")
     try:
         write_safetensors(tensors, path, metadata or {}, fsync=fsync)
     except OSError as error:

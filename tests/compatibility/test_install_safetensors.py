@@ -172,6 +172,18 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_directory_is_no_file(end: str, tmp_path: Path) -> None:
+    messages = []
+    for save_file in (st.save_file, STOCK["save"]):
+        with pytest.raises(SafetensorError) as caught:
+            save_file({"a": torch.ones(2)}, f"{tmp_path}{end}")
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize(
     "damage",
     [lambda d: b"", lambda d: b"abc", lambda d: d[:-1], lambda d: d + b"x", lambda d: b"\xff" * 90],

@@ -235,3 +235,19 @@ def test_ranks_read_their_parts_of_distributed_tensors(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
+
+
+def test_slices_are_not_compared(tmp_path: Path) -> None:
+    def load(parameter: Tensor, weight: ptsave.WeightSlice) -> None:
+        with pytest.raises(TypeError, match="compare"):
+            _ = weight == 0
+        with pytest.raises(TypeError, match="compare"):
+            _ = weight != parameter
+        assert {weight: 1}[weight] == 1
+        parameter.copy_(weight[...])
+
+    load.takes_slices = True  # type: ignore[attr-defined]
+    model = nn.Linear(2, 2, bias=False)
+    ptsave.save_model(model, tmp_path)
+    model.weight.weight_loader = load  # type: ignore[attr-defined]
+    ptsave.load_model(model, tmp_path)
