@@ -31,6 +31,7 @@ from ptsave.capturing.selection import (
 from ptsave.capturing.steps import OptimizerSteps
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
+from ptsave.support.flags import check_flags
 from ptsave.support.ranks import check_rank_of_file, checked_rank
 from ptsave.support.sizes import parse_size
 from ptsave.support.text import count_text
@@ -85,15 +86,7 @@ class Capture:
             raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
         if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-        flags = {
-            "statistics": statistics,
-            "tensors": tensors,
-            "call_stacks": call_stacks,
-            "fsync": fsync,
-        }
-        for option, value in flags.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{option} must be True or False, not {value!r}")
+        check_flags(statistics=statistics, tensors=tensors, call_stacks=call_stacks, fsync=fsync)
         self._model = model
         self._path = path
         self._what = _checked_what(what)
