@@ -40,7 +40,7 @@ bool frees_at_last_close(const struct statfs& disk) {
 class Releases {
  public:
   // Never destroyed: its thread may outlive the static objects of the process.
-  static Releases& instance() noexcept {
+  static Releases& instance() {
     static auto* const kInstance = new Releases;
     return *kInstance;
   }
@@ -115,7 +115,13 @@ class Releases {
 
 // Made while the library is loaded: a process that is forked while another thread makes it would
 // wait for that thread, which it does not have.
-[[maybe_unused]] const Releases& kMadeAtLoad = Releases::instance();
+[[gnu::constructor]] void make_at_load() noexcept {
+  try {
+    Releases::instance();
+  } catch (const std::bad_alloc&) {
+    return;  // the first who needs it tries again
+  }
+}
 
 }  // namespace
 
@@ -142,6 +148,12 @@ void release_later(Descriptor held) noexcept {
   }
 }
 
-void finish_releases() noexcept { Releases::instance().finish(); }
+void finish_releases() noexcept {
+  try {
+    Releases::instance().finish();
+  } catch (const std::bad_alloc&) {
+    return;  // nothing was ever released in the background
+  }
+}
 
 }  // namespace ptsave

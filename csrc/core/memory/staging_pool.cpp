@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <cerrno>
+#include <exception>
 #include <iterator>
 #include <system_error>
 #include <utility>
@@ -26,7 +27,7 @@ class StagingPool::Block final : public Owner {
   Extents::node_type extent_;
 };
 
-StagingPool& StagingPool::instance() noexcept {
+StagingPool& StagingPool::instance() {
   static StagingPool& pool = *[] {
     auto* const made = new StagingPool;
     made->survive_forks();
@@ -39,7 +40,13 @@ namespace {
 
 // Made while the library is loaded: a process that is forked while another thread makes it would
 // wait for that thread, which it does not have.
-[[maybe_unused]] const StagingPool& kMadeAtLoad = StagingPool::instance();
+[[gnu::constructor]] void make_at_load() noexcept {
+  try {
+    StagingPool::instance();
+  } catch (const std::exception&) {
+    return;  // the first who needs it tries again
+  }
+}
 
 }  // namespace
 

@@ -44,7 +44,7 @@ class StagingPool {
   // The one of this process.  It survives static destruction.  A forked child begins with an empty
   // one: the parent's memory is not there (else every page that the parent stages into afterwards
   // would be copied first), and the blocks that the child has inherited must not be touched.
-  static StagingPool& instance() noexcept;
+  static StagingPool& instance();
 
   // Page-aligned blocks of (at least) these sizes, which are not 0.  Throws std::bad_alloc, and
   // nothing is taken then.
