@@ -97,6 +97,7 @@ def _save_state(
     final = os.path.expanduser(os.fspath(output_dir))
     folder = StagedFolder(final, fsync=fsync, keeps_others=True)
     with raised_on_all(accelerator, final):
+        folder.check_name()
         if accelerator.is_main_process:
             folder.discard()  # of a killed process
             os.makedirs(os.path.dirname(folder.root), exist_ok=True)

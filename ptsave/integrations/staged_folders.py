@@ -65,6 +65,15 @@ class StagedFolder:
         self.root = os.path.join(parent, f".{name}{_SUFFIX}")
         self.path = os.path.join(self.root, name)
 
+    def check_name(self) -> None:
+        """Raise FileExistsError if the name is a file's, which a rename would silently replace."""
+        if os.path.lexists(self.final) and not os.path.isdir(self.final):
+            raise FileExistsError(
+                errno.EEXIST,
+                "a checkpoint is a directory, and a file has its name: move it, or save elsewhere",
+                self.final,
+            )
+
     def publish(self) -> None:
         """Give it its name.
 
@@ -73,6 +82,7 @@ class StagedFolder:
         OSError
             If it cannot be renamed; the folder that had the name before still has it.
         """
+        self.check_name()
         if self._fsync:
             _sync_tree(Path(self.path))
         self._note_which_is_new()
@@ -89,9 +99,7 @@ class StagedFolder:
         self.restore()
         if self._keeps_others:
             for replaced in self._replaced():
-                _move_missing(replaced, self.final)
-                if self._fsync:
-                    _sync(Path(self.final))
+                _move_missing(replaced, self.final, fsync=self._fsync)
         shutil.rmtree(self.root, ignore_errors=True)
 
     def restore(self) -> None:
@@ -156,11 +164,20 @@ def staged_folders_in(directory: str, prefix: str) -> list[StagedFolder]:
     return folders
 
 
-def _move_missing(old: str, new: str) -> None:
-    """Move the entries of a directory that another one lacks into that."""
+def _move_missing(old: str, new: str, *, fsync: bool) -> None:
+    """Move the entries of a directory that another one lacks into that, of subdirectories, too."""
     for name in os.listdir(old):
-        if not os.path.lexists(os.path.join(new, name)):
-            os.rename(os.path.join(old, name), os.path.join(new, name))
+        source, target = os.path.join(old, name), os.path.join(new, name)
+        if not os.path.lexists(target):
+            os.rename(source, target)
+        elif _is_directory(source) and _is_directory(target):
+            _move_missing(source, target, fsync=fsync)
+    if fsync:
+        _sync(Path(new))
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _exchange(path: str, other: str) -> bool:

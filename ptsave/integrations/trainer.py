@@ -126,6 +126,7 @@ class CheckpointMixin:
         try:
             with self._on_all_ranks(folder.final):
                 self._saves.settle(folder.final)  # an earlier one of that name
+                folder.check_name()
                 if self.args.should_save:
                     self._saves.remove_leftovers(run_dir, f"{_PREFIX}-")
             with self._on_all_ranks(folder.final):

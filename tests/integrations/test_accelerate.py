@@ -122,6 +122,38 @@ def test_other_files_stay(accelerate: Any, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["link", "state"]
 
 
+@pytest.mark.parametrize("engine", [True, False])
+def test_other_files_stay_in_subdirectories(engine: bool, accelerate: Any, tmp_path: Path) -> None:
+    """Also in those that a hook writes, as diffusers' do."""
+    accelerator, model, *_ = prepared(accelerate, engine=engine)
+
+    def write(_: Any, __: Any, output_dir: str) -> None:
+        folder = Path(output_dir) / "unet"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), folder / "weights.pt")
+
+    accelerator.register_save_state_pre_hook(write)
+    deep = tmp_path / "state" / "unet" / "deep"
+    deep.mkdir(parents=True)
+    (deep / "note").write_text("mine")
+    (deep.parent / "README.md").write_text("mine, too")
+    (deep.parent / "weights.pt").touch()
+    accelerator.save_state(str(tmp_path / "state"))
+    assert (deep / "note").read_text() == "mine"
+    assert (deep.parent / "README.md").read_text() == "mine, too"
+    assert (deep.parent / "weights.pt").stat().st_size
+    assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_file_of_that_name_stays(engine: bool, accelerate: Any, tmp_path: Path) -> None:
+    (tmp_path / "results.csv").write_text("a week's work")
+    with pytest.raises(FileExistsError, match=r"results\.csv"):
+        prepared(accelerate, engine=engine)[0].save_state(str(tmp_path / "results.csv"))
+    assert (tmp_path / "results.csv").read_text() == "a week's work"
+    assert os.listdir(tmp_path) == ["results.csv"]
+
+
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
 def test_damaged_file(name: str, accelerate: Any, tmp_path: Path) -> None:
     """Also where accelerate goes on without what it cannot read."""

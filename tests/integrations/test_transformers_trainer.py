@@ -150,6 +150,15 @@ def test_all_bytes_go_through_the_engine(
 # ------------------------------------------------------------------------------------- the folders
 
 
+@pytest.mark.parametrize("kind", ["stock", "blocking", "background"])
+def test_file_of_that_name_stays(kind: str, transformers: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").write_text("mine")
+    with pytest.raises(FileExistsError, match="checkpoint-2"):
+        make_trainer(transformers, kind, tmp_path).train()
+    assert (tmp_path / "checkpoint-2").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
 def test_folder_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, exchanges in enumerate((True, False)):
         if not exchanges:
@@ -299,7 +308,7 @@ def test_killed_after_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Path(folder.path, "model").write_text("new")
         child = os.fork()
         if not child:
-            monkeypatch.setattr(staged_folders, "_move_missing", lambda *_: os._exit(9))
+            monkeypatch.setattr(staged_folders, "_move_missing", lambda *_, **__: os._exit(9))
             folder.publish()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert os.listdir(final) == ["model"]
