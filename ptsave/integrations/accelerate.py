@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from ptsave.errors import CorruptCheckpointError
 from ptsave.installation import installed
 from ptsave.integrations.rank_errors import raised_on_all
-from ptsave.integrations.staged_folders import StagedFolder, in_place_of
+from ptsave.integrations.staged_folders import StagedFolder, in_place_of, staged_folders_in
 
 __all__ = ["disable", "enable"]
 
@@ -29,7 +29,8 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     All of it goes through the engine, in the same files: models, optimizers, schedulers, samplers,
     random states and custom objects.  A directory of ``save_state`` is complete, or not there.
     Loading compares checksums (of the files that have any: not of safetensors).  Hooks that are
-    registered with the Accelerator are called as ever.
+    registered with the Accelerator are called, with the directory in which the files are written as
+    ``output_dir``: its last name is the checkpoint's, and it is moved when all of them are there.
 
     Parameters
     ----------
@@ -50,7 +51,11 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     one that is not there, a damaged file is an error here.
 
     ``save_state`` into a directory that exists leaves in it all else, as accelerate's
-    own does: notes, logs.  They are moved into the new directory once that has its name.
+    own does: notes, logs.  They are moved into the new directory once that has its name.  One that
+    cannot be exchanged (a mount point, a directory in one that is not writable), or in which the
+    main process works (``save_state(".")``), gets the files one by one when all are written: each
+    is complete, and a process that is killed just then leaves old and new ones.  While a process
+    saves into a directory, ``save_state`` of another one into it is an error.
 
     Files that DeepSpeed and Megatron write by themselves are theirs; those that FSDP writes by
     ``torch.distributed.checkpoint`` are :mod:`ptsave.distributed`'s.  All processes have to see the
@@ -85,31 +90,33 @@ def _save_state(
     project = accelerator.project_configuration
     is_named = project.automatic_checkpoint_naming
     if is_named:
-        directory = os.path.join(accelerator.project_dir, "checkpoints")
+        directory = _directory_of(accelerator)
         output_dir = os.path.join(directory, f"checkpoint_{accelerator.save_iteration}")
         if os.path.exists(output_dir):
             raise ValueError(
                 f"Checkpoint directory {output_dir} ({accelerator.save_iteration}) already exists. "
                 "Please manually override `self.save_iteration` with what iteration to start with."
             )
-    if output_dir is None:
-        return type(accelerator).save_state(accelerator, None, *args, **kwargs)  # which says why
+    if output_dir is None or not os.fspath(output_dir):
+        return type(accelerator).save_state(accelerator, output_dir, *args, **kwargs)  # says why
     final = os.path.expanduser(os.fspath(output_dir))
-    folder = StagedFolder(final, fsync=fsync, keeps_others=True)
-    with raised_on_all(accelerator, final):
-        folder.check_name()
-        if accelerator.is_main_process:
-            folder.discard()  # of a killed process
-            os.makedirs(os.path.dirname(folder.root), exist_ok=True)
-    project.automatic_checkpoint_naming = False
+    folder = StagedFolder(final, fsync=fsync, keeps_others=True, above=is_named)
     try:
+        with raised_on_all(accelerator, final):
+            folder.check_name()
+            if accelerator.is_main_process:
+                if is_named:
+                    _remove_leftovers(directory)
+                folder.claim()
+                os.makedirs(os.path.dirname(folder.final), exist_ok=True)
+        project.automatic_checkpoint_naming = False
         with raised_on_all(accelerator, final), _engine(accelerator, fsync=fsync or None):
             result = type(accelerator).save_state(accelerator, folder.path, *args, **kwargs)
         with raised_on_all(accelerator, final):  # all have written their files
             if accelerator.is_main_process:
                 folder.publish()
     except BaseException:
-        if accelerator.is_main_process:
+        if folder.is_claimed:
             folder.discard()
         raise
     finally:
@@ -117,6 +124,23 @@ def _save_state(
     if is_named and accelerator.is_main_process:
         _remove_oldest(directory, project.total_limit)  # nobody waits for that
     return Path(final) if isinstance(result, Path) else result
+
+
+def _directory_of(accelerator: Any) -> str:
+    """Return where checkpoints are that accelerate names."""
+    return os.path.join(accelerator.project_dir, "checkpoints")
+
+
+def _remove_leftovers(directory: str) -> None:
+    """Remove leftovers of killed processes of a directory whose names accelerate all counts."""
+    parent, name = os.path.split(os.path.realpath(directory))
+    for folder in (
+        *staged_folders_in(os.path.realpath(directory), "checkpoint_", keeps_others=True),
+        *staged_folders_in(parent, f"{name}.checkpoint_"),
+    ):
+        with suppress(OSError):  # it is being written, or nothing can be removed here
+            folder.claim()
+            folder.discard()
 
 
 def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
@@ -140,7 +164,12 @@ def _load_state(
 ) -> Any:
     if input_dir is not None:
         final = os.path.expanduser(os.fspath(input_dir))
-        input_dir = StagedFolder(final, fsync=False).left_behind() or input_dir
+        input_dir = StagedFolder(final, fsync=False, keeps_others=True).left_behind() or input_dir
+    elif accelerator.project_configuration.automatic_checkpoint_naming:
+        directory = _directory_of(accelerator)
+        with raised_on_all(accelerator, directory):  # one of them might be taken for the latest
+            if accelerator.is_main_process:
+                _remove_leftovers(directory)
     with _engine(accelerator), _remembering_damage():
         return type(accelerator).load_state(accelerator, input_dir, *args, **kwargs)
 

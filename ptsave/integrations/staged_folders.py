@@ -3,13 +3,17 @@
 The files are written into ``.<name>.ptsave/<name>`` beside it, which no library takes for a
 checkpoint.  When all of them are there it gets its place, by a rename; a directory of that name is
 exchanged for it, where the file system can do that in one step, and removed afterwards.
+
+A directory that cannot be exchanged, or that the process works in, gets the files one by one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +30,7 @@ from ptsave.background.saves import writes_held_back
 from ptsave.errors import StagingFullError
 from ptsave.installation import installed
 from ptsave.streaming import safetensors_functions
+from ptsave.support.folder_lock import FolderLock
 from ptsave.support.syncing import sync_path
 
 __all__ = ["StagedFolder", "give_up", "in_place_of", "staged_folders_in", "writes_in_background"]
@@ -34,7 +39,12 @@ _SUFFIX = ".ptsave"
 # Beside the new folder, which may have any other name: the one that it replaces, and a note of
 # which directory is the new one.
 _OLD, _MARK = ".old", ".new"
+_LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_MAX_NAME_BYTES = 255
+# Errors of renaming a directory whose files can be renamed all the same: it is mounted, another
+# user's in a directory like /tmp, or of a lower layer of a container's file system.
+_FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM)
 
 
 class StagedFolder:
@@ -48,6 +58,10 @@ class StagedFolder:
         Whether its files and its name are on the disk when it has that name.
     keeps_others : bool, default False
         Whether entries of a directory of that name go into the new one, if that has none of theirs.
+        Then that directory may also be one that cannot be renamed.
+    above : bool, default False
+        Whether to write beside the directory that it will be in, if that is no other file system:
+        for libraries that take all names in there for checkpoints.
 
     Attributes
     ----------
@@ -57,13 +71,40 @@ class StagedFolder:
         Where its files are written.  The same for all processes of a job.
     """
 
-    def __init__(self, final: str, *, fsync: bool, keeps_others: bool = False) -> None:
+    def __init__(
+        self, final: str, *, fsync: bool, keeps_others: bool = False, above: bool = False
+    ) -> None:
         self.final = os.path.realpath(final)
         self._fsync = fsync
         self._keeps_others = keeps_others
+        self._lock: FolderLock | None = None
         parent, name = os.path.split(self.final)
-        self.root = os.path.join(parent, f".{name}{_SUFFIX}")
+        if above and not _is_fixed(parent):
+            beside, parent_name = os.path.split(parent)
+            self.root = os.path.join(beside, _root_name(f"{parent_name}.{name}"))
+        elif keeps_others and _is_fixed(self.final):
+            self.root = os.path.join(self.final, _root_name(name))
+        else:
+            self.root = os.path.join(parent, _root_name(name))
         self.path = os.path.join(self.root, name)
+
+    def claim(self) -> None:
+        """Keep other processes from writing it until `discard`, and put in order what is there.
+
+        Of the ranks that write into it one does.
+
+        Raises
+        ------
+        SaveError
+            Another process is writing it.
+        """
+        self._lock = FolderLock(self.root, _LOCK, self.final)
+        self._put_in_order()
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether this object has it for itself."""
+        return self._lock is not None
 
     def check_name(self) -> None:
         """Raise FileExistsError if the name is a file's, which a rename would silently replace."""
@@ -96,11 +137,19 @@ class StagedFolder:
 
         A folder that had the name before a killed process gets it back, if no successor has it.
         """
+        self._put_in_order()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        else:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _put_in_order(self) -> None:
         self.restore()
         if self._keeps_others:
             for replaced in self._replaced():
                 _move_missing(replaced, self.final, fsync=self._fsync)
-        shutil.rmtree(self.root, ignore_errors=True)
+        _remove_all_but(_LOCK, self.root)
 
     def restore(self) -> None:
         """Give a folder its name back that a killed process has taken, if no successor has it.
@@ -114,6 +163,11 @@ class StagedFolder:
     def left_behind(self) -> str | None:
         """Return where the complete folder is if a process was killed between its two renames."""
         return self._old if os.path.isdir(self._old) and not os.path.lexists(self.final) else None
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the files are written into the directory that has the name."""
+        return os.path.dirname(self.root) == self.final
 
     @property
     def _old(self) -> str:
@@ -142,7 +196,21 @@ class StagedFolder:
     def _take_name(self) -> None:
         if not os.path.lexists(self.final):
             os.rename(self.path, self.final)
-            return
+        elif self._keeps_others and (self._is_inside or _is_at_work_in(self.final)):
+            self._fill()
+        else:
+            try:
+                self._replace()
+            except OSError as error:
+                if not self._keeps_others or error.errno not in _FIXED:
+                    raise
+                self._fill()
+
+    def _fill(self) -> None:
+        """Move the files into the directory that has the name, one by one."""
+        _move_over(self.path, self.final, fsync=self._fsync)
+
+    def _replace(self) -> None:
         if _exchange(self.path, self.final):
             return
         os.rename(self.final, self._old)
@@ -153,14 +221,16 @@ class StagedFolder:
             raise
 
 
-def staged_folders_in(directory: str, prefix: str) -> list[StagedFolder]:
+def staged_folders_in(
+    directory: str, prefix: str, *, keeps_others: bool = False
+) -> list[StagedFolder]:
     """Return the folders in a directory whose names will begin so, also of dead processes."""
     folders = []
     with suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(f".{prefix}") and entry.name.endswith(_SUFFIX):
                 final = os.path.join(directory, entry.name[1 : -len(_SUFFIX)])
-                folders.append(StagedFolder(final, fsync=False))
+                folders.append(StagedFolder(final, fsync=False, keeps_others=keeps_others))
     return folders
 
 
@@ -174,6 +244,68 @@ def _move_missing(old: str, new: str, *, fsync: bool) -> None:
             _move_missing(source, target, fsync=fsync)
     if fsync:
         _sync(Path(new))
+
+
+def _move_over(new: str, old: str, *, fsync: bool) -> None:
+    """Move the entries of a directory into another one, in the place of its own."""
+    for name in sorted(os.listdir(new)):
+        source, target = os.path.join(new, name), os.path.join(old, name)
+        if _is_directory(source) and os.path.isdir(target):
+            _move_over(source, target, fsync=fsync)
+        else:
+            os.rename(source, target)
+    if fsync:
+        _sync(Path(old))
+
+
+def _remove_all_but(name: str, folder: str) -> None:
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != name:
+                with suppress(OSError):
+                    os.unlink(entry.path)
+
+
+def _root_name(name: str) -> str:
+    """Return the name of the directory around one that is being written."""
+    whole = f".{name}{_SUFFIX}"
+    if len(os.fsencode(whole)) <= _MAX_NAME_BYTES:
+        return whole
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    return f".{name[:50]}-{digest}{_SUFFIX}"
+
+
+def _is_fixed(folder: str) -> bool:
+    """Return whether a directory cannot be renamed: a mount point, or of another's directory."""
+    if not os.path.isdir(folder):
+        return False
+    parent = os.path.dirname(folder)
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        return True
+    return os.path.ismount(folder) or _mount_of(folder) != _mount_of(parent)
+
+
+def _mount_of(folder: str) -> str | None:
+    """Return the number of what is mounted there; it differs also if a directory is bound."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        try:
+            told = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+        finally:
+            os.close(descriptor)
+        if match := re.search(r"^mnt_id:\s*(\d+)", told, re.MULTILINE):
+            return match[1]
+    return None
+
+
+def _is_at_work_in(folder: str) -> bool:
+    """Return whether a directory is the current one, or one above that."""
+    with suppress(OSError):  # the current one has been removed
+        current = Path.cwd()
+        return any(os.path.samefile(folder, each) for each in (current, *current.parents))
+    return False
 
 
 def _is_directory(path: str) -> bool:

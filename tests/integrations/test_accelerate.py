@@ -19,6 +19,7 @@ from client_checkpoints import (
 
 import ptsave
 from ptsave.integrations import accelerate as integration
+from ptsave.integrations import staged_folders
 from ptsave.integrations.staged_folders import StagedFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -154,6 +155,89 @@ def test_file_of_that_name_stays(engine: bool, accelerate: Any, tmp_path: Path) 
     assert os.listdir(tmp_path) == ["results.csv"]
 
 
+@pytest.mark.parametrize("engine", [True, False])
+def test_current_directory(
+    engine: bool, accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "deep").mkdir(parents=True)
+    (tmp_path / "run" / "train.log").write_text("loss")
+    (tmp_path / "run" / "optimizer.bin").touch()
+    parts = prepared(accelerate, engine=engine)
+    for directory, name in (("run", "."), ("run/deep", "..")):
+        monkeypatch.chdir(tmp_path / directory)
+        parts[0].save_state(name)
+        Path("more.log").touch()
+        parts[0].load_state(name)
+        assert (tmp_path / directory).samefile(Path.cwd())
+    assert (tmp_path / "run" / "train.log").read_text() == "loss"
+    assert (tmp_path / "run" / "optimizer.bin").stat().st_size
+    assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".")]
+    with pytest.raises(FileNotFoundError):
+        parts[0].save_state("")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_directory_that_cannot_be_renamed(
+    is_known: bool, accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, say; some of them are found out when it is renamed."""
+
+    def fail(*_: str) -> bool:
+        raise OSError(18, "Invalid cross-device link")
+
+    state = tmp_path / "state"
+    (state / "logs").mkdir(parents=True)
+    (state / "optimizer.bin").touch()
+    (state / "logs" / "log").write_text("loss")
+    inode = state.stat().st_ino
+    if is_known:
+        monkeypatch.setattr(staged_folders, "_is_fixed", lambda path: path == str(state))
+    else:
+        monkeypatch.setattr(staged_folders, "_exchange", fail)
+    parts = prepared(accelerate)
+    accelerator = parts[0]
+    accelerator.register_save_state_pre_hook(
+        lambda *args: seen.append((args[-1], os.listdir(tmp_path)))
+    )
+    seen: list[tuple[str, list[str]]] = []
+    for _ in range(2):
+        train(parts, 1)
+        accelerator.save_state(state)
+    accelerator.load_state(str(state))
+    assert state.stat().st_ino == inode
+    assert seen[0][0].startswith(f"{state}/") == is_known
+    assert (len(seen[0][1]) == 1) == is_known
+    assert (state / "optimizer.bin").stat().st_size
+    assert (state / "logs" / "log").read_text() == "loss"
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_longest_name(accelerate: Any, tmp_path: Path) -> None:
+    state = tmp_path / ("ü" * 127)
+    parts = prepared(accelerate)
+    for _ in range(2):
+        parts[0].save_state(str(state))
+    parts[0].load_state(str(state))
+    assert os.listdir(tmp_path) == [state.name]
+
+
+def test_other_process_saves_there(accelerate: Any, tmp_path: Path) -> None:
+    parts = prepared(accelerate)
+    state = str(tmp_path / "state")
+    parts[0].save_state(state)
+    other = StagedFolder(state, fsync=False, keeps_others=True)
+    other.claim()
+    os.makedirs(other.path)
+    with pytest.raises(ptsave.SaveError, match=r"another process is saving there.*state"):
+        parts[0].save_state(state)
+    assert os.path.isdir(other.path)
+    parts[0].load_state(state)
+    other.discard()
+    parts[0].save_state(state)
+    assert os.listdir(tmp_path) == ["state"]
+
+
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
 def test_damaged_file(name: str, accelerate: Any, tmp_path: Path) -> None:
     """Also where accelerate goes on without what it cannot read."""
@@ -180,6 +264,29 @@ def test_automatic_names(accelerate: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already exists"):
         parts[0].save_state()
     shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_leftovers_are_no_checkpoints(accelerate: Any, tmp_path: Path) -> None:
+    """Of all names in the directory accelerate takes one for the latest checkpoint."""
+    project = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True
+    )
+    parts = prepared(accelerate, project_config=project)
+    names: list[str] = []
+    parts[0].register_save_state_pre_hook(
+        lambda *_: names.extend(os.listdir(tmp_path / "checkpoints"))
+    )
+    parts[0].save_state()
+    assert names == []
+    for loads in (True, False):
+        (tmp_path / "checkpoints/.checkpoint_7.ptsave/checkpoint_7").mkdir(parents=True)
+        (tmp_path / ".checkpoints.checkpoint_1.ptsave/checkpoint_1").mkdir(parents=True)
+        if loads:
+            parts[0].load_state()
+        else:
+            parts[0].save_state()
+        assert os.listdir(tmp_path) == ["checkpoints"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_1"]
 
 
 def test_oldest_is_removed_by_its_real_name(accelerate: Any, tmp_path: Path) -> None:
