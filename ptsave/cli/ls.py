@@ -88,7 +88,9 @@ def command(
     With --stats, NAMEs of a capture are paths of modules, with all that is in them. Lines are cut
     to the terminal; mean, std, min, max and norm are of the finite elements.
     """
-    gc.disable()  # all objects live until the end, so the collector would search in vain
+    if gc.isenabled():  # all objects live until the end, so the collector would search in vain
+        gc.disable()
+        ctx.call_on_close(gc.enable)
     _check_options(sort, step, stats)
     files = find_files(file, storage_options, distributed=True)
     if stats:

@@ -19,7 +19,8 @@ class GarbageCollectionPause:
 
     def __enter__(self) -> GarbageCollectionPause:
         self._was_enabled = gc.isenabled()
-        gc.disable()
+        if self._was_enabled:  # or the pause of another thread may end before this line, for good
+            gc.disable()
         return self
 
     def __exit__(self, *exception: object) -> None:

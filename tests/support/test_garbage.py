@@ -41,6 +41,22 @@ def test_who_has_disabled_it_finds_it_so() -> None:
     assert not gc.isenabled()
 
 
+def test_pause_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_enabled, other = gc.isenabled, pausing_garbage_collection()
+
+    def look_late() -> bool:
+        seen = is_enabled()
+        other.__exit__()
+        return seen
+
+    other.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "isenabled", look_late)
+        own = pausing_garbage_collection().__enter__()
+    own.__exit__()
+    assert gc.isenabled()
+
+
 def test_an_error_ends_it() -> None:
     with pytest.raises(KeyError), pausing_garbage_collection():
         raise KeyError
