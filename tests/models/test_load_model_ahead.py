@@ -191,6 +191,7 @@ def test_only_the_beginning_goes_through_the_page_cache(
 def test_garbage_of_loaders_is_collected(tmp_path: Path, has_loaders: bool) -> None:
     """The collector rests only while nobody else's code runs."""
     seen: list[bool] = []
+    gc.enable()
 
     def load(parameter: nn.Parameter, tensor: Tensor) -> None:
         seen.append(gc.isenabled())
