@@ -33,9 +33,11 @@ def build() -> Path:
     return PROGRAM
 
 
-def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
+def measure(
+    mode: str, path: Path, nbytes: int, thread_counts: Iterable[int] = THREAD_COUNTS
+) -> tuple[int, dict[str, float]]:
     """Return the bytes moved, and the seconds by thread count."""
-    threads = [str(count) for count in THREAD_COUNTS]
+    threads = [str(count) for count in thread_counts]
     command = [str(build()), mode, str(path), str(nbytes), *threads]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer = json.loads(result.stdout)

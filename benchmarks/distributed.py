@@ -9,14 +9,18 @@ warm, cold       dcp.load of it by 1 rank, from the page cache, from the disk
 rows, columns    1/8 of the rows, of the columns, of 8 cold matrices of 32 MiB (1,024 x 8,192)
 small            20,000 tensors of 64 bytes: microseconds for each, saved and loaded
 async            dcp.async_save of 256 MiB: how long training is blocked
+convert          a cold checkpoint of 4 GiB (PTSAVE_BENCHMARK_MIB) to one .pt file: torch's
+                 dcp_to_torch_save and ptsave.convert, and the memory above what there was
 
 In each round every workload runs once with torch's storage and once with ptsave's, in turn, each
 in a fresh process that has done it once before to smaller tensors; the limit is measured in the
 same round: one direct write or read of as many bytes, with the number of threads that is fastest
-(async: memcpy by all threads into memory that is there).  torch's writer is asked to sync its file
-(its default); it does not sync the directory.  "From the disk" is what /proc/self/io says, as a
+(async: memcpy by all threads into memory that is there; columns: direct reads of 4 KiB each, by up
+to 32 threads).  "limit" is that beside torch: nobody has more.  torch's writer is asked to sync
+its file (its default); it does not sync the directory.  "Read" is what /proc/self/io says, as a
 multiple of what was wanted.  Both of "small" also pay for DCP's own planning, which no storage can
-make faster: "of them planning" is a save and a load with a storage that does nothing.
+make faster: "of them planning" is a save and a load with a storage that does nothing.  ptsave saves
+and loads with its planners, which make the same plans, and which any storage may have.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ import torch
 
 from benchmarks import _limits
 from benchmarks._program import Program, table
-from ptsave.bench.system import MIB, fetch_free_memory, make_cold, make_warm
+from ptsave.bench.system import MIB, PeakMemory, fetch_free_memory, make_cold, make_warm
 
 CONTENDERS = ("torch", "ptsave")
 N_TENSORS = 64
@@ -47,6 +51,7 @@ SHARE = 8
 N_SMALL = 20_000
 ASYNC_NBYTES = 256 * MIB
 WARMUP_NBYTES = 32 * MIB
+N_CONVERTED_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "4096"))
 
 Figures = dict[str, float]
 
@@ -77,13 +82,15 @@ def storage(contender: str, folder: Path) -> tuple[Any, Any]:
 def save(state: dict[str, Any], contender: str, folder: Path, **options: Any) -> None:
     dcp: Any = import_module("torch.distributed.checkpoint")
 
-    dcp.save(state, storage_writer=storage(contender, folder)[0], **options)
+    writer, planner = storage(contender, folder)[0], planners(contender)[0]()
+    dcp.save(state, storage_writer=writer, planner=planner, **options)
 
 
 def load(state: dict[str, Any], contender: str, folder: Path, **options: Any) -> None:
     dcp: Any = import_module("torch.distributed.checkpoint")
 
-    dcp.load(state, storage_reader=storage(contender, folder)[1], **options)
+    reader, planner = storage(contender, folder)[1], planners(contender)[1]()
+    dcp.load(state, storage_reader=reader, planner=planner, **options)
 
 
 # ------------------------------------------------------------------------------------ the workloads
@@ -215,13 +222,25 @@ def run_small(contender: str, folder: Path) -> Figures:
     state = {"model": {f"layer.{i}": torch.full((16,), float(i)) for i in range(N_SMALL)}}
     saved = timed(lambda: save(state, contender, folder))
     loaded = timed(lambda: load(state, contender, folder))
-    planned, replanned = plan(state)
+    saver, loader = planners(contender)
+    planned, replanned = plan(state, saver(), loader())
     figures = {"save": saved, "of them planning a save": planned}
     figures |= {"load": loaded, "of them planning a load": replanned}
     return {f"{name}, us": seconds / N_SMALL * 1e6 for name, seconds in figures.items()}
 
 
-def plan(state: dict[str, Any]) -> tuple[float, float]:
+def planners(contender: str) -> tuple[Any, Any]:
+    """Return the classes of a planner for saves and one for loads."""
+    dcp: Any = import_module("torch.distributed.checkpoint")
+
+    if contender == "torch":
+        return dcp.DefaultSavePlanner, dcp.DefaultLoadPlanner
+    from ptsave.distributed import LoadPlanner, SavePlanner
+
+    return SavePlanner, LoadPlanner
+
+
+def plan(state: dict[str, Any], saver: Any, loader: Any) -> tuple[float, float]:
     """Return the seconds of a save and a load with a storage that does nothing."""
     dcp: Any = import_module("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -267,8 +286,8 @@ def plan(state: dict[str, Any]) -> tuple[float, float]:
         },
     )
     return (
-        timed(lambda: dcp.save(state, storage_writer=writer())),
-        timed(lambda: dcp.load(state, storage_reader=reader())),
+        timed(lambda: dcp.save(state, storage_writer=writer(), planner=saver)),
+        timed(lambda: dcp.load(state, storage_reader=reader(), planner=loader)),
     )
 
 
@@ -286,6 +305,25 @@ def run_async(contender: str, folder: Path) -> Figures:
     return {"seconds": blocked[-1]}
 
 
+def run_convert(contender: str, folder: Path) -> Figures:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    import ptsave
+
+    checkpoint, target = folder / "checkpoint", folder / "all.pt"
+    one = torch.full((TENSOR_NBYTES // 4,), 1.0)  # saved under many names
+    save({str(i): one for i in range(N_CONVERTED_MIB * MIB // TENSOR_NBYTES)}, "ptsave", checkpoint)
+    for file in checkpoint.glob("*.distcp"):
+        make_cold(file)
+    os.sync()
+    memory = PeakMemory()
+    if contender == "torch":
+        seconds = timed(lambda: dcp_to_torch_save(checkpoint, target))
+    else:
+        seconds = timed(lambda: ptsave.convert(checkpoint, target))
+    return {"seconds": seconds, "MiB of memory": memory.above_baseline() / MIB}
+
+
 WORKLOADS: dict[str, Callable[[str, Path], Figures]] = {
     "save": run_save,
     "save-2": run_save_2,
@@ -295,13 +333,33 @@ WORKLOADS: dict[str, Callable[[str, Path], Figures]] = {
     "columns": lambda contender, folder: run_part(contender, folder, rows=False),
     "small": run_small,
     "async": run_async,
+    "convert": run_convert,
+}
+GOALS = {
+    ("save", "seconds"): "3 x, 0.8 of the limit",
+    ("save-2", "seconds"): "3 x, 0.8 of the limit",
+    ("warm", "seconds"): "3 x",
+    ("cold", "seconds"): "1.5 x, 0.8 of the limit",
+    ("rows", "seconds"): "4 x, 1.1 x wanted",
+    ("columns", "seconds"): "4 x, 1.3 x wanted",
+    ("small", "save, us"): "10",
+    ("small", "load, us"): "10",
+    ("async", "seconds"): "1.3 x memcpy: 0.77 of the limit",
+    ("convert", "seconds"): "1.5 x",
+    ("convert", "MiB of memory"): "128",
 }
 _LIMITS = {
     "save": "direct-write",
     "save-2": "direct-write",
     "warm": "cached-read",
     "cold": "direct-read",
+    "columns": "columns-read",
     "async": "copy",
+}
+_MATRICES_NBYTES = N_MATRICES * N_ROWS * N_COLUMNS * 4
+_LIMIT_NBYTES = {
+    "async": ASYNC_NBYTES,
+    "columns": _MATRICES_NBYTES,
 }
 
 
@@ -313,14 +371,15 @@ def limit_of(workload: str, folder: Path) -> float | None:
     mode = _LIMITS.get(workload)
     if mode is None:
         return None
-    nbytes = ASYNC_NBYTES if workload == "async" else N_TENSORS * TENSOR_NBYTES
+    nbytes = _LIMIT_NBYTES.get(workload, N_TENSORS * TENSOR_NBYTES)
     path = folder / "limit"
     if mode.endswith("read"):
         with path.open("wb") as file:
             for _ in range(nbytes // TENSOR_NBYTES):
                 file.write(os.urandom(1) * TENSOR_NBYTES)
-        (make_cold if mode == "direct-read" else make_warm)(path)
-    seconds = min(_limits.measure(mode, path, nbytes)[1].values())
+        (make_warm if mode == "cached-read" else make_cold)(path)
+    counts = (16, 32) if mode == "columns-read" else _limits.THREAD_COUNTS
+    seconds = min(_limits.measure(mode, path, nbytes, counts)[1].values())
     path.unlink(missing_ok=True)
     return seconds
 
@@ -347,7 +406,18 @@ def report(names: list[str], rounds: int, folder: Path) -> str:
                 if unit != "times_wanted":
                     yield row(name, unit, figures, limits.get(name))
 
-    header = ["workload", "", "torch", "ptsave", "min - max", "faster", "of the limit", "read"]
+    header = [
+        "workload",
+        "",
+        "torch",
+        "ptsave",
+        "min - max",
+        "faster",
+        "limit",
+        "of the limit",
+        "read",
+        "goal",
+    ]
     return table(header, rows())
 
 
@@ -360,8 +430,9 @@ def row(
     stock = [each[unit] for each in figures[name, "torch"]]
     ours = [each[unit] for each in figures[name, "ptsave"]]
     faster = median(a / b for a, b in zip(stock, ours, strict=True))
-    of_limit = ""
+    limit = of_limit = ""
     if limits is not None:
+        limit = f"{median(a / b for a, b in zip(stock, limits, strict=True)):.1f} x"
         of_limit = f"{median(a / b for a, b in zip(limits, ours, strict=True)):.2f}"
     times = [each.get("times_wanted") for each in figures[name, "ptsave"]]
     read = f"{median(t for t in times if t is not None):.2f} x wanted" if times[0] else ""
@@ -373,8 +444,10 @@ def row(
         f"{median(ours):.3g}",
         spread,
         f"{faster:.1f} x",
+        limit,
         of_limit,
         read,
+        GOALS.get((name, unit), ""),
     ]
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import _limits
+from benchmarks._program import add_report_options, check_options, write_report
 from ptsave.bench.report import SPEED_HEADER, TIMES_STOCK, speed_rows, table
 from ptsave.bench.rounds import (
     CONTENDERS,
@@ -196,8 +197,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder on tmpfs")
-    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
+    add_report_options(parser)
     options = parser.parse_args(arguments)
+    check_options(options)
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"unknown workload: {', '.join(sorted(unknown))}")
     return options
@@ -252,8 +254,8 @@ def main(arguments: list[str] | None = None) -> None:
     tables = report(results)
     print(tables)
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(f"# Serialization benchmark\n\n{machine}\n\n{tables}\n")
+        text = f"# Serialization benchmark\n\n{machine}\n\n{tables}\n"
+        write_report(text, options.output, options.plots)
 
 
 if __name__ == "__main__":

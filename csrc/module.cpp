@@ -25,6 +25,7 @@ std::uint32_t crc32_of_buffer(const py::buffer& data, std::uint32_t crc) {
 
 PYBIND11_MODULE(_C, module) {
   using namespace ptsave;
+  module.attr("VERSION") = PTSAVE_VERSION;
   register_errors(module);
   bind_writing(module);
   bind_reading(module);
@@ -38,6 +39,7 @@ PYBIND11_MODULE(_C, module) {
   bind_statistics(module);
   bind_difference(module);
   bind_names(module);
+  bind_columns(module);
   module.def("crc32", &crc32_of_buffer, py::arg("data"), py::arg("crc") = 0);
   module.def("payload_offset_after", &payload_offset_after, py::arg("header_offset"),
              py::arg("full_name"), py::arg("nbytes"), py::arg("alignment"));

@@ -1,7 +1,7 @@
 """The engine.  Offsets count from the archive's beginning, sizes are in bytes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from typing_extensions import Buffer
@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 # function that makes it and returns its address, or None for a hole.
 PlannedRecord: TypeAlias = tuple[str, bytes | int | Callable[[], int] | None, int]
 Progress: TypeAlias = Callable[[int], None] | None
+_T = TypeVar("_T")
 
 class FormatError(RuntimeError):
     args: tuple[str, str, str | None, int | None]
@@ -70,14 +71,14 @@ class _FilePlan:
     @property
     def is_sequential(self) -> bool: ...
     @property
-    def is_staged(self) -> bool: ...
+    def is_pinned(self) -> bool: ...
     def write_file(
         self,
         path: bytes,
         display: bytes,
         *,
         durable: bool,
-        direct: bool,
+        direct_nbytes: int,
         options: WriteOptions,
         progress: Progress,
     ) -> None: ...
@@ -182,7 +183,7 @@ class CheckedPlan(_FilePlan):
         pieces: list[tuple[int, bytes | torch.Tensor | tuple[int, int, int, Sequence[SourcePart]]]],
         sources: PayloadSources | None = None,
     ) -> None: ...
-    # Of the last write: what is behind the blocks.
+    # Of the last write: the bytes behind the blocks.
     @property
     def block_crcs(self) -> bytes: ...
 
@@ -299,6 +300,9 @@ def resolve_links(path: bytes) -> bytes | None: ...
 
 # Removes a file without waiting until its blocks are free; False if there is none.
 def remove_file(path: bytes) -> bool: ...
+
+# Closes a descriptor, maybe the last one of a removed file, without waiting for its file system.
+def release_later(fd: int) -> None: ...
 
 # Waits until the blocks of all files that were replaced or removed are free.
 def finish_releases() -> None: ...
@@ -447,6 +451,19 @@ def find_central_directory(tail: bytes, nbytes: int) -> tuple[int, int]: ...
 def tensor_facts(
     tensors: list[torch.Tensor],
 ) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int] | None]: ...
+
+# Of each value the index of the first one of its shape, dtype, layout, device and flags (such as
+# contiguous; pinned ones differ if that is asked for); -1 if its type is none of `types`.
+def tensor_kinds(
+    values: list[Any], types: tuple[type, ...], *, pinned: bool = False
+) -> list[int]: ...
+
+# In both a list has a value for each instance or row, anything else is the value of all.
+# Instances with these attributes, without a call of the class's initializer.
+def instances(kind: type[_T], attributes: dict[str, Any]) -> list[_T]: ...
+
+# Bytes as they are, an int as 32 bits, a str as its size in 32 bits and UTF-8.
+def packed_rows(columns: tuple[Any, ...]) -> bytes: ...
 
 # mapped_nbytes: memory of the pool; used_nbytes: of it, in use; n_mappings: how often it has grown.
 def staging_statistics() -> dict[str, int]: ...

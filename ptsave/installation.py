@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ from ptsave import serialization
 from ptsave.streaming import safetensors_functions
 from ptsave.support import torch_serialization as stock
 
-__all__ = ["install", "installed", "uninstall"]
+__all__ = ["install", "install_while_importing", "installed", "uninstall"]
 
 
 @dataclass(frozen=True, eq=False)  # each call is one, whatever it says
@@ -112,6 +112,13 @@ def install(
     options = _Options(safetensors, fsync, atomic, verify, distributed, weights_only_check)
     _import_for(options)
     _to_the_end(_begin, options)
+
+
+def install_while_importing(options: Mapping[str, bool]) -> None:
+    """Install as :func:`install` where torch is being imported: no other thread could import it."""
+    asked = _Options(**options)
+    _import_for(asked)
+    _begin(asked)
 
 
 def uninstall() -> None:

@@ -111,6 +111,7 @@ def save(
     ...     torch.load(path)
     {'weight': tensor([1., 1., 1.])}
     """
+    check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
     check_dill_version(pickle_module)
     if not isinstance(f, UrlTarget):  # of a directory, which has its options
         check_save_filelike(f)
@@ -198,8 +199,9 @@ def load(
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
         The ranks that load the same path or URL at the same time, one archive of torch 1.6 or
-        later: rank 0 of the group reads each byte once, for all.  Every rank calls this, with
-        options of its own, as to where its tensors belong.  None: each rank reads.
+        later: rank 0 of the group reads each byte once, for all, or the first rank of each host
+        does, if the file is there.  Every rank calls this, with options of its own, as to where its
+        tensors belong.  None: each rank reads.
     **pickle_load_args
         Passed to the unpickler if ``weights_only=False``.
 

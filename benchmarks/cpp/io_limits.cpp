@@ -7,6 +7,7 @@
 //   buffered-write  writes of a fresh, preallocated file into the page cache
 //   tmpfs-write     the same without preallocation, which on tmpfs is a write of its own
 //   direct-read     O_DIRECT reads of the file at PATH (dropped from the page cache first)
+//   columns-read    O_DIRECT reads of 4 KiB out of each 32 KiB of that file
 //   cached-read     reads of the cached file at PATH into fresh memory made of huge pages
 //   resident-read   reads of the cached file at PATH into memory that is faulted in already, in the
 //                   pages that an allocator's memory has
@@ -50,6 +51,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kChunk = std::size_t{8} << 20;
+constexpr std::size_t kColumnsStride = std::size_t{32} << 10;
 
 constexpr std::size_t round_up(std::size_t nbytes, std::size_t unit) {
   return (nbytes + unit - 1) / unit * unit;
@@ -261,6 +263,20 @@ Measure direct_read_measure(const std::string& path, std::size_t nbytes) {
   };
 }
 
+Measure columns_read_measure(const std::string& path, std::size_t nbytes) {
+  return [=](std::size_t threads) {
+    File(path, O_RDONLY).drop_from_page_cache();
+    const Memory buffers = faulted_memory(threads * kPage);
+    return seconds_of([&] {
+      const File file(path, O_RDONLY | O_DIRECT);
+      for_each_chunk(nbytes, threads, [&](const Chunk& chunk) {
+        for (std::size_t at = 0; at + kPage <= chunk.nbytes; at += kColumnsStride)
+          file.read_all(buffers.at(chunk.worker * kPage, kPage), chunk.offset + at);
+      });
+    });
+  };
+}
+
 Measure cached_read_measure(const std::string& path, std::size_t nbytes) {
   return [=](std::size_t threads) {
     std::vector<Memory> kept;  // outlives the timing
@@ -324,6 +340,7 @@ Measure measure_of(std::string_view mode, const std::string& path, std::size_t n
   if (mode == "buffered-write") return write_measure(path, nbytes, WriteKind::kBuffered);
   if (mode == "tmpfs-write") return write_measure(path, nbytes, WriteKind::kTmpfs);
   if (mode == "direct-read") return direct_read_measure(path, nbytes);
+  if (mode == "columns-read") return columns_read_measure(path, nbytes);
   if (mode == "cached-read") return cached_read_measure(path, nbytes);
   if (mode == "resident-read") return resident_read_measure(path, nbytes);
   if (mode == "mapped-read") return mapped_read_measure(path, nbytes);

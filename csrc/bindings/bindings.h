@@ -30,5 +30,6 @@ void bind_appending(pybind11::module_& module);
 void bind_statistics(pybind11::module_& module);
 void bind_difference(pybind11::module_& module);
 void bind_names(pybind11::module_& module);
+void bind_columns(pybind11::module_& module);
 
 }  // namespace ptsave

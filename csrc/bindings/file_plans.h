@@ -57,18 +57,18 @@ void bind_file_plan(pybind11::class_<Plan>& plan) {
   plan.def_property_readonly("nbytes", &Plan::nbytes)
       .def_property_readonly("has_holes", &Plan::has_holes)
       .def_property_readonly("is_sequential", &Plan::is_sequential)
-      .def_property_readonly("is_staged", &Plan::is_staged)
+      .def_property_readonly("is_pinned", &Plan::is_pinned)
       .def(
           "write_file",
-          [](Plan& self, std::string path, std::string display, bool durable, bool direct,
-             const WriteOptions& options, const py::object& callback) {
+          [](Plan& self, std::string path, std::string display, bool durable,
+             std::uint64_t direct_nbytes, const WriteOptions& options, const py::object& callback) {
             const FilePlan::Replacement target{std::move(path), std::move(display), durable,
-                                               direct};
+                                               direct_nbytes};
             run_write(self, callback,
                       [&](const Poll& poll) { self.write_file(target, options, poll); });
           },
-          py::arg("path"), py::arg("display"), py::kw_only(), py::arg("durable"), py::arg("direct"),
-          py::arg("options"), py::arg("progress"))
+          py::arg("path"), py::arg("display"), py::kw_only(), py::arg("durable"),
+          py::arg("direct_nbytes"), py::arg("options"), py::arg("progress"))
       .def(
           "write_in_place",
           [](Plan& self, const std::string& path, std::optional<int> scratch, bool durable,

@@ -184,6 +184,9 @@ void bind_writing(py::module_& module) {
       "remove_file",
       [](const std::string& path) { return without_gil([&] { return remove_file(path); }); },
       py::arg("path"));
+  module.def(
+      "release_later", [](int fd) { without_gil([&] { release_later(Descriptor(fd)); }); },
+      py::arg("fd"));
   module.def("finish_releases", [] { without_gil([] { finish_releases(); }); });
   module.def(
       "remove_leftovers",

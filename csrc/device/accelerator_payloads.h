@@ -16,6 +16,7 @@ class AcceleratorPayloads final : public PayloadStaging {
   // Takes part of options.max_pinned_nbytes, and no more threads than have a buffer there.
   std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
   std::unique_ptr<Stager> hand_over() override;
+  bool is_pinned() const override { return true; }
   void abandon() override;
 
  private:

@@ -29,14 +29,15 @@ from ptsave.background import saves
 from ptsave.background.staging_budget import Reservation
 from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
 from ptsave.support import config
+from ptsave.support.flags import check_flags
 from ptsave.support.sizes import parse_size
 from ptsave.support.torch_serialization import storage_alignment
 from ptsave.writing.targets import (
+    direct_nbytes,
     name_of,
     replaceable_file,
     resolve_target,
     root_for_path,
-    wants_direct,
 )
 
 __all__ = ["ArchiveWriter", "WhenFull"]
@@ -124,6 +125,7 @@ class ArchiveWriter:
         when_full: WhenFull = "wait",
     ) -> None:
         _check_when_full(when_full)
+        check_flags(fsync=fsync)
         self._path = _checked_path(path)
         self._fsync = fsync
         self._when_full = when_full
@@ -343,10 +345,11 @@ class ArchiveWriter:
             return
         direct = (
             self._limits.direct_io
-            and wants_direct(batch.nbytes, fsync=True)
-            and wants_direct(
+            and direct_nbytes(batch.nbytes, fsync=True) > 0
+            and direct_nbytes(
                 self._archive.nbytes + batch.nbytes, fsync=self._fsync, in_background=True
             )
+            > 0
         )
         slack = _SLACK_NBYTES if batch.engine.is_staged else 0
         n_threads = self._limits.n_direct_writers if direct else self._limits.n_threads

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ptsave.archive.filling import verifies_storages
-from ptsave.archive.group_archive import PLANNED, GroupArchive, group_archive
+from ptsave.archive.group_archive import GroupArchive, group_archive
+from ptsave.archive.group_records import PLANNED
 from ptsave.archive.loading import LoadOptions, rebuild
 from ptsave.archive.unpickling import unpickle_received
 from ptsave.archive.weights_only import resolve_weights_only

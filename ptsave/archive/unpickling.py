@@ -39,6 +39,7 @@ from ptsave.archive.reader import RecordReader, UnfilledView
 from ptsave.archive.stream_reader import StreamReader
 from ptsave.errors import MalformedPickleError
 from ptsave.support.torch_serialization import (
+    LOADER_KNOWS_WEIGHTS_ONLY,
     cpu_rule,
     detect_fake_mode,
     load_archive,
@@ -328,6 +329,9 @@ def _load(
     pickle_load_args: dict[str, Any],
 ) -> Any:
     """Let torch load, with a stand-in for its reader and one for its unpickler."""
+    if LOADER_KNOWS_WEIGHTS_ONLY:  # without bytes there are no sparse tensors to be validated
+        validates = _is_restricted(pickle_module) and fills_storages(map_location)
+        pickle_load_args = {**pickle_load_args, "weights_only": validates}
     try:
         return load_archive(
             shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
@@ -335,6 +339,14 @@ def _load(
     finally:
         # torch leaves it behind when unpickling fails.
         options.map_location = None
+
+
+def _is_restricted(pickle_module: Any) -> bool:
+    """Whether a module has torch's restricted unpickler, or a stand-in for it."""
+    machine = getattr(pickle_module, "Unpickler", None)
+    return pickle_module is restricted_unpickler or (
+        isinstance(machine, type) and issubclass(machine, (Unpickler, _TORCHS_MACHINE))
+    )
 
 
 def fills_storages(map_location: Any) -> bool:

@@ -102,7 +102,7 @@ class _PlanOfCopies:
     What `BackgroundSave` and `FileWriter` need of a ``_C.WritePlan``.
     """
 
-    is_staged = False
+    is_pinned = False
 
     def __init__(
         self, tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str]

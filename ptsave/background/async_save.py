@@ -18,6 +18,7 @@ from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
 from ptsave.support import config
+from ptsave.support.flags import check_flags
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,
@@ -114,6 +115,7 @@ def async_save(
     {'weight': tensor([1., 1., 1.])}
     """
     _check_options(staging, when_full)
+    check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
     limit = _staging_limit(max_staged_bytes)
     check_dill_version(pickle_module)
     check_save_filelike(f)

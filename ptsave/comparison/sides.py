@@ -44,7 +44,8 @@ class ComparedCheckpoint:
         self._contents = contents
         self.path = self._contents.path
         self.obj = self._contents.obj
-        self.is_flat = isinstance(self._contents, (SafetensorsContents, ShardedContents))
+        is_set = isinstance(self._contents, ShardedContents) and self._contents.is_flat
+        self.is_flat = is_set or isinstance(self._contents, SafetensorsContents)
         self.allocate: Allocator = RecycledMemory(_MAX_IDLE_NBYTES).storage
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, list_tensors
 from ptsave.sources.local import describe
+from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.capture_schema import CapturedCall, CapturedValue
 from ptsave.tree.captured_run import CapturedRun
@@ -427,10 +428,10 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A file, a directory of shards or their index, by path or URL for fsspec
-        (``s3://bucket/model.pt``); a local directory of torch.distributed.checkpoint; or a
-        seekable file object, from its current position on.  Its content decides how it is read,
-        whatever it is called.
+        A file, a directory of shards or their index, of torch.distributed.checkpoint, or of files
+        of which each rank has written one, by path or URL for fsspec (``s3://bucket/model.pt``);
+        or a seekable file object, from its current position on.  Its content decides how it is
+        read, whatever it is called.
     verify : bool, default True
         Whether storages that are read as a whole are compared with their CRC-32.
     storage_options : mapping, optional
@@ -486,6 +487,7 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     torch.Size([2, 3])
     tensor([1., 1., 1.])
     """
+    check_flags(verify=verify, recover=recover)
     localize = recovered if recover else None
     contents = open_contents(f, storage_options, verify=verify, localize=localize)
     return Archive(contents, describe(f), verify=verify)

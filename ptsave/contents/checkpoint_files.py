@@ -16,6 +16,7 @@ from ptsave.contents.rank_directories import (
     is_rank_file,
     metadata_files,
 )
+from ptsave.contents.rank_sets import find_rank_set, is_step_of_rank, rank_sets
 from ptsave.contents.shard_files import (
     INDEX_SUFFIX,
     ShardFiles,
@@ -35,7 +36,6 @@ from ptsave.sources.kinds import (
 from ptsave.sources.local import describe
 from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.sources.urls import is_url
 from ptsave.support.text import some_of
 
 __all__ = ["CheckpointFiles", "checkpoint_files", "find_files"]
@@ -63,8 +63,8 @@ def find_files(
     storage_options : mapping, optional
         For the file system of a URL.
     distributed : bool, default False
-        Whether the caller can read checkpoints of torch.distributed.checkpoint: of such a
-        directory the file is its metadata.
+        Whether the caller can read checkpoints of torch.distributed.checkpoint, where the file is
+        the metadata, and files of which each rank has written one.
 
     Returns
     -------
@@ -85,10 +85,14 @@ def find_files(
         As from `open_source`.
     """
     place = open_folder_or_file(f, storage_options)
-    if distributed and isinstance(place, Folder) and not is_url(place.path):
-        metadata = find_metadata(place, place.names())
+    if distributed and isinstance(place, Folder):
+        names = place.names()
+        metadata = find_metadata(place, names)
         if metadata:
             return metadata_files(place, metadata)
+        ranks = find_rank_set(place, names)
+        if ranks is not None:
+            return ranks
     return _files_of(place, f, storage_options or {})
 
 
@@ -221,13 +225,12 @@ def _require_all(files: ShardFiles) -> None:
 def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     entries = folder.names()
     metadata = find_metadata(folder, entries)
-    is_read = bool(metadata) and distributed and not is_url(folder.path)
+    is_read = bool(metadata) and distributed
     if not is_read and (metadata or ".metadata" in entries):
         raise IsADirectoryError(
             errno.EISDIR,
-            "it is a distributed checkpoint: load that with torch.distributed.checkpoint, or, if "
-            "it is on a local disk, look into it with ptsave.open, or make a file of it with "
-            "`ptsave convert`",
+            "it is a distributed checkpoint: load that with torch.distributed.checkpoint, look "
+            "into it with ptsave.open, or make a file of it with `ptsave convert`",
             folder.path,
         )
     found = CheckpointFiles(folder.path)
@@ -237,6 +240,8 @@ def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     names = _sort_by_content(found, folder, entries)
     for index in list(filter(_INDEX.fullmatch, found.ignored)):
         _add_indexed(found, folder, index, names)
+    if distributed:
+        _add_rank_sets(found, folder, names)
     for numbered in numbered_sets(names):
         if numbered.single in names:
             continue  # which is the model, and these are files of their own
@@ -250,6 +255,23 @@ def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     found.sets += [_shards(folder, [name]) for name in names]
     found.sets.sort(key=lambda files: files.paths)
     return found
+
+
+def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> None:
+    """Add what ranks have written; a part of a step that lacks others is one by itself."""
+    try:
+        sets = rank_sets(folder, names)
+    except FileNotFoundError as error:
+        found.problems.append(f"{error.filename}: {error.strerror}")
+        return
+    found.sets += sets
+    names.difference_update(each.name_of(path) for each in sets for path in each.paths)
+    unfinished = sorted(filter(is_step_of_rank, names))
+    if unfinished:
+        found.problems.append(
+            f"{folder.join(unfinished[0])}: it is a rank's part of a step, and not all parts of "
+            "that are there"
+        )
 
 
 def _rest(found: CheckpointFiles) -> str:

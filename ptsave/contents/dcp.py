@@ -6,6 +6,7 @@ all ranks at once, each chunk's part straight to its place.
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from ptsave.dcp.rank_files import Box, RankFiles
 from ptsave.dcp.stock_items import damage_in
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.kinds import is_legacy, is_zip
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.progress import progress_bar
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
@@ -43,6 +44,8 @@ _MAX_FILES = 256
 _MAX_RUNS = 1 << 18
 # Objects in memory at a time, in bytes, before they are made.
 _BATCH_NBYTES = 32 << 20
+# So often a checkpoint may be replaced while it is opened.
+_MAX_OPENINGS = 3
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class DcpContents(OneFile):
     Parameters
     ----------
     source : RangeSource
-        Its metadata, a local file; closed.
+        Its metadata, a local file or one at a URL; closed.
     verify : bool
         Whether checksums are compared while objects are made.
 
@@ -93,13 +96,12 @@ class DcpContents(OneFile):
     """
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
-        self.checkpoint = checkpoint = DcpCheckpoint(source.name)
-        checkpoint.require_files()
+        objects, locations = self._opened(source, verify)
+        checkpoint = self.checkpoint
         self.kind = "dcp"
         self.metadata = {"format": "dcp", **checkpoint.facts}
         self.path = checkpoint.path
         self.nbytes = checkpoint.nbytes
-        objects, locations = self._objects(verify)
         self.locations = {key: where for key, where in locations.items() if where != "cpu"}
         self._loaded = LoadedContents(objects, locations, {"format": "pt"}, source)
         self._checked_items: set[int] = set()  # by the ids of their chunks
@@ -109,6 +111,19 @@ class DcpContents(OneFile):
         named = dict(zip(checkpoint.tensors, unread, strict=True))
         self.obj: Any = checkpoint.nested({**named, **objects})
         source.close()
+
+    def _opened(self, source: RangeSource, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
+        """Read the metadata and the objects: of the next checkpoint if one takes its place."""
+        metadata = source if isinstance(source, FsspecFile) else source.name
+        for n_left in reversed(range(_MAX_OPENINGS)):
+            self.checkpoint = DcpCheckpoint(metadata)
+            try:
+                self.checkpoint.require_files()
+                return self._objects(verify)
+            except OSError as error:
+                if error.errno != errno.ESTALE or n_left == 0:
+                    raise
+        raise AssertionError  # the last one has returned or raised
 
     # ------------------------------------------------------------------------- its objects
 

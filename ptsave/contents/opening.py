@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
@@ -15,7 +16,8 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.metadata import metadata_of
-from ptsave.contents.rank_directories import is_metadata, require_local
+from ptsave.contents.rank_directories import is_metadata, require_files_beside
+from ptsave.contents.rank_sets import ranks_of_parts
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import (
     ShardFiles,
@@ -29,6 +31,7 @@ from ptsave.sources.file_limits import n_files_to_hold, naming_limit
 from ptsave.sources.kinds import Kind, what_it_is
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file
+from ptsave.sources.urls import is_url
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
 
@@ -61,9 +64,9 @@ def open_contents(
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A ``.pt`` file of any age or a safetensors file under any name, a directory of shards or
-        their index, by path or URL; or a seekable file object, from its current position on.  A
-        local directory of torch.distributed.checkpoint, or its metadata.
+        A ``.pt`` file of any age or a safetensors file under any name; a directory of shards or
+        their index, of torch.distributed.checkpoint or its metadata, or of files of which each rank
+        has written one; by path or URL; or a seekable file object, from its current position on.
     storage_options : mapping, optional
         For the file system of a URL.
     verify : bool, default True
@@ -102,7 +105,12 @@ def open_contents(
     if not files.is_one and any(map(is_zero_file, files.paths)):
         refuse_files_of_ranks(files)  # before their pickles, which name DeepSpeed's classes
     parts = list(open_each(files, verify=verify, localize=localize, stays_open=stays_open))
-    return parts[0] if files.is_one else ShardedContents(parts, files)
+    if files.is_one:
+        return parts[0]
+    ranks = ranks_of_parts(files)
+    if ranks is not None and ShardedContents.have_same_names(parts):
+        files = replace(files, ranks=ranks)
+    return ShardedContents(parts, files)
 
 
 def open_each(
@@ -131,7 +139,8 @@ def open_one(
 ) -> Contents:
     """Open one of the files of a checkpoint; parameters and errors as of `open_contents`."""
     try:
-        return open_file(localize(source) if localize else source, verify=verify)
+        is_copied = localize is not None and not (is_metadata(source) and is_url(source.name))
+        return open_file(localize(source) if localize and is_copied else source, verify=verify)
     except CorruptCheckpointError as error:
         name_lost_entries(error, source.name, files)
         raise
@@ -141,7 +150,7 @@ def open_file(source: RangeSource, *, verify: bool) -> Contents:
     """Open one file; errors as of `open_contents`."""
     try:
         if is_metadata(source):
-            require_local(source)
+            require_files_beside(source)
         with reporting_damage(source.name):
             if is_metadata(source):
                 from ptsave.contents.dcp import DcpContents  # torch's module takes a second

@@ -10,7 +10,7 @@ from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import is_dcp
 from ptsave.sources.opening import Folder, open_source
-from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.sources.ranges import FsspecFile, LocalFile, RangeSource
 from ptsave.support.text import some_of
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "is_rank_file",
     "metadata_files",
     "nbytes_of_ranks",
-    "require_local",
+    "require_files_beside",
 ]
 
 _METADATA = ".metadata"
@@ -38,12 +38,12 @@ def is_metadata(source: RangeSource) -> bool:
     return source.kind == "dcp" or name == _METADATA or bool(_RANK_METADATA.fullmatch(name))
 
 
-def require_local(source: RangeSource) -> None:
-    """Raise UnsupportedSourceError for metadata of such a checkpoint that is no file here."""
-    if not isinstance(source, LocalFile):
+def require_files_beside(source: RangeSource) -> None:
+    """Raise UnsupportedSourceError for metadata of such a checkpoint that has no directory."""
+    if not isinstance(source, (LocalFile, FsspecFile)):
         raise UnsupportedSourceError(
             f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
-            "beside it: copy the directory to a local disk, and pass its path"
+            "beside it: pass its path or URL, or those of its directory"
         )
 
 

@@ -49,6 +49,8 @@ class SafetensorsContents(OneFile):
         The file.
     header : SafetensorsHeader
         Its header.
+    spans : SpanReader
+        Reads parts of tensors, numbered as in the header.
 
     Raises
     ------
@@ -70,7 +72,7 @@ class SafetensorsContents(OneFile):
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.source = source
         self._maps = maps
-        self._spans = _SourceSpans(source, header.tensors)
+        self.spans = _SourceSpans(source, header.tensors)
 
     def park(self) -> None:
         if isinstance(self.source, LocalFile):
@@ -98,7 +100,7 @@ class SafetensorsContents(OneFile):
                 storage = (_C.huge_page_storage if is_fresh else allocate)(tensor.nbytes)
                 span = spans[number] = Span(number, 0, bytes_of(storage))
             found.append(view_as(span.target.untyped_storage(), tensor, 0, tensor.stride()))
-        self._spans.read([*spans.values()], verify=False)
+        self.spans.read([*spans.values()], verify=False)
         return found
 
     def _mapped(self, number: int) -> Tensor | None:
@@ -138,7 +140,7 @@ class SafetensorsContents(OneFile):
         mapped = None if _C.can_stage(device) else self._mapped(number)
         if mapped is not None:
             return to_device(mapped[index].clone(), device)
-        return read_view(self._spans, number, tensor[index], False, device, allocate=allocate)
+        return read_view(self.spans, number, tensor[index], False, device, allocate=allocate)
 
     def verify(self, *, progress: bool) -> None:
         self._refuse(True)

@@ -25,6 +25,7 @@ __all__ = [
     "ShardFormat",
     "find_shards",
     "is_index",
+    "is_parallel_part",
     "is_zero_file",
     "merged",
     "name_lost_entries",
@@ -97,6 +98,8 @@ class ShardFiles:
         For the file system of URLs.
     source : RangeSource or None
         The only file, open.
+    ranks : tuple of tuple of str or None
+        For each file the keys below which its object is, if ranks have written one each.
     """
 
     paths: list[str]
@@ -105,11 +108,12 @@ class ShardFiles:
     path: str = ""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     source: RangeSource | None = None
+    ranks: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def is_one(self) -> bool:
         """Whether this is one file, all of which counts."""
-        return len(self.paths) == 1 and self.weight_map is None
+        return len(self.paths) == 1 and self.weight_map is None and self.ranks is None
 
     def name_of(self, path: str) -> str:
         """Return the name of a file in the directory of all of them."""
@@ -219,7 +223,7 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
     ValueError
         The message says what to do.
     """
-    if files.weight_map is not None or not all(map(_PARALLEL_PART.search, files.paths)):
+    if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return
     homes: dict[str, str] = {}
     for name, path in found:
@@ -232,6 +236,15 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
                 "or load them all one by one with ptsave.load() and join them as the model's own "
                 "code does"
             )
+
+
+def is_parallel_part(path: str) -> bool:
+    """Whether a file is a part of a model that was divided among ranks, by its name.
+
+    >>> is_parallel_part("llama/consolidated.00.pth")
+    True
+    """
+    return _PARALLEL_PART.search(path) is not None
 
 
 def is_zero_file(path: str) -> bool:
@@ -296,6 +309,8 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
     ValueError
         If a name is in two files and no index says which one counts.
     """
+    if files.ranks is not None:
+        return _nested(zip(files.ranks, objects, strict=True))
     result: dict[Any, Any] = {}
     homes: dict[Any, str] = {}
     found: Iterable[tuple[Any, str, Any]]
@@ -312,6 +327,17 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
             )
         result[name] = each
         homes[name] = path
+    return result
+
+
+def _nested(objects: Iterable[tuple[tuple[str, ...], tuple[str, Any]]]) -> dict[Any, Any]:
+    """Return the objects of ranks below their keys."""
+    result: dict[Any, Any] = {}
+    for keys, (_, obj) in objects:
+        place = result
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = obj
     return result
 
 
@@ -384,6 +410,8 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
     """
     sets: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):
+        if match["stem"].endswith(".rank"):
+            continue  # what a rank of an AsyncCheckpointer has saved, of which the first is 0
         key = match["stem"], match["count"], match["suffix"], str(len(match["number"]))
         sets.setdefault(key, []).append(match[0])
     found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,13 @@ class ShardedContents:
     parts : sequence of Contents
         Those of each file.
     files : ShardFiles
-        The files; a name counts in the one that the index says.
+        The files; a name counts in the one that the index says.  What ranks have written is below
+        their keys.
+
+    Attributes
+    ----------
+    is_flat : bool
+        Whether all of it is one dict of names.
 
     Raises
     ------
@@ -40,6 +46,7 @@ class ShardedContents:
     def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
         self.parts = parts
         self.path = files.path
+        self.is_flat = files.ranks is None
         self.kind = ", ".join(dict.fromkeys(part.kind for part in parts))
         self.nbytes = sum(part.nbytes for part in parts)
         self.metadata = {"format": self.kind}
@@ -50,6 +57,12 @@ class ShardedContents:
         self._part_of: dict[int, Contents] = {}
         for part in parts:
             self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
+
+    @staticmethod
+    def have_same_names(parts: Sequence[Contents]) -> bool:
+        """Return whether dicts of several files have a name in common."""
+        dicts = [part.obj for part in parts if isinstance(part.obj, Mapping)]
+        return len(set().union(*dicts)) < sum(map(len, dicts))
 
     def park(self) -> None:
         """Close the files until they are read."""

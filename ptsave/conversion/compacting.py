@@ -39,6 +39,7 @@ from ptsave.streaming.streamed_files import (
     StreamedPlan,
     write_bytes,
 )
+from ptsave.support.flags import check_flags
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
@@ -159,6 +160,7 @@ def compact(
     ...     print(done.nbytes_before > 4_000_000, done.nbytes < 10_000)
     True True
     """
+    check_flags(dry_run=dry_run, force=force, fsync=fsync)
     if target is not None:
         resolve(target, target_storage_options)  # before anything is read
     else:

@@ -39,6 +39,7 @@ from ptsave.streaming.streamed_files import (
     SafetensorsPlan,
     StreamedPlan,
 )
+from ptsave.support.flags import check_flags
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.sizes import parse_size
 from ptsave.support.text import some_of
@@ -201,6 +202,7 @@ def convert(
     ...     convert(path + ".pt", path + ".safetensors").remarks
     ['1 tensor is from within containers: their names are the paths, with dots']
     """
+    check_flags(drop=drop, force=force, fsync=fsync, recover=recover)
     place = _target_of(target, format, target_storage_options)
     if max_shard_size is not None and not place.is_directory:
         raise ValueError(f"{place.path}: max_shard_size is for directories")

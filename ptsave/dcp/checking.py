@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ptsave.archive.format_errors import bare_message
 from ptsave.dcp.checkpoint import DcpCheckpoint
-from ptsave.dcp.metadata import has_checksum
 from ptsave.dcp.rank_files import RankFiles
 from ptsave.dcp.stock_items import damage_in
 from ptsave.errors import CorruptCheckpointError
@@ -79,7 +78,7 @@ def find_dcp_damage(
     """
     found = DcpFindings()
     try:
-        found.metadata_is_checked = has_checksum(checkpoint.metadata_path)
+        found.metadata_is_checked = checkpoint.metadata_is_checked()
     except CorruptCheckpointError as error:
         found.damage.append(_damage_of(error, checkpoint.metadata_path))
     wrong = {name: checkpoint.what_is_wrong(name) for name in checkpoint.sizes}

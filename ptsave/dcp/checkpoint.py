@@ -1,4 +1,4 @@
-"""`DcpCheckpoint`: what a checkpoint of torch.distributed.checkpoint holds, and where.
+"""`DcpCheckpoint`: entries of a checkpoint of torch.distributed.checkpoint, and their places.
 
 Its metadata is hostile: everything that is taken from it is compared with the sizes of the files
 before anything is allocated for it.
@@ -26,15 +26,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ptsave.dcp.blocks import table_nbytes
-from ptsave.dcp.metadata import checked_files, load_metadata
+from ptsave.dcp.fetched_files import FetchedFiles, files_beside
+from ptsave.dcp.metadata import checked_files, has_checksum, load_metadata
 from ptsave.dcp.rank_files import RankFiles, StoredTensor, refuse_outside
+from ptsave.dcp.replacement import ReadMetadata, replaced
 from ptsave.dcp.stock_items import stored_tensor
 from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.ranges import FsspecFile
 
 __all__ = ["Chunk", "DcpCheckpoint", "DcpTensor", "Item"]
 
 # Elements without a value that lists may get, in all: {"a": [{}, {}, tensor]} names the last only.
 _MAX_PADDING = 1 << 20
+# So often a checkpoint may be replaced while its metadata is read.
+_MAX_READS = 5
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class DcpTensor:
     chunks : list of Chunk
         Its parts that are not empty, in the order of the metadata.
     lost : str
-        What is wrong with them, or "": the tensor cannot be read then.
+        Their damage, or "": the tensor cannot be read then.
     """
 
     name: str
@@ -136,8 +141,9 @@ class DcpCheckpoint:
 
     Parameters
     ----------
-    metadata_path : str
-        The file ``.metadata``, or ``__<rank>.metadata`` of a rank that has saved by itself.
+    file : str or FsspecFile
+        The metadata, ``.metadata`` or ``__<rank>.metadata`` of a rank that has saved by itself: its
+        path or, at a URL, the file.
 
     Attributes
     ----------
@@ -161,18 +167,26 @@ class DcpCheckpoint:
     CorruptCheckpointError
         If the metadata is damaged, or says what cannot be.
     OSError
-        If it cannot be read.
+        If it cannot be read.  Files of it that are opened after another save has replaced the
+        checkpoint are ``ESTALE``.
     """
 
-    def __init__(self, metadata_path: str) -> None:
-        self.metadata_path = metadata_path
+    def __init__(self, file: str | FsspecFile) -> None:
+        self._remote = file if isinstance(file, FsspecFile) else None
+        self.metadata_path = metadata_path = file if isinstance(file, str) else file.name
         self.path = os.path.dirname(metadata_path) or "."
-        metadata = load_metadata(metadata_path, is_hostile=True)
+        if self._remote is not None:
+            self.path = files_beside(self._remote)
+        for _ in range(_MAX_READS):
+            self._read_metadata = None if self._remote else ReadMetadata.of(metadata_path)
+            metadata = load_metadata(metadata_path, is_hostile=True, data=self._metadata_bytes())
+            self._infos: dict[Any, Any] = metadata.storage_data
+            self.sizes = {name: self._size_of(name) for name in self._file_names()}
+            if min(self.sizes.values(), default=0) >= 0 or not self._was_replaced():
+                break  # or else it is another checkpoint by now
         self.checked = checked_files(metadata, metadata_path)
         self._metadata = metadata
-        self._infos: dict[Any, Any] = metadata.storage_data
-        self.sizes = {name: self._size_of(name) for name in self._file_names()}
-        self.nbytes = os.stat(metadata_path).st_size + sum(max(n, 0) for n in self.sizes.values())
+        self.nbytes = self._metadata_nbytes() + sum(max(n, 0) for n in self.sizes.values())
         self._oversized: list[str] = []
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, Any] = {}
@@ -189,7 +203,7 @@ class DcpCheckpoint:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the metadata says of itself, as text."""
+        """Facts that the metadata has about itself, as text."""
         version = getattr(self._metadata, "version", None)
         return {"version": version} if type(version) is str else {}
 
@@ -206,14 +220,40 @@ class DcpCheckpoint:
                 names[name] = None
         return [*names]
 
+    def _metadata_bytes(self) -> bytes | None:
+        """Return what is in the metadata, if it is no local file."""
+        if self._remote is None:
+            return None
+        (data,) = self._remote.read([(0, self._remote.nbytes)])
+        return data
+
+    def _metadata_nbytes(self) -> int:
+        return os.stat(self.metadata_path).st_size if self._remote is None else self._remote.nbytes
+
+    def metadata_is_checked(self) -> bool:
+        """Return whether the metadata has a checksum; errors as of `has_checksum`."""
+        return has_checksum(self.metadata_path, self._metadata_bytes())
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are at a URL."""
+        return self._remote is not None
+
+    def _was_replaced(self) -> bool:
+        return self._read_metadata is not None and self._read_metadata.has_changed
+
     def _size_of(self, name: str) -> int:
         try:
+            if self._remote is not None:
+                return self._remote.beside(name).nbytes
             return os.stat(self.file(name)).st_size
         except FileNotFoundError:
             return -1
 
     def file(self, name: str) -> str:
-        """Return the path of a file."""
+        """Return the path of a file, or its URL."""
+        if self._remote is not None:
+            return self._remote.url_beside(name)
         return os.path.join(self.path, name)
 
     def what_is_wrong(self, name: str) -> str:
@@ -231,7 +271,7 @@ class DcpCheckpoint:
         return ""
 
     def require_files(self) -> None:
-        """Raise if a file is not there, or not as large as it has to be for what is in it.
+        """Raise if a file is not there, or not as large as its items need.
 
         Raises
         ------
@@ -246,6 +286,8 @@ class DcpCheckpoint:
             more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
             what = f"{wrong}; it holds parts of {', '.join(entries[:3])}{more}"
             path = self.file(name)
+            if self.sizes[name] < 0 and self._was_replaced():
+                raise replaced(self.path)
             if self.sizes[name] < 0:
                 raise FileNotFoundError(errno.ENOENT, f"{what}: copy it, too", path)
             raise CorruptCheckpointError(f"{path}: {what}", path=path, entries=entries)
@@ -271,7 +313,9 @@ class DcpCheckpoint:
 
     def rank_files(self, *, verify: bool) -> RankFiles:
         """Return the files, to be opened and read in a ``with`` block."""
-        return RankFiles(self.path, self.checked, verify=verify)
+        if self._remote is not None:
+            return FetchedFiles(self._remote, self.checked, verify=verify)
+        return RankFiles(self.path, self.checked, verify=verify, metadata=self._read_metadata)
 
     # ------------------------------------------------------------------------------ its entries
 
@@ -475,7 +519,7 @@ def _child(container: Any, key: Any, new: Any, padding: _Padding) -> Any:
 
 
 def _slot(container: Any, key: Any, padding: _Padding) -> Any:
-    """Return what is under a key of a container, None if nothing is; the key can be set then."""
+    """Return the value of a key of a container, None if it has none; the key can be set then."""
     if type(container) is dict:
         return container.get(key)
     if type(key) is not int:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ptsave import _C
+from ptsave.dcp.metadata_pickle import pickled_metadata
 from ptsave.dcp.pickle_sizes import refuse_huge_claims
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support import torch_dcp
@@ -64,7 +65,7 @@ _CLASSES: tuple[type, ...] = (
 
 
 class _MegatronMetadata(Metadata):
-    """Metadata of Megatron-LM's ``torch_dist``: DCP's, and what Megatron needs to reshard."""
+    """Metadata of Megatron-LM's ``torch_dist``: DCP's, and facts for its resharding."""
 
 
 class _Opaque:
@@ -140,7 +141,7 @@ def _guarded_classes() -> Iterator[None]:
             raise pickle.UnpicklingError(f"it changes the class {changed[0].__qualname__}")
 
 
-def load_metadata(path: str, *, is_hostile: bool = False) -> Metadata:
+def load_metadata(path: str, *, is_hostile: bool = False, data: bytes | None = None) -> Metadata:
     """Read the metadata of a checkpoint; nothing in it is run.
 
     Parameters
@@ -150,6 +151,8 @@ def load_metadata(path: str, *, is_hostile: bool = False) -> Metadata:
     is_hostile : bool, default False
         Whether to look first for numbers that make Python allocate memory, which takes about as
         long as the rest.
+    data : bytes, optional
+        What is in the file, if it is no local one.
 
     Raises
     ------
@@ -158,7 +161,7 @@ def load_metadata(path: str, *, is_hostile: bool = False) -> Metadata:
     OSError
         If it cannot be read.
     """
-    data = _read(path)
+    data = _read(path) if data is None else data
     if data[-_TRAILER_NBYTES:].startswith(_TRAILER) and data != _with_trailer(
         data[:-_TRAILER_NBYTES]
     ):
@@ -182,10 +185,10 @@ def _with_trailer(data: bytes) -> bytes:
 
 def dump_metadata(metadata: Metadata) -> bytes:
     """Return the bytes of a metadata file: a pickle, and its checksum, which stock ignores."""
-    return _with_trailer(pickle.dumps(metadata, protocol=4))
+    return _with_trailer(pickled_metadata(metadata) or pickle.dumps(metadata, protocol=4))
 
 
-def has_checksum(path: str) -> bool:
+def has_checksum(path: str, data: bytes | None = None) -> bool:
     """Return whether metadata that `load_metadata` has read has a checksum, which then is right.
 
     Raises
@@ -193,7 +196,7 @@ def has_checksum(path: str) -> bool:
     CorruptCheckpointError
         If there is something else behind the pickle: a damaged checksum, say.
     """
-    stream = io.BytesIO(_read(path))
+    stream = io.BytesIO(_read(path) if data is None else data)
     _unpickled(stream, path)
     rest = stream.read()
     if rest and not (rest.startswith(_TRAILER) and len(rest) == _TRAILER_NBYTES):

@@ -39,7 +39,7 @@ _MAX_SHORT_NBYTES = 64
 
 
 def _common_opcodes() -> re.Pattern[bytes]:
-    """Return what matches runs of opcodes with short arguments, of which a pickle is made."""
+    """Return a pattern of runs of opcodes with short arguments, of which a pickle is made."""
     by_size: dict[int, bytes] = {}
     counted = b""
     for code, (fixed, n, lines) in _SIZES.items():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.reader import RecordReader
 from ptsave.dcp.blocks import (
     BLOCK_NBYTES,
     CRC_NBYTES,
@@ -22,23 +24,24 @@ from ptsave.dcp.blocks import (
     table_nbytes,
 )
 from ptsave.dcp.metadata import CheckedFile
+from ptsave.dcp.replacement import ReadMetadata, replaced
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
-from ptsave.support import config
+from ptsave.support import config, torch_dcp
 
 __all__ = ["Box", "RankFiles", "StoredTensor", "refuse_outside"]
 
 # Gaps of this size are read rather than left out, unless the columns of a tensor are wanted.
 _MAX_GAP = 64 << 10
 _MAX_GAP_OF_COLUMNS = 8 << 10
-_N_READERS_OF_COLUMNS = 48
+_N_READERS_OF_COLUMNS = 128
 _MAX_COPIED_NBYTES = 32 << 20
 _VERIFIED_NBYTES = 32 << 20  # in memory at a time
 # Runs of fewer bytes are not worth a read of their own.
 _MIN_RUN_NBYTES = 4 << 10
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Box:
     """A block of a stored tensor, and memory for it.
 
@@ -56,6 +59,8 @@ class Box:
         Gets the block; in CPU memory.
     crc : int or None
         The checksum of the target's elements in the order of a contiguous tensor, if it is known.
+    packed_nbytes : int
+        Its size, if it is a contiguous tensor in the file and in memory; -1 if that is not known.
     """
 
     file: str
@@ -64,10 +69,13 @@ class Box:
     strides: tuple[int, ...]
     target: Tensor
     crc: int | None = None
+    packed_nbytes: int = -1
 
     @property
     def end(self) -> int:
         """Where the block's last byte ends in the file."""
+        if self.packed_nbytes >= 0:
+            return self.offset + self.packed_nbytes
         if self.target.numel() == 0:
             return self.offset
         steps = zip(self.target.shape, self.strides, strict=True)
@@ -76,6 +84,8 @@ class Box:
     @property
     def has_gaps(self) -> bool:
         """Whether it takes long runs with long gaps between them, as columns do."""
+        if len(self.strides) < 2 or self.packed_nbytes >= 0:
+            return False
         run = self.target.itemsize
         for n, step in reversed(list(zip(self.target.shape, self.strides, strict=True))):
             if n == 1:
@@ -161,6 +171,7 @@ class StoredTensor:
         return Box(self.file, self.name, self.offset + begin, self.strides, target, crc)
 
 
+@lru_cache(maxsize=1024)
 def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in bytes."""
     strides, step = [], itemsize
@@ -181,10 +192,21 @@ class RankFiles:
         Those that have checksums.
     verify : bool
         Whether checksums are compared.
+    metadata : ReadMetadata, optional
+        What names them.  If it is another file when one of them is missing, the error says that
+        the checkpoint was replaced.
     """
 
-    def __init__(self, path: str, checked: dict[str, CheckedFile], *, verify: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        checked: dict[str, CheckedFile],
+        *,
+        verify: bool,
+        metadata: ReadMetadata | None = None,
+    ) -> None:
         self.path = path
+        self._metadata = metadata
         self.verify = verify and config.current().verify
         self._checked = checked
         self._open: dict[str, tuple[int, int]] = {}  # descriptor and size
@@ -203,14 +225,23 @@ class RankFiles:
         """Return whether an item is in a file that has checksums."""
         return getattr(info, "relative_path", None) in self._checked
 
+    def holds_as_planned(self, info: Any) -> bool:
+        """Return whether an item is in such a file, and ends with the tensor of its plan."""
+        if type(info) is not torch_dcp.StorageInfo:
+            return False
+        state = vars(info)
+        return (
+            state.get("relative_path") in self._checked
+            and "ptsave_whole" not in state
+            and "ptsave_tensor" not in state
+        )
+
     def descriptor(self, name: str) -> tuple[int, int]:
         """Return descriptor and size of a file, opening it."""
         if name not in self._open:
             refuse_outside(name, self.path)
             path = self.file(name)
-            descriptor = regular_only(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._stack.callback(os.close, descriptor)
-            nbytes = os.fstat(descriptor).st_size
+            descriptor, nbytes = self._open_file(name)
             file = self._checked.get(name)
             if file is not None and nbytes != file.nbytes + table_nbytes(file.nbytes):
                 raise CorruptCheckpointError(
@@ -220,6 +251,35 @@ class RankFiles:
                 )
             self._open[name] = descriptor, nbytes
         return self._open[name]
+
+    def _open_file(self, name: str) -> tuple[int, int]:
+        """Return descriptor and size of a file; it is closed by the stack."""
+        try:
+            descriptor = regular_only(self.file(name), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if self._metadata is None or not self._metadata.has_changed:
+                raise
+            raise replaced(self.path) from None
+        self._stack.callback(os.close, descriptor)
+        return descriptor, os.fstat(descriptor).st_size
+
+    def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
+        """Bring parts of a file, each from one offset to another, where the engine reads them."""
+
+    def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
+        """Bring what boxes need of a file where the engine reads it."""
+
+    def head_of(self, info: Any, name: str, nbytes: int) -> bytes:
+        """Return the first bytes of an item."""
+        offset, length = self.place_of(info, name)
+        return bytes(self.view(info.relative_path)[offset : offset + min(nbytes, length)])
+
+    def archive_of(self, info: Any, name: str, path: str, *, verify: bool) -> RecordReader:
+        """Open an item that is an archive; `path` is what its errors call it."""
+        offset, length = self.place_of(info, name)
+        view = self.view(info.relative_path)[offset : offset + length]
+        engine = _C.Reader.open_memory(view, name=path)
+        return RecordReader(engine, path, config.current(), verify=verify)
 
     def file(self, name: str) -> str:
         """Return the path of a file."""
@@ -241,15 +301,15 @@ class RankFiles:
         CorruptCheckpointError
             If the metadata points outside the directory or the file.
         """
-        file = getattr(info, "relative_path", None)
-        offset, length = getattr(info, "offset", None), getattr(info, "length", None)
+        state = vars(info) if type(info) is torch_dcp.StorageInfo else {}
+        file, offset, length = map(state.get, ("relative_path", "offset", "length"))
         if type(file) is not str or type(offset) is not int or type(length) is not int:
             raise CorruptCheckpointError(
                 f"{self.path}: the metadata does not say where {name} is",
                 path=self.path,
                 entries=[name],
             )
-        if getattr(info, "transform_descriptors", None):
+        if state.get("transform_descriptors"):
             raise NotImplementedError(
                 f"{name} was transformed by extensions {info.transform_descriptors}: read it with "
                 "torch's FileSystemReader"
@@ -275,11 +335,7 @@ class RankFiles:
         offset, length = self.place_of(info, name)
         nbytes = shape.numel() * dtype.itemsize
         if not 0 <= nbytes <= length:
-            raise CorruptCheckpointError(
-                f"{self.path}: {name} has {nbytes} bytes, and its item only {length}",
-                path=self.path,
-                entries=[name],
-            )
+            self._refuse_length(name, nbytes, length)
         return StoredTensor(
             info.relative_path,
             name,
@@ -287,6 +343,65 @@ class RankFiles:
             shape,
             packed_strides(shape, dtype.itemsize),
             offset + length - nbytes,
+        )
+
+    def whole_tensors(
+        self,
+        infos: Sequence[Any],
+        names: Sequence[str],
+        targets: Sequence[Tensor],
+        alike: Sequence[int],
+    ) -> list[Box]:
+        """Return the boxes of whole tensors at the ends of items of ours, for contiguous ones.
+
+        Parameters
+        ----------
+        infos : sequence of object
+            The items, as the metadata describes them.
+        names : sequence of str
+            The tensors', for errors.
+        targets : sequence of torch.Tensor
+            Memory for them.
+        alike : sequence of int
+            Of each target a number, which only those of one dtype and shape have in common.
+        """
+        kinds: dict[int, tuple[int, tuple[int, ...]]] = {}
+        limits: dict[str, int] = {}  # ends of files in which an item was found to be in order
+        offsets, sizes, strides = [], [], []
+        for info, name, target, number in zip(infos, names, targets, alike, strict=True):
+            if number not in kinds:
+                kinds[number] = target.nbytes, packed_strides(target.shape, target.itemsize)
+            nbytes, steps = kinds[number]
+            state = vars(info)
+            offset, length = state.get("offset"), state.get("length")
+            if not (
+                type(offset) is type(length) is int
+                and "transform_descriptors" not in state
+                and 0 <= offset <= offset + length <= limits.get(state["relative_path"], -1)
+            ):
+                offset, length = self.place_of(info, name)
+                limits[info.relative_path] = self._checked[info.relative_path].nbytes
+            if nbytes > length:
+                self._refuse_length(name, nbytes, length)
+            offsets.append(offset + length - nbytes)
+            sizes.append(nbytes)
+            strides.append(steps)
+        box = {
+            "file": [info.relative_path for info in infos],
+            "name": names,
+            "offset": offsets,
+            "strides": strides,
+            "target": targets,
+            "crc": None,
+            "packed_nbytes": sizes,
+        }
+        return _C.instances(Box, box)
+
+    def _refuse_length(self, name: str, nbytes: int, length: int) -> NoReturn:
+        raise CorruptCheckpointError(
+            f"{self.path}: {name} has {nbytes} bytes, and its item only {length}",
+            path=self.path,
+            entries=[name],
         )
 
     def whole(self, info: Any, name: str) -> Box:
@@ -316,16 +431,21 @@ class RankFiles:
         boxes = [box for box in boxes if box.target.numel() > 0]
         if not boxes:
             return
-        names = sorted({box.file for box in boxes})
+        by_file: dict[str, list[Box]] = {}
+        for box in boxes:
+            by_file.setdefault(box.file, []).append(box)
+        names = sorted(by_file)
         numbers = {name: number for number, name in enumerate(names)}
-        tables = [self._table(name, [box for box in boxes if box.file == name]) for name in names]
+        tables = [self._table(name, by_file[name]) for name in names]
+        for name in names:
+            self._fetch_boxes(name, by_file[name])
         are_columns = any(box.has_gaps for box in boxes)
         n_threads = config.current().n_readers
         if are_columns:  # of short runs the disk has to have many at a time
             n_threads = max(n_threads, _N_READERS_OF_COLUMNS)
         damaged = _C.read_checked(
             self._range_files(names, n_threads),
-            [(numbers[box.file], box.offset, list(box.strides), box.target) for box in boxes],
+            [(numbers[box.file], box.offset, box.strides, box.target) for box in boxes],
             tables,
             n_threads=n_threads,
             max_gap=_MAX_GAP_OF_COLUMNS if are_columns else _MAX_GAP,
@@ -336,7 +456,8 @@ class RankFiles:
             self._raise_damaged(names[number], offset, boxes)
         if self.verify:
             for box in boxes:
-                self._check_whole(box)
+                if box.crc is not None:
+                    self._check_whole(box)
 
     def _range_files(self, names: Sequence[str], n_threads: int) -> _C.RangeFiles:
         opened = [(self.descriptor(name)[0], os.fsencode(self.file(name))) for name in names]
@@ -349,10 +470,12 @@ class RankFiles:
         if file is None or not self.verify:
             return None
         table = torch.empty(table_nbytes(file.nbytes), dtype=torch.uint8)
-        spans = [(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes]
+        spans = {(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes}
         section = SECTION_BLOCKS * CRC_NBYTES
         merged = _merged(spans)
         parts = [(begin, table[begin * section : end * section]) for begin, end in merged]
+        at = [(file.nbytes + begin * section, part.numel()) for begin, part in parts]
+        self._fetch(name, ((begin, begin + nbytes) for begin, nbytes in at))
         self._read_bytes(
             self._range_files([name], config.current().n_readers),
             [(file.nbytes + begin * section, part) for begin, part in parts],
@@ -366,8 +489,7 @@ class RankFiles:
     def crcs_of(self, tensors: Sequence[StoredTensor]) -> list[int]:
         """Return the checksums of contiguous tensors in files whose blocks have some.
 
-        Of large ones they follow from those of their blocks: only what is left of the last one is
-        read.
+        Of large ones they follow from those of their blocks: only the rest of the last one is read.
 
         Raises
         ------
@@ -425,6 +547,7 @@ class RankFiles:
         table = torch.empty(table_nbytes(file.nbytes), dtype=torch.uint8)
         buffer = torch.empty(min(_VERIFIED_NBYTES, file.nbytes), dtype=torch.uint8)
         ranges = self._range_files([name], config.current().n_readers)
+        self._fetch(name, [(file.nbytes, file.nbytes + table.numel())])
         self._read_bytes(ranges, [(file.nbytes, table)])
         crcs = section_crcs(table.numpy().data)
         lost = {
@@ -441,6 +564,7 @@ class RankFiles:
         ]
         for begin in range(0, file.nbytes, _VERIFIED_NBYTES):
             part = buffer[: min(_VERIFIED_NBYTES, file.nbytes - begin)]
+            self._fetch(name, [(begin, begin + part.numel())])
             for at in self._read_bytes(ranges, [(begin, part)], table):
                 if at // SECTION_NBYTES not in lost:
                     found.append((at, at + BLOCK_NBYTES))
@@ -465,8 +589,6 @@ class RankFiles:
 
     def _check_whole(self, box: Box) -> None:
         """Compare the checksum of a record in an archive of torch's writer."""
-        if box.crc is None:
-            return
         crc = 0
         for piece in _pieces(box.target):
             crc = _C.crc32(piece.contiguous().view(-1).view(torch.uint8).numpy().data, crc)
@@ -500,7 +622,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     yield from tensor.split(n_rows)
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the union of half-open spans, in order."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):

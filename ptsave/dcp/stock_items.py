@@ -12,12 +12,12 @@ from ptsave import _C
 from ptsave.archive.checks import find_damage
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import RecordReader
+from ptsave.archive.remote import RemoteReader
 from ptsave.archive.spans import Damage, spans_of
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
 from ptsave.archive.weights_only import raise_with_advice
 from ptsave.dcp.rank_files import RankFiles, StoredTensor
 from ptsave.sources.kinds import ZIP_MAGIC, is_legacy
-from ptsave.support import config
 from ptsave.support.torch_serialization import restricted_unpickler
 
 __all__ = ["damage_in", "stored_tensor"]
@@ -45,18 +45,16 @@ def stored_tensor(files: RankFiles, info: Any, name: str) -> StoredTensor | None
     CorruptCheckpointError
         If the item is a damaged archive.
     """
-    offset, length = files.place_of(info, name)
-    view = files.view(info.relative_path)[offset : offset + length]
-    if view[:4] != ZIP_MAGIC:
+    offset, _ = files.place_of(info, name)
+    if files.head_of(info, name, len(ZIP_MAGIC)) != ZIP_MAGIC:
         return None
     path = f"{files.file(info.relative_path)} ({name}, from offset {offset} on)"
     try:
-        engine = _C.Reader.open_memory(view, name=path)
-        reader = RecordReader(engine, path, config.current(), verify=files.verify)
+        reader = files.archive_of(info, name, path, verify=files.verify)
         if not can_defer_reading(reader, restricted_unpickler):
             return None
         tensor = unpickle_unread(reader, restricted_unpickler, set())
-        return _describe(tensor, engine, info.relative_path, name, offset)
+        return _describe(tensor, reader, info.relative_path, name, offset)
     except UnpicklingError as error:
         raise_with_advice(error, restricted_unpickler)
     except _C.FormatError as error:
@@ -76,15 +74,11 @@ def damage_in(files: RankFiles, info: Any, name: str) -> list[Damage] | None:
     list of Damage or None
         The damaged records, with offsets in the item; None if it has no checksums.
     """
-    offset, length = files.place_of(info, name)
-    view = files.view(info.relative_path)[offset : offset + length]
     path = files.file(info.relative_path)
-    if is_legacy(bytes(view[:64])):
+    if is_legacy(files.head_of(info, name, 64)):
         return None
     try:
-        reader = RecordReader(
-            _C.Reader.open_memory(view, name=path), path, config.current(), verify=True
-        )
+        reader = files.archive_of(info, name, path, verify=True)
     except _C.FormatError as error:
         raise_corrupt(error, path)
     damage = find_damage(reader, spans_of(reader), None)
@@ -92,8 +86,9 @@ def damage_in(files: RankFiles, info: Any, name: str) -> list[Damage] | None:
 
 
 def _describe(
-    tensor: Any, engine: _C.Reader, file: str, name: str, offset: int
+    tensor: Any, reader: RecordReader, file: str, name: str, offset: int
 ) -> StoredTensor | None:
+    engine = reader.engine
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -105,7 +100,9 @@ def _describe(
     if number is None:
         return None
     record = engine.record(number)
-    begin = engine.payload_offset(number) + int(tensor.storage_offset()) * tensor.itemsize
+    is_remote = isinstance(reader, RemoteReader)  # whose header has to be fetched
+    at = reader.get_record_offset(record.name) if is_remote else engine.payload_offset(number)
+    begin = at + int(tensor.storage_offset()) * tensor.itemsize
     is_all = tensor.is_contiguous() and record.nbytes == tensor.nbytes
     crc = record.crc if is_all and engine.has_crcs else None
     return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset + begin, crc)

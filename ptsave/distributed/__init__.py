@@ -6,9 +6,14 @@ The classes are imported when they are asked for: torch's module takes a second.
 from importlib import import_module
 from typing import Any
 
-__all__ = ["StorageReader", "StorageWriter"]
+__all__ = ["LoadPlanner", "SavePlanner", "StorageReader", "StorageWriter"]
 
-_MODULES = {"StorageReader": "reader", "StorageWriter": "writer"}
+_MODULES = {
+    "LoadPlanner": "planners",
+    "SavePlanner": "planners",
+    "StorageReader": "reader",
+    "StorageWriter": "writer",
+}
 
 
 def __getattr__(name: str) -> Any:

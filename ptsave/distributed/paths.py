@@ -1,13 +1,17 @@
-"""Where checkpoints of DCP may be: local directories."""
+"""Where checkpoints of DCP may be: local directories, and URLs for those that are read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from ptsave.errors import UnsupportedUrlError
-from ptsave.sources.urls import is_url
+from ptsave.sources.opening import FsspecFolder
+from ptsave.sources.ranges import FsspecFile
+from ptsave.sources.urls import is_url, is_url_source, options_of
 
-__all__ = ["accepts", "local_path"]
+__all__ = ["accepts", "local_path", "remote_metadata"]
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -22,6 +26,24 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if isinstance(path, str) and is_url(name):
         raise UnsupportedUrlError.of(name)
     return name
+
+
+def remote_metadata(
+    path: str | os.PathLike[str], name: str, storage_options: Mapping[str, Any] | None
+) -> FsspecFile | None:
+    """Return the metadata of a checkpoint at a URL, open; None if `path` is a local directory.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened.
+    TypeError
+        If there are `storage_options` for a local directory.
+    """
+    if not (isinstance(path, str) and is_url_source(path, storage_options)):
+        return None
+    options = options_of(storage_options)
+    return FsspecFile(FsspecFolder(path, options).join(name), options)
 
 
 def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:

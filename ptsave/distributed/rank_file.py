@@ -11,6 +11,7 @@ The metadata has a checksum for each section of the table: `ptsave.dcp.blocks`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ def _align(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
+def _alignment(nbytes: int) -> int:
+    return _SMALL_ALIGNMENT if nbytes < BLOCK_NBYTES else BLOCK_NBYTES
+
+
 class RankFile:
     """Lays out one file and writes it.
 
@@ -43,28 +48,53 @@ class RankFile:
         self._pieces: list[tuple[int, Any]] = []
         self._end = 0
 
-    def add_tensor(self, tensor: Tensor) -> tuple[int, int]:
-        """Add a contiguous tensor; returns offset and size of its item."""
-        return self._add(tensor.dtype, tensor.shape, tensor.nbytes, tensor)
+    def add_tensors(
+        self, tensors: Sequence[Tensor], alike: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Add contiguous tensors.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            The tensors.
+        alike : sequence of int
+            Of each a number, which only tensors of one dtype and shape have in common.
+
+        Returns
+        -------
+        list of int, list of int
+            Offsets and sizes of their items.
+        """
+        kinds: dict[int, tuple[bytes, int, int]] = {}
+        begins, lengths, pieces, end = [], [], self._pieces, self._end
+        for tensor, number in zip(tensors, alike, strict=True):
+            kind = kinds.get(number)
+            if kind is None:
+                head, nbytes = head_of(tensor.dtype, tensor.shape), tensor.nbytes
+                kind = kinds[number] = head, nbytes, _alignment(nbytes)
+            head, nbytes, alignment = kind
+            payload = _align(end + len(head), alignment)
+            begin, end = payload - len(head), payload + nbytes
+            pieces.append((begin, head))
+            if nbytes:
+                pieces.append((payload, tensor))
+            begins.append(begin)
+            lengths.append(end - begin)
+        self._end = end
+        return begins, lengths
 
     def add_payload(
         self, dtype: torch.dtype, shape: torch.Size, payload: Payload
     ) -> tuple[int, int]:
-        """Add a tensor whose bytes are in the sources that `write` gets."""
+        """Add a tensor whose bytes are in the sources of `write`; returns offset and size."""
         place = (payload.nbytes, payload.source, payload.offset, payload.parts)
-        return self._add(dtype, shape, payload.nbytes, place)
-
-    def _add(
-        self, dtype: torch.dtype, shape: torch.Size, nbytes: int, data: Any
-    ) -> tuple[int, int]:
         head = head_of(dtype, shape)
-        alignment = _SMALL_ALIGNMENT if nbytes < BLOCK_NBYTES else BLOCK_NBYTES
-        payload = _align(self._end + len(head), alignment)
-        begin = payload - len(head)
+        at = _align(self._end + len(head), _alignment(payload.nbytes))
+        begin = at - len(head)
         self._pieces.append((begin, head))
-        if nbytes:
-            self._pieces.append((payload, data))
-        self._end = payload + nbytes
+        if payload.nbytes:
+            self._pieces.append((at, place))
+        self._end = at + payload.nbytes
         return begin, self._end - begin
 
     def add_bytes(self, data: bytes) -> tuple[int, int]:

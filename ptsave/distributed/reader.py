@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -21,20 +26,27 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from torch.nn import Parameter
 
-from ptsave.dcp.metadata import checked_files, load_metadata, metadata_name
+from ptsave import _C
+from ptsave.dcp.fetched_files import FetchedFiles
+from ptsave.dcp.metadata import CheckedFile, checked_files, load_metadata, metadata_name
 from ptsave.dcp.rank_files import Box, RankFiles
+from ptsave.dcp.replacement import ReadMetadata, replaced
 from ptsave.dcp.stock_items import stored_tensor
-from ptsave.distributed.paths import accepts, local_path
+from ptsave.distributed.item_lists import with_item_list
+from ptsave.distributed.paths import accepts, remote_metadata
 from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.ranges import FsspecFile
+from ptsave.sources.urls import is_url_source
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["StorageReader"]
 
 _PLAIN_TYPES = (Tensor, Parameter)
-_CPU = torch.device("cpu")
 # Values that are brought to their targets by a copy are read so many bytes at a time.
 _STAGED_NBYTES = 256 << 20
+_N_ITEMS_AT_A_TIME = 4096
+_NOWHERE = object(), None
 
 
 class StorageReader(storage.StorageReader):
@@ -48,22 +60,31 @@ class StorageReader(storage.StorageReader):
     Parameters
     ----------
     path : str or os.PathLike
-        Directory of the checkpoint.
+        Directory of the checkpoint, by path or URL.
     verify : bool, default True
         Whether bytes are compared with their checksums before they reach a tensor, a block of
         4,096 bytes at a time.  Of a checkpoint by torch's writer only tensors that are wanted as a
         whole can be checked, after they are read.
+    weights_only : bool, default False
+        Whether objects may hold only what ``torch.load(weights_only=True)`` allows.  DCP's planner
+        makes them with ``weights_only=False``, which lets a checkpoint run anything: set this for
+        checkpoints that you do not trust.
+    storage_options : mapping, optional
+        For the file system of a URL.
 
     Raises
     ------
-    UnsupportedUrlError
-        If `path` is a URL.
+    TypeError
+        If there are `storage_options` for a local directory.
 
     Notes
     -----
     Loads raise :class:`CorruptCheckpointError` (in DCP's ``CheckpointException``, which names the
     rank) for damaged files and metadata, with the file, the offset and the names of the tensors;
-    some tensors may have changed by then.
+    some tensors may have changed by then.  With ``weights_only=True`` an object that is not allowed
+    is a :class:`pickle.UnpicklingError`, before the planner has seen any of it.  If another save
+    replaces the checkpoint between the reading of its metadata and the opening of its files, that
+    is an :class:`OSError` with ``errno.ESTALE`` on every rank, never a mixture: load again.
 
     Examples
     --------
@@ -76,12 +97,25 @@ class StorageReader(storage.StorageReader):
     ...     dcp.load(state, storage_reader=StorageReader(folder), no_dist=True)
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
-        check_flags(verify=verify)
-        self._path = local_path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        weights_only: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_flags(verify=verify, weights_only=weights_only)
+        is_url_source(path, storage_options)  # or options for a local directory are an error
+        self._path = os.fspath(path)
+        self._storage_options = storage_options
+        self._remote: FsspecFile | None = None
         self._verify = verify
+        self._weights_only = weights_only
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
+        self._read: ReadMetadata | None = None
+        self._is_common = True
 
     # --------------------------------------------------------- called by DCP, in this order
 
@@ -89,12 +123,23 @@ class StorageReader(storage.StorageReader):
         """Begin another load, from another directory if that is given."""
         self._metadata = None
         if checkpoint_id:
-            self._path = local_path(checkpoint_id)
+            is_url_source(checkpoint_id, self._storage_options)
+            self._path = os.fspath(checkpoint_id)
         self._load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata: of all ranks, or of the one that saved by itself (``rank=``)."""
-        metadata = load_metadata(self._file(metadata_name(kwargs.get("rank"))))
+        name = metadata_name(kwargs.get("rank"))
+        self._is_common = kwargs.get("rank") is None
+        self._remote = remote_metadata(self._path, name, self._storage_options)
+        if self._remote is None:
+            path = self._file(name)
+            self._read = ReadMetadata.of(path)
+            metadata = load_metadata(path)
+        else:
+            self._read = None
+            (data,) = self._remote.read([(0, self._remote.nbytes)])
+            metadata = load_metadata(self._remote.name, data=data)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self._load_id
@@ -107,12 +152,25 @@ class StorageReader(storage.StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan, with the save whose metadata it was made by."""
+        if not self._is_common or plan.storage_data is not None:
+            return with_item_list(plan)
+        meta = None if self._metadata is None else self._metadata.storage_meta
+        planned = _Planned(getattr(meta, "save_id", None))
+        return dataclasses.replace(with_item_list(plan), storage_data=planned)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
+        """Return the plans.
+
+        Raises
+        ------
+        OSError
+            ``ESTALE``, if ranks have read the metadata of different saves.
+        """
+        saves = {p.storage_data.save_id for p in plans if type(p.storage_data) is _Planned}
+        if len(saves) > 1:
+            raise replaced(self._path)
+        return [*map(with_item_list, plans)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan; all is there when the call returns."""
@@ -122,14 +180,29 @@ class StorageReader(storage.StorageReader):
         checked = checked_files(self._metadata, metadata_path)
         with (
             pausing_garbage_collection(),
-            RankFiles(self._path, checked, verify=self._verify) as files,
+            self._files(checked) as files,
         ):
-            _Load(self._metadata, files, planner).run(plan.items)
+            load = _Load(self._metadata, files, planner, weights_only=self._weights_only)
+            load.run(plan.items)
+            self._require_same(files, plan)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _require_same(self, files: RankFiles, plan: LoadPlan) -> None:
+        """Raise if files that are written in place, as torch's writer does, may be another's."""
+        if self._read is None or self._metadata is None or not self._read.has_changed:
+            return
+        infos = (self._metadata.storage_data[item.storage_index] for item in plan.items)
+        if not all(map(files.is_checked, infos)):
+            raise replaced(self._path)
+
     # ------------------------------------------------------------------------------ the rest
+
+    def _files(self, checked: dict[str, CheckedFile]) -> RankFiles:
+        if self._remote is not None:
+            return FetchedFiles(self._remote, checked, verify=self._verify)
+        return RankFiles(self._path, checked, verify=self._verify, metadata=self._read)
 
     def _file(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -145,7 +218,14 @@ class StorageReader(storage.StorageReader):
         return accepts(checkpoint_id)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Planned:
+    """The save by whose metadata a rank has planned what it reads."""
+
+    save_id: str | None
+
+
+@dataclass(slots=True)
 class _Wanted:
     """An item with the memory that its bytes are read into.
 
@@ -171,28 +251,86 @@ class _Wanted:
 class _Load:
     """Reads the items of one plan, in pipelines of bounded memory."""
 
-    def __init__(self, metadata: Metadata, files: RankFiles, planner: LoadPlanner) -> None:
+    def __init__(
+        self, metadata: Metadata, files: RankFiles, planner: LoadPlanner, *, weights_only: bool
+    ) -> None:
+        self._weights_only = weights_only
         self._metadata = metadata
         self._files = files
         self._planner = planner
         self._wanted: list[_Wanted] = []
         self._n_staged = 0
+        # Of one kind of items and targets: whether they are simple.
+        self._known: dict[tuple[int, ...], bool] = {}
 
     def run(self, items: list[ReadItem]) -> None:
         """Read all of them, and hand them to the planner."""
-        for item in items:
-            self._add(item)
-            if self._n_staged >= _STAGED_NBYTES:
-                self._flush()
+        for begin in range(0, len(items), _N_ITEMS_AT_A_TIME):
+            self._known.clear()  # kinds have the numbers of one call
+            self._add_all(items[begin : begin + _N_ITEMS_AT_A_TIME])
         self._flush()
 
-    def _add(self, item: ReadItem) -> None:
-        info = self._info_of(item)
-        if item.type == LoadItemType.BYTE_IO:
+    def _add_all(self, items: list[ReadItem]) -> None:
+        infos = [*map(self._info_of, items)]
+        targets = [
+            None if item.type is LoadItemType.BYTE_IO else self._target_of(item) for item in items
+        ]
+        alike = _C.tensor_kinds(targets, (Tensor,))
+        rows = []
+        for row in zip(items, infos, targets, alike, strict=True):
+            if self._is_simple(*row):
+                rows.append(row)
+                continue
+            item, info, target, _ = row
+            self._add(item, info, target)
+            if self._n_staged >= _STAGED_NBYTES:
+                self._flush()
+        if rows:
+            self._add_simple(*map(list, zip(*rows, strict=True)))
+
+    def _target_of(self, item: ReadItem) -> Tensor:
+        target = self._planner.resolve_tensor(item)
+        if type(target) is not Tensor or target.requires_grad:
+            target = target.detach()
+        return target
+
+    def _is_simple(self, item: ReadItem, info: Any, target: Tensor | None, number: int) -> bool:
+        """Return whether a whole tensor of a file of ours is read into one that is contiguous."""
+        described = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if (
+            number < 0
+            or type(described) is not TensorStorageMetadata
+            or len(described.chunks) != 1
+            or not self._files.holds_as_planned(info)
+        ):
+            return False
+        sizes, properties = described.chunks[0].sizes, described.properties
+        offsets, lengths = item.storage_offsets, item.lengths
+        kind = number, id(sizes), id(properties), id(offsets), id(lengths)
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = (
+                target is not None
+                and sizes == target.shape == lengths
+                and properties.dtype == target.dtype
+                and not any(offsets)
+                and target.is_contiguous()
+                and _takes_bytes(target, target.dtype)
+            )
+        return known
+
+    def _add_simple(
+        self, items: list[ReadItem], infos: list[Any], targets: list[Tensor], alike: list[int]
+    ) -> None:
+        names = [item.storage_index.fqn for item in items]
+        boxes = self._files.whole_tensors(infos, names, targets, alike)
+        self._wanted += _C.instances(_Wanted, {"item": items, "box": boxes, "target": targets})
+
+    def _add(self, item: ReadItem, info: Any, target: Tensor | None) -> None:
+        if target is None:
             self._want(item, self._files.whole(info, item.storage_index.fqn), None)
             return
-        target = self._planner.resolve_tensor(item).detach()
-        if target.size() != item.lengths:
+        if target.shape != item.lengths:
             raise AssertionError(
                 f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
             )
@@ -208,9 +346,22 @@ class _Load:
         if wanted.is_staged:
             self._n_staged += box.target.nbytes
 
+    @cached_property
+    def _infos(self) -> dict[str, tuple[Any, Any]]:
+        """Offsets and places by names: a dict of names is asked quickly, one of indices is not."""
+        return {
+            key.fqn: (key.offset, info)
+            for key, info in self._metadata.storage_data.items()
+            if type(key) is MetadataIndex and type(key.fqn) is str
+        }
+
     def _info_of(self, item: ReadItem) -> Any:
+        index = item.storage_index
+        offset, info = self._infos.get(index.fqn, _NOWHERE)
+        if offset == index.offset:  # the other parts of a tensor are found by the index
+            return info
         try:
-            return self._metadata.storage_data[item.storage_index]
+            return self._metadata.storage_data[index]
         except KeyError:
             raise CorruptCheckpointError(
                 f"{self._files.path}: the metadata does not say where {item.storage_index} is",
@@ -259,17 +410,33 @@ class _Load:
         wanted, self._wanted, self._n_staged = self._wanted, [], 0
         self._files.read([each.box for each in wanted])
         wanted.reverse()
+        commit = self._planner.commit_tensor
         while wanted:
-            self._deliver(wanted.pop())
+            each = wanted.pop()
+            if each.is_staged:
+                self._deliver(each)
+            else:
+                commit(each.item, each.box.target)
 
     def _deliver(self, wanted: _Wanted) -> None:
         if wanted.target is None:
-            data = io.BytesIO(wanted.box.target.numpy().tobytes())
-            self._planner.load_bytes(wanted.item, data)
+            data = wanted.box.target.numpy().tobytes()
+            if self._weights_only:
+                self._refuse_code(wanted, data)
+            self._planner.load_bytes(wanted.item, io.BytesIO(data))
             return
-        if wanted.is_staged:
-            wanted.target.copy_(wanted.box.target)
+        wanted.target.copy_(wanted.box.target)
         self._planner.commit_tensor(wanted.item, wanted.target)
+
+    def _refuse_code(self, wanted: _Wanted, data: bytes) -> None:
+        """Make an object with torch's restricted unpickler, which raises for all that it bars."""
+        try:
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            name = wanted.item.storage_index.fqn
+            raise UnpicklingError(
+                f"{self._files.file(wanted.box.file)}: {name}: {error}"
+            ) from error
 
 
 def _chunk_of(described: TensorStorageMetadata, item: ReadItem, path: str) -> ChunkStorageMetadata:
@@ -292,7 +459,7 @@ def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
     """Return whether bytes can be read straight into a tensor, in runs that are worth it."""
     return (
         type(target) in _PLAIN_TYPES
-        and target.device == _CPU
+        and target.is_cpu
         and target.layout == torch.strided
         and target.dtype == dtype
         and not target.is_conj()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ptsave import _C
+from ptsave.background import saves
+from ptsave.background.staging_budget import Reservation
 from ptsave.support import config
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import storage_id_of
@@ -20,23 +23,63 @@ __all__ = ["staged"]
 _PLAIN_TYPES = (Tensor, Parameter)
 # Of a storage of which a tensor uses less, only that part is copied.
 _MIN_SHARE = 0.5
+# For memory of the save before; no longer than it would take to get as much from the system.
+_MAX_WAIT_SECONDS, _POLL_SECONDS = 2e-3, 1e-4
+_FRESH_NBYTES_A_SECOND = 8e9
+
+
+class _Staged(dict[str, Any]):
+    """A staged state dict; DCP lets go of it at the end of its save, and of the room for it."""
+
+    def __init__(self, values: dict[str, Any], reservation: Reservation) -> None:
+        super().__init__(values)
+        self._reservation = reservation
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # the process that saves has not staged anything
 
 
 def staged(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a state dict whose tensors nobody else changes, in CPU memory.
 
     Tensors that share a storage do so in the copy.  The memory goes back to the pool with the last
-    tensor.
+    tensor.  While there is no room for it, beside the copies of other saves, the call waits.
+
+    Raises
+    ------
+    StagingFullError
+        If it is larger than all of the room.
     """
-    tensors = [tensor for tensor in _tensors_of(state_dict) if _can_snapshot(tensor)]
+    all_tensors = list(_tensors_of(state_dict))
+    tensors = [tensor for tensor in all_tensors if _can_snapshot(tensor)]
     storages = {storage_id_of(tensor): tensor.untyped_storage() for tensor in tensors}
+    nbytes = sum(storage.nbytes() for storage in storages.values())
+    nbytes += sum(each.nbytes for each in all_tensors if storage_id_of(each) not in storages)
+    _wait_for_memory(nbytes)
+    reservation = saves.reserve(nbytes, config.current().max_staged_nbytes, wait=True)
     snapshot = _C.Snapshot(_C.StorageList(list(storages.values())))
     try:
         snapshot.copy(n_threads=config.current().n_threads, progress=None)
         copies = dict(zip(storages, _C.untyped_storages(snapshot.storages), strict=True))
     finally:
-        snapshot.release()  # the tensors keep what they need
-    return _Copier(copies).copy(state_dict)  # type: ignore[no-any-return]
+        snapshot.release()  # the tensors keep their memory
+    return _Staged(_Copier(copies).copy(state_dict), reservation)
+
+
+def _wait_for_memory(nbytes: int) -> None:
+    """Wait until the copy of a save that has just ended has gone back to the pool.
+
+    DCP lets go of it after its future has told the end, in a thread that needs the interpreter's
+    lock, which the thread that begins the next save holds.  Fresh memory would take longer than the
+    copy into it.
+    """
+    deadline = time.perf_counter() + min(_MAX_WAIT_SECONDS, nbytes / _FRESH_NBYTES_A_SECOND)
+    while time.perf_counter() < deadline:
+        pool = _C.staging_statistics()
+        used_nbytes = pool["used_nbytes"]
+        if not used_nbytes or pool["mapped_nbytes"] - used_nbytes >= nbytes:
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:

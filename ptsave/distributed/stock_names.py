@@ -1,7 +1,8 @@
 """ptsave behind ``FileSystemWriter`` and ``FileSystemReader``, for code that one cannot edit.
 
 Accelerate, composer and Lightning look the two classes up in `torch.distributed.checkpoint` when
-they save or load, and DCP itself does for a ``checkpoint_id``.
+they save or load, and DCP itself does for a ``checkpoint_id``.  Where nobody names a planner, DCP
+takes ours, and where one of its collectives fails, the error names the checkpoint and the rank.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import (
+    default_planner,
+    filesystem,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ptsave.distributed import collectives
+from ptsave.distributed.planners import LoadPlanner, SavePlanner
 from ptsave.distributed.reader import StorageReader
 from ptsave.distributed.writer import StorageWriter
 from ptsave.support import torch_dcp
@@ -113,6 +121,16 @@ _OURS: dict[str, Any] = {
     "FileSystemWriter": FileSystemWriter,
     "FileSystemReader": FileSystemReader,
 }
+# Modules that make the planner of a call without one, and exchange plans and results between ranks:
+# the names are theirs to look up.
+_NAMES: tuple[tuple[Any, str, Any, Any], ...] = (
+    (state_dict_saver, "DefaultSavePlanner", default_planner.DefaultSavePlanner, SavePlanner),
+    (state_dict_loader, "DefaultLoadPlanner", default_planner.DefaultLoadPlanner, LoadPlanner),
+    (state_dict_saver, "_save_state_dict", torch_dcp.save_state_dict, collectives.save_state_dict),
+    (state_dict_loader, "_load_state_dict", torch_dcp.load_state_dict, collectives.load_state_dict),
+    (state_dict_saver, "_DistWrapper", torch_dcp.DistWrapper, collectives.NamingGroup),
+    (state_dict_loader, "_DistWrapper", torch_dcp.DistWrapper, collectives.NamingGroup),
+)
 
 _lock = threading.Lock()
 
@@ -128,3 +146,7 @@ def exchange(*, installed: bool) -> None:
             for name in _STOCK:
                 if getattr(module, name) is old[name]:
                     setattr(module, name, new[name])
+        for module, name, stock, ours in _NAMES:
+            before, after = (stock, ours) if installed else (ours, stock)
+            if getattr(module, name) is before:
+                setattr(module, name, after)

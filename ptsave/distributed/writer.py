@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ptsave import _C
 from ptsave.dcp.blocks import BLOCK_NBYTES, table_nbytes
 from ptsave.dcp.metadata import CheckedFile, set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
+from ptsave.distributed.item_lists import ItemList, with_item_list
 from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
@@ -31,12 +33,13 @@ from ptsave.support.garbage import pausing_garbage_collection
 __all__ = ["StorageWriter"]
 
 _PLAIN_TYPES = (Tensor, Parameter)
-# Attribute of the first item of a file, on the way to the coordinator.
+# Attribute of the first item of a rank's file, on the way to the coordinator.
 _FILE = "ptsave_file"
 # Attribute of an item that is a whole torch.save file, as an object's is.
 _WHOLE = "ptsave_whole"
 # Attribute of an item whose tensor differs from the plan: dtype and shape.
 _TENSOR = "ptsave_tensor"
+_YIELD_SECONDS = 1e-3
 
 
 class StorageWriter(storage.StorageWriter):
@@ -65,8 +68,10 @@ class StorageWriter(storage.StorageWriter):
     -----
     Saves raise :class:`SaveError` (in DCP's ``CheckpointException``, which names the rank) where a
     file cannot be written, and :class:`RuntimeError` with ``overwrite=False``; the checkpoint that
-    was there stays then.  Objects of this class can be pickled, and used for one save after
-    another.
+    was there stays then.  ``async_save`` waits until there is room for its copy, beside those of
+    unfinished saves: half of the memory that this process may use, or ``PTSAVE_MAX_STAGED_BYTES``;
+    a state dict that never fits is a :class:`StagingFullError`.  Objects of this class can be
+    pickled, and used for one save after another.
 
     Examples
     --------
@@ -89,6 +94,7 @@ class StorageWriter(storage.StorageWriter):
         self._save_id = str(uuid.uuid4())
         self._rank = 0
         self._use_collectives = True
+        self._is_staged = False
 
     # --------------------------------------------------------- called by DCP, in this order
 
@@ -97,6 +103,10 @@ class StorageWriter(storage.StorageWriter):
         if checkpoint_id:
             self._path = local_path(checkpoint_id)
         self._save_id = str(uuid.uuid4())
+        if self._is_staged:
+            # In the thread of async_save, whose caller waits for the interpreter's lock.
+            self._is_staged = False
+            time.sleep(_YIELD_SECONDS)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank."""
@@ -111,11 +121,11 @@ class StorageWriter(storage.StorageWriter):
             None if self._use_collectives else self._rank
         ):
             raise RuntimeError(f"Checkpoint already exists and overwrite=False: {self._path}")
-        return plan
+        return with_item_list(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are: nothing of where a rank writes is in them."""
-        return plans
+        """Return the plans: nothing of where a rank writes is in them."""
+        return [*map(with_item_list, plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; it is there, durable, when the call returns."""
@@ -165,7 +175,9 @@ class StorageWriter(storage.StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a state dict in CPU memory, which the next save uses again."""
-        return staged(state_dict)
+        copied = staged(state_dict)
+        self._is_staged = True
+        return copied
 
     def synchronize_staging(self) -> None:
         """Do nothing: the copy is complete."""
@@ -173,44 +185,87 @@ class StorageWriter(storage.StorageWriter):
     def close(self) -> None:
         """Do nothing: the copies' memory goes back with the last of them."""
 
-    def _write(self, items: Iterable[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        resolved = [(item, _data_of(item, planner)) for item in items]
-        if not resolved:
+    def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        if not items:
             return []
-        resolved.sort(key=lambda pair: _size_class(pair[1]))
-        directory = CheckpointDirectory(self._path)
-        name = directory.new_name(self._rank)
+        data, alike = _data_of_all(items, planner)
+        order = _order_in_file(data, alike)
+        items = [items[at] for at in order]
+        data, alike = [data[at] for at in order], [alike[at] for at in order]
+        n_whole = sum(type(each) is bytes for each in data)
         file = RankFile()
-        results = []
-        for item, data in resolved:
-            if isinstance(data, Tensor):
-                offset, length = file.add_tensor(data)
-            else:
-                offset, length = file.add_bytes(data)
-            info = torch_dcp.StorageInfo(name, offset, length)
-            _describe(info, item, data)
-            results.append(WriteResult(item.index, length, info))
-        written = file.write(directory.file(name), fsync=self._fsync)
-        setattr(results[0].storage_data, _FILE, (written.nbytes, written.crcs))
-        return results
+        places = [file.add_bytes(each) for each in data[:n_whole]]
+        offsets, lengths = file.add_tensors(data[n_whole:], alike[n_whole:])
+        directory = CheckpointDirectory(self._path)
+        place = {
+            "relative_path": directory.new_name(self._rank),
+            "offset": [offset for offset, _ in places] + offsets,
+            "length": [length for _, length in places] + lengths,
+            "transform_descriptors": None,
+        }
+        infos = _C.instances(torch_dcp.StorageInfo, place)
+        _describe_all(infos, items, data, alike)
+        written = file.write(directory.file(infos[0].relative_path), fsync=self._fsync)
+        setattr(infos[0], _FILE, (written.nbytes, written.crcs))
+        result = {
+            "index": [item.index for item in items],
+            "size_in_bytes": place["length"],
+            "storage_data": infos,
+        }
+        return ItemList(_C.instances(WriteResult, result))
 
 
-def _data_of(item: WriteItem, planner: SavePlanner) -> Tensor | bytes:
-    """Return an item's value: a contiguous tensor, or a whole torch.save file."""
-    data = planner.resolve_data(item)
+def _data_of_all(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[int]]:
+    """Return `_data_of` of all items, and of each the number of its kind; -1 for bytes."""
+    values: list[Any] = [planner.resolve_data(item) for item in items]
+    alike = _C.tensor_kinds(values, _PLAIN_TYPES)
+    as_is = {number for number in set(alike) - {-1} if _is_written_as_is(values[number])}
+    data = [
+        value
+        if number in as_is and item.type is not WriteItemType.BYTE_IO
+        else _data_of(item, value)
+        for item, value, number in zip(items, values, alike, strict=True)
+    ]
+    if len(as_is) < len(set(alike)):  # some have become others
+        alike = _C.tensor_kinds(data, _PLAIN_TYPES)
+    return data, alike
+
+
+def _order_in_file(data: Sequence[Any], alike: Sequence[int]) -> list[int]:
+    """Return indices: of bytes, then tensors that share blocks, then those with their own."""
+    classes = {
+        number: 1 if data[number].nbytes < BLOCK_NBYTES else 2 for number in set(alike) - {-1}
+    }
+    keys = [classes.get(number, 0) for number in alike]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def _is_written_as_is(tensor: Tensor) -> bool:
+    return (
+        _is_plain(tensor)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    )
+
+
+def _data_of(item: WriteItem, data: Any) -> Tensor | bytes:
+    """Return an item's value as it is written: a contiguous tensor, or a whole torch.save file."""
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise TypeError(f"the planner's value of {item.index.fqn} is no io.BytesIO")
         return data.getvalue()
     if not isinstance(data, Tensor):
         raise TypeError(f"the planner's value of {item.index.fqn} is no tensor")
-    tensor = data.detach()
+    tensor = data if type(data) is Tensor and not data.requires_grad else data.detach()
     if not _is_plain(tensor):
         stream = io.BytesIO()
         torch.save(tensor.cpu(), stream)
         return stream.getvalue()
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu" and not _C.can_stage(tensor.device):
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_cpu and not _C.can_stage(tensor.device):
         tensor = tensor.cpu()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -219,35 +274,37 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.layout == torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.is_meta
     )
 
 
-def _size_class(data: Tensor | bytes) -> int:
-    """Return 0 for bytes, 1 for small tensors, 2 for those that get blocks of their own."""
-    if not isinstance(data, Tensor):
-        return 0
-    return 1 if data.nbytes < BLOCK_NBYTES else 2
-
-
-def _describe(info: Any, item: WriteItem, data: Tensor | bytes) -> None:
-    """Note on an item the facts that a reader cannot take from the plan."""
-    planned = item.tensor_data
-    if planned is None:
-        return
-    if not isinstance(data, Tensor):
-        setattr(info, _WHOLE, True)
-    elif (data.dtype, data.shape) != (planned.properties.dtype, planned.chunk.sizes):
-        setattr(info, _TENSOR, (data.dtype, data.shape))
+def _describe_all(
+    infos: Sequence[Any],
+    items: Sequence[WriteItem],
+    data: Sequence[Tensor | bytes],
+    alike: Sequence[int],
+) -> None:
+    """Note on items the facts that a reader cannot take from the plan."""
+    described: set[tuple[int, int]] = set()  # kinds of tensors that are as planned
+    for info, item, value, number in zip(infos, items, data, alike, strict=True):
+        planned = item.tensor_data
+        if planned is None or (number, id(planned)) in described:
+            continue
+        if not isinstance(value, Tensor):
+            setattr(info, _WHOLE, True)
+        elif (value.dtype, value.shape) != (planned.properties.dtype, planned.chunk.sizes):
+            setattr(info, _TENSOR, (value.dtype, value.shape))
+        else:
+            described.add((number, id(planned)))
 
 
 def _files_of(results: list[list[WriteResult]]) -> dict[str, CheckedFile]:
     """Take the files' checksums from the items that have brought them."""
     files = {}
     for each in results:
-        for result in each:
-            brought = vars(result.storage_data).pop(_FILE, None)
-            if brought is not None:
-                files[result.storage_data.relative_path] = CheckedFile(*brought)
+        for result in each[:1]:
+            brought = vars(result.storage_data).pop(_FILE)
+            files[result.storage_data.relative_path] = CheckedFile(*brought)
     return files

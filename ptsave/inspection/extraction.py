@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from ptsave.tree.paths import path_in
 from ptsave.tree.tree import EntryTree
 from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 
-__all__ = ["default_output", "read_entries", "write_entries"]
+__all__ = ["Counts", "count_entries", "default_output", "read_entries", "write_entries"]
 
 
 def read_entries(
@@ -84,6 +84,27 @@ def _entry(archive: Archive, name: str) -> Any:
         with suppress(EntryNotFoundError):
             return archive[path]
     return archive[name]
+
+
+class Counts(NamedTuple):
+    """The numbers of tensors and other values, and the bytes of the tensors' elements."""
+
+    tensors: int
+    values: int
+    nbytes: int
+
+
+def count_entries(entries: Mapping[str, Any]) -> Counts:
+    """Count the leaves of entries, each tensor of a name of its own.
+
+    >>> import torch
+    >>> count_entries({"model": {"weight": torch.ones(2)}, "epoch": 3})
+    Counts(tensors=1, values=1, nbytes=8)
+    """
+    tree = EntryTree(dict(entries))
+    leaves = [n for n in range(len(tree.nodes)) if not tree.is_container(n)]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors)
+    return Counts(len(tree.tensors), len(leaves) - len(tree.tensors), nbytes)
 
 
 def default_output(name: str) -> str:

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 
 from ptsave.contents.shard_files import ShardFiles
 
-__all__ = ["Problem", "Verification", "compare_with_index"]
+__all__ = ["NO_CHECKSUMS", "Problem", "Verification", "compare_with_index"]
+
+NO_CHECKSUMS = (
+    "a safetensors file has no checksums: header and sizes are right, values were not checked"
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Pr
     for shard in shards:
         for name in shard.tensors or []:
             other = found.setdefault(name, shard.path)
-            if other != shard.path and files.weight_map is None:
+            if other != shard.path and files.weight_map is None and files.ranks is None:
                 problems.append(Problem(f"{name} is in {other} and in {shard.path}"))
     readable = {shard.path: set(shard.tensors) for shard in shards if shard.tensors is not None}
     for name, path in (files.weight_map or {}).items():

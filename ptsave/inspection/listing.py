@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents, Place
     from ptsave.contents.tensor_info import Facts
 
-__all__ = ["FileListing", "Totals", "list_file", "list_files", "listing_of", "select"]
+__all__ = [
+    "FileListing",
+    "Totals",
+    "list_file",
+    "list_files",
+    "listing_of",
+    "select",
+    "totals_of",
+]
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,26 @@ def _groups_of(storages: list[object]) -> dict[int, list[int]]:
         if first != number:
             groups.setdefault(first, [first]).append(number)
     return groups
+
+
+def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
+    """Return the sums over the tensors among some nodes of a file.
+
+    What no tensor uses is unknown then: others may use it.
+    """
+    nodes, facts, sharing = listing.tree.nodes, listing.facts, listing.sharing
+    tensors = [nodes[number].tensor for number in numbers if nodes[number].tensor >= 0]
+    if len(tensors) == len(facts):
+        return listing.totals
+    storages = {sharing[i][0] if i in sharing else i for i in tensors}
+    return Totals(
+        len(tensors),
+        sum([facts[i][4] for i in tensors]),
+        len(storages),
+        sum([facts[i][5] for i in storages]),
+        0,
+        listing.totals.file_nbytes,
+    )
 
 
 def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:

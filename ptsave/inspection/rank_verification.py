@@ -8,6 +8,7 @@ from ptsave.dcp.checking import DcpDamage, find_dcp_damage
 from ptsave.dcp.checkpoint import DcpCheckpoint
 from ptsave.errors import CorruptCheckpointError
 from ptsave.inspection.findings import Problem, Verification
+from ptsave.sources.ranges import FsspecFile
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.text import count_text, some_of
 
@@ -19,13 +20,13 @@ _METADATA_UNCHECKED = (
 )
 
 
-def verify_ranks(metadata_path: str, progress: ProgressCallback | None) -> Verification:
+def verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None) -> Verification:
     """Check the checkpoint of a metadata file: every file that it names, and every checksum.
 
     Parameters
     ----------
-    metadata_path : str
-        Path of ``.metadata``, or of ``__<rank>.metadata``.
+    metadata : str or FsspecFile
+        ``.metadata``, or ``__<rank>.metadata``: its path or, at a URL, the file.
     progress : callable or None
         Gets the number of bytes that have been looked at.
 
@@ -46,13 +47,14 @@ def verify_ranks(metadata_path: str, progress: ProgressCallback | None) -> Verif
     >>> found.problems, found.whole
     ([], ['w'])
     """
+    metadata_path = metadata if isinstance(metadata, str) else metadata.name
     path = os.path.dirname(metadata_path) or "."
     try:
-        checkpoint = DcpCheckpoint(metadata_path)
+        checkpoint = DcpCheckpoint(metadata)
     except CorruptCheckpointError as error:
         reason = str(error).removeprefix(f"{metadata_path}: ")
         problem = Problem(f"{os.path.basename(metadata_path)}: {reason}", None, None, error.entries)
-        return Verification(path, [problem], nbytes=os.stat(metadata_path).st_size)
+        return Verification(path, [problem], nbytes=_nbytes_of(metadata))
     found = find_dcp_damage(checkpoint, progress)
     lost = {name for damage in found.damage for name in damage.entries}
     names = [*checkpoint.tensors]
@@ -73,6 +75,10 @@ def verify_ranks(metadata_path: str, progress: ProgressCallback | None) -> Verif
         whole=[name for name in names if name not in lost],
         has_checksums=not found.unverified,
     )
+
+
+def _nbytes_of(metadata: str | FsspecFile) -> int:
+    return os.stat(metadata).st_size if isinstance(metadata, str) else metadata.nbytes
 
 
 def _problem_of(damage: DcpDamage) -> Problem:

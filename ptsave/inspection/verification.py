@@ -22,9 +22,9 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
-from ptsave.contents.rank_directories import is_metadata, require_local
+from ptsave.contents.rank_directories import is_metadata, require_files_beside
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
-from ptsave.inspection.findings import Problem, Verification, compare_with_index
+from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.inspection.required_globals import unsafe_globals
 from ptsave.sources.local import position_kept
@@ -199,9 +199,9 @@ def _verify_source(
     if is_metadata(source):
         from ptsave.inspection.rank_verification import verify_ranks  # torch's module is slow
 
-        require_local(source)
+        require_files_beside(source)
         source.close()
-        return verify_ranks(source.name, progress)
+        return verify_ranks(source if isinstance(source, FsspecFile) else source.name, progress)
     if source.kind != "zip":
         return _verify_other(source)
     try:
@@ -247,7 +247,7 @@ def _verify_other(source: RangeSource) -> Verification:
         return Verification(path, [_problem_of(error)], nbytes=nbytes)
     kind = contents.kind
     remark = (
-        "a safetensors file has no checksums: header and sizes are right, values were not checked"
+        NO_CHECKSUMS
         if kind == "safetensors"
         else f"{kind}: such a file has no checksums; it can be loaded"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptsave import _core
-from ptsave.contents.outline import outline_of
-from ptsave.inspection.findings import Verification
+from ptsave.contents.outline import Outline, outline_of
+from ptsave.inspection.findings import NO_CHECKSUMS, Verification
 from ptsave.sources.ranges import LocalFile
 from ptsave.sources.urls import is_url
 from ptsave.support import config
@@ -19,7 +19,7 @@ _READ_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
 
 
 def whole_file(path: str, progress: ProgressCallback | None) -> Verification | None:
-    """Return the result of `verify_file` for a plain local archive that is whole.
+    """Return the result of `verify_file` for a plain local archive or safetensors file, if whole.
 
     None for anything else, damage included: it takes torch to say what is left of that.
 
@@ -47,24 +47,25 @@ def whole_file(path: str, progress: ProgressCallback | None) -> Verification | N
         return None
     try:
         outline = outline_of(source)
-        if outline is None or outline.archive is None or not outline.archive.has_crcs:
-            return None
-        tree = EntryTree(outline.obj)
-        if not tree.is_whole or not _is_whole(outline.archive, progress):
-            return None
-        names = [name for name, _ in tree.named_tensors()]
-        return Verification(
-            path,
-            [],
-            n_records=outline.archive.n_records,
-            nbytes=outline.nbytes,
-            tensors=names or None,
-            whole=names or None,
-        )
+        return None if outline is None else _verified(outline, progress)
     except (OSError, _core.FormatError):
         return None
     finally:
         source.close()
+
+
+def _verified(outline: Outline, progress: ProgressCallback | None) -> Verification | None:
+    tree = EntryTree(outline.obj)
+    if not tree.is_whole:
+        return None
+    path, nbytes, archive = outline.path, outline.nbytes, outline.archive
+    names = [name for name, _ in tree.named_tensors()]
+    if outline.kind == "safetensors":
+        return Verification(path, [], [NO_CHECKSUMS], 0, nbytes, names, names, has_checksums=False)
+    if archive is None or not archive.has_crcs or not _is_whole(archive, progress):
+        return None
+    known = names or None
+    return Verification(path, [], [], archive.n_records, nbytes, known, known)
 
 
 def _is_whole(archive: _core.Archive, progress: ProgressCallback | None) -> bool:

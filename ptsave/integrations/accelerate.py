@@ -53,9 +53,9 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     ``save_state`` into a directory that exists leaves in it all else, as accelerate's
     own does: notes, logs.  They are moved into the new directory once that has its name.  One that
     cannot be exchanged (a mount point, a directory in one that is not writable), or in which the
-    main process works (``save_state(".")``), gets the files one by one when all are written: each
-    is complete, and a process that is killed just then leaves old and new ones.  While a process
-    saves into a directory, ``save_state`` of another one into it is an error.
+    main process works (``save_state(".")``), gets the files one by one when all are written; if the
+    process is killed just then, the next ``load_state`` or ``save_state`` there moves the rest.
+    While a process saves into a directory, ``save_state`` of another one into it is an error.
 
     Files that DeepSpeed and Megatron write by themselves are theirs; those that FSDP writes by
     ``torch.distributed.checkpoint`` are :mod:`ptsave.distributed`'s.  All processes have to see the
@@ -138,9 +138,8 @@ def _remove_leftovers(directory: str) -> None:
         *staged_folders_in(os.path.realpath(directory), "checkpoint_", keeps_others=True),
         *staged_folders_in(parent, f"{name}.checkpoint_"),
     ):
-        with suppress(OSError):  # it is being written, or nothing can be removed here
-            folder.claim()
-            folder.discard()
+        with suppress(OSError):  # nothing can be removed here
+            folder.discard_leftover()
 
 
 def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
@@ -164,7 +163,11 @@ def _load_state(
 ) -> Any:
     if input_dir is not None:
         final = os.path.expanduser(os.fspath(input_dir))
-        input_dir = StagedFolder(final, fsync=False, keeps_others=True).left_behind() or input_dir
+        folder = StagedFolder(final, fsync=False, keeps_others=True)
+        with raised_on_all(accelerator, final):
+            if accelerator.is_main_process:
+                folder.complete()
+        input_dir = folder.left_behind() or input_dir
     elif accelerator.project_configuration.automatic_checkpoint_naming:
         directory = _directory_of(accelerator)
         with raised_on_all(accelerator, directory):  # one of them might be taken for the latest

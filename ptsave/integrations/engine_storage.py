@@ -77,6 +77,11 @@ class Storage:
         self._verify = config.verify
 
     @property
+    def verifies(self) -> bool:
+        """Whether what has checksums is compared with them."""
+        return self._verify
+
+    @property
     def mmap_fill_workers(self) -> int:
         """Number of streams that read one file: the engine has threads of its own."""
         return 1

@@ -44,10 +44,11 @@ class FolderSaves:
     def remove_leftovers(self, directory: str, prefix: str) -> None:
         """Remove leftovers of killed processes in a directory of checkpoints.
 
-        A checkpoint that had given up its name, and whose successor did not get it, gets it back.
+        Those that other processes are writing stay.  A checkpoint that had given up its name, and
+        whose successor did not get it, gets it back.
         """
         for folder in self._leftovers(directory, prefix):
-            folder.discard()
+            folder.discard_leftover()
 
     def restore_names(self, directory: str, prefix: str) -> None:
         """Give checkpoints their names back, as `remove_leftovers`, and remove nothing."""

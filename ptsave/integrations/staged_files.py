@@ -8,7 +8,6 @@ therefore in a directory whose name has nothing of theirs until they are complet
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -16,6 +15,7 @@ import shutil
 from contextlib import suppress
 
 from ptsave.errors import SaveError
+from ptsave.support.held_lock import HeldLock, try_lock
 from ptsave.support.syncing import sync_path
 from ptsave.writing.targets import replaceable_file
 from ptsave.writing.url_targets import save_errors
@@ -27,7 +27,7 @@ _STAGED = re.compile(rf"{re.escape(_PREFIX)}[0-9a-f]{{16}}{re.escape(_SUFFIX)}")
 _N_ATTEMPTS = 16
 
 
-class StagedFile:
+class StagedFile(HeldLock):
     """A file that is being written in a directory of its own, beside the place that it will have.
 
     The directory is locked while the process lives that has made it; those of dead ones go when
@@ -50,12 +50,12 @@ class StagedFile:
     """
 
     def __init__(self, final: str) -> None:
-        self._pid = os.getpid()
         self._final = final
         self._parent, name = os.path.split(final)
         with save_errors(final):
             _remove_leftovers(self._parent)
-            self._folder, self._lock = _make_locked(self._parent)
+            self._folder, descriptor = _make_locked(self._parent)
+        self._hold(descriptor)
         self.path = os.path.join(self._folder, name)
 
     def publish(self, *, fsync: bool) -> None:
@@ -79,11 +79,9 @@ class StagedFile:
 
     def discard(self) -> None:
         """Remove all that is not published; once more does nothing, nor in a forked process."""
-        if self._lock >= 0:
-            if self._pid == os.getpid():
-                shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        if self._descriptor is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._close()
 
 
 def staged_file(target: object) -> StagedFile | None:
@@ -111,7 +109,7 @@ def _make_locked(parent: str) -> tuple[str, int]:
             if attempt == _N_ATTEMPTS - 1:
                 raise
             continue
-        if _try_lock(lock) is not False and os.path.isdir(folder):
+        if try_lock(lock) is not False and os.path.isdir(folder):
             return folder, lock
         os.close(lock)
     raise FileExistsError(f"{_N_ATTEMPTS} directories were taken away by other saves: save again")
@@ -124,18 +122,7 @@ def _remove_leftovers(parent: str) -> None:
         with suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if _try_lock(lock):
+                if try_lock(lock):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """Lock without waiting: False if another process has the lock, None if there are no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

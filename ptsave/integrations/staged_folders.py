@@ -4,7 +4,8 @@ The files are written into ``.<name>.ptsave/<name>`` beside it, which no library
 checkpoint.  When all of them are there it gets its place, by a rename; a directory of that name is
 exchanged for it, where the file system can do that in one step, and removed afterwards.
 
-A directory that cannot be exchanged, or that the process works in, gets the files one by one.
+A directory that cannot be exchanged, or that the process works in, gets the files one by one; if
+the process is killed meanwhile, the next one that saves or loads there goes on with that.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from ptsave.support.syncing import sync_path
 __all__ = ["StagedFolder", "give_up", "in_place_of", "staged_folders_in", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
-# Beside the new folder, which may have any other name: the one that it replaces, and a note of
-# which directory is the new one.
-_OLD, _MARK = ".old", ".new"
+# Beside the new folder, which may have any other name: the one that it replaces, a note of which
+# directory is the new one, and one that its files are being moved.
+_OLD, _MARK, _FILLING = ".old", ".new", ".filling"
 _LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_NAME_BYTES = 255
@@ -106,6 +107,13 @@ class StagedFolder:
         """Whether this object has it for itself."""
         return self._lock is not None
 
+    def discard_leftover(self) -> None:
+        """Remove it as `discard`, unless a process is writing it or nothing can be changed."""
+        with suppress(OSError):
+            self._lock = FolderLock(self.root, _LOCK, self.final)
+        if self.is_claimed:
+            self.discard()
+
     def check_name(self) -> None:
         """Raise FileExistsError if the name is a file's, which a rename would silently replace."""
         if os.path.lexists(self.final) and not os.path.isdir(self.final):
@@ -144,7 +152,23 @@ class StagedFolder:
         else:
             shutil.rmtree(self.root, ignore_errors=True)
 
+    def complete(self) -> None:
+        """Move the rest of the files that a killed process was moving.
+
+        Raises
+        ------
+        SaveError
+            Another process is writing there.
+        OSError
+            They cannot be moved, and stay.
+        """
+        if os.path.lexists(self._filling):
+            self.claim()
+            self.discard()
+
     def _put_in_order(self) -> None:
+        if os.path.lexists(self._filling) and os.path.isdir(self.path):
+            self._fill()
         self.restore()
         if self._keeps_others:
             for replaced in self._replaced():
@@ -177,6 +201,10 @@ class StagedFolder:
     def _mark(self) -> str:
         return os.path.join(self.root, _MARK)
 
+    @property
+    def _filling(self) -> str:
+        return os.path.join(self.root, _FILLING)
+
     def _note_which_is_new(self) -> None:
         """Write down which of two directories is the new one: they are about to change names."""
         if self._keeps_others:
@@ -208,7 +236,11 @@ class StagedFolder:
 
     def _fill(self) -> None:
         """Move the files into the directory that has the name, one by one."""
+        Path(self._filling).touch()
+        if self._fsync:
+            _sync(Path(self.root))
         _move_over(self.path, self.final, fsync=self._fsync)
+        os.unlink(self._filling)
 
     def _replace(self) -> None:
         if _exchange(self.path, self.final):

@@ -35,6 +35,7 @@ class CheckpointMixin:
       one removes.
     * Loading compares checksums (of the files that have any: not of safetensors).
     * Older checkpoints are removed (``save_total_limit``) when the new one has its name.
+    * Two processes cannot write one checkpoint: the second one's is an error.
     * An error of one rank is raised on all, which quote it: none waits for the others.
 
     Parameters
@@ -129,6 +130,7 @@ class CheckpointMixin:
                 folder.check_name()
                 if self.args.should_save:
                     self._saves.remove_leftovers(run_dir, f"{_PREFIX}-")
+                    folder.claim()
             with self._on_all_ranks(folder.final):
                 parts = self._parts_of(folder)
                 with self._writing(folder, futures):
@@ -144,7 +146,7 @@ class CheckpointMixin:
             if isinstance(error, Exception):
                 with suppress(RuntimeError):  # a rank has ended
                     self.accelerator.wait_for_everyone()  # nobody writes into the folder
-            if self.args.should_save:
+            if folder.is_claimed:
                 folder.discard()
             raise
         if self.args.push_to_hub:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import set_grad_enabled
 
-__all__ = ["Filling", "Item", "items_of"]
+__all__ = ["Filling", "Fills", "Item", "divided", "items_of", "note_changes", "put_into"]
 
 _CPU = torch.device("cpu")
 _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
@@ -116,6 +116,12 @@ class _Piece:
     n_elements: int
 
 
+class Fills(Protocol):
+    """Fills tensors, from files or from what a group receives."""
+
+    def fill(self, items: Sequence[Item], *, is_all: bool) -> None: ...
+
+
 class Filling:
     """Fills tensors from open files.
 
@@ -144,10 +150,10 @@ class Filling:
             if is_all:
                 sizes = ((item.entry.shard, item.nbytes) for item in items)
                 self._nbytes_left.update(_nbytes_by_shard(sizes))
-            direct, others = _divided(items)
+            direct, others = divided(items)
             reads = [_read_of(item) for item in direct]
             self._read(reads)
-            _note_changes([read.target for read in reads])
+            note_changes([read.target for read in reads])
         if others:
             self._deliver(others)
 
@@ -216,16 +222,8 @@ class Filling:
                     if read is None:
                         self._lend(item)
                     else:
-                        _put_into(item, read)
+                        put_into(item, read.target, read.begin - item.part.begin)
                     del read
-                except Exception as error:
-                    entry = item.entry
-                    add_note(
-                        error,
-                        f"while {item.name} was being filled from tensor {entry.name} of "
-                        f"{entry.shard.path}",
-                    )
-                    raise
                 finally:
                     if mapped and not is_idle(mapped, 0):
                         assert isinstance(item.entry.shard, SafetensorsShard)
@@ -234,7 +232,7 @@ class Filling:
     def _lend(self, item: Item) -> None:
         """Let a loader read the parts that it wants."""
         with closing(WeightSlice(item.entry, self._reader)) as weight:
-            _call(item, weight)
+            put_into(item, weight)
         self._count([(item.entry.shard, item.nbytes)])
 
 
@@ -252,7 +250,7 @@ def _nbytes_by_shard(sizes: Iterable[tuple[Shard, int]]) -> dict[Shard, int]:
     return total
 
 
-def _divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     """Return what is read straight into place, so that no byte is written twice, and the rest."""
     direct: list[Item] = []
     others: list[Item] = []
@@ -381,14 +379,24 @@ def _is_converted_there(item: Item) -> bool:
     )
 
 
-def _put_into(item: Item, read: Read) -> None:
-    target, values = item.target, read.target
-    if item.loader is not None:
-        _call(item, values)
-    elif values.shape == item.part.shape:
-        target.copy_(values.reshape(target.shape))
-    else:  # a piece
-        target.view(-1)[read.begin - item.part.begin :][: values.numel()].copy_(values)
+def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
+    """Deliver an item's values, or the elements of its part from `begin` on."""
+    try:
+        if item.loader is not None:
+            _call(item, values)
+            return
+        assert isinstance(values, Tensor)
+        if values.shape == item.part.shape:
+            item.target.copy_(values.reshape(item.target.shape))
+        else:  # a piece
+            item.target.view(-1)[begin:][: values.numel()].copy_(values)
+    except Exception as error:
+        entry = item.entry
+        add_note(
+            error,
+            f"while {item.name} was being filled from tensor {entry.name} of {entry.shard.path}",
+        )
+        raise
 
 
 def _call(item: Item, weight: Tensor | WeightSlice) -> None:
@@ -399,7 +407,7 @@ def _call(item: Item, weight: Tensor | WeightSlice) -> None:
         item.loader(item.target, weight, item.shard_id)
 
 
-def _note_changes(tensors: Iterable[Tensor]) -> None:
+def note_changes(tensors: Iterable[Tensor]) -> None:
     """Let autograd know, as it does of any other change."""
     changed = [tensor for tensor in tensors if not tensor.is_inference()]
     if changed:

@@ -14,6 +14,7 @@
   only one.  If a loader keeps the tensor, which its storage's reference count tells, a copy takes
   the place of the mapping, at the same address, before the next is delivered: nobody ever sees the
   file change.
+* With a process group one rank reads, and the others receive what each wants: `GroupWeights`.
 * Tied tensors need one entry; of several the last one in the model's order is read, because
   ``load_state_dict`` would leave that one there.
 """
@@ -22,26 +23,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning
 from ptsave.models.assigning import Assignment
-from ptsave.models.filling import Filling, items_of
+from ptsave.models.filling import items_of
+from ptsave.models.group_weights import GroupWeights
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.module_code import ModuleLoad, ModuleLoadOptions, extra_state_in, runs_code
+from ptsave.models.opened_weights import LocalWeights, opened_weights
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
-from ptsave.models.shards import ShardReader, open_shards
+from ptsave.models.shards import ShardReader
 from ptsave.models.unpacking import note_parts
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
+from ptsave.sources.local import describe
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.group_call import failing_together
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
@@ -71,6 +75,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
 ) -> LoadedWeights:
     """Fill a model's parameters and buffers from a directory of shards, or one file.
 
@@ -137,6 +142,11 @@ def load_model(
         Whether to show a progress bar.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
+    process_group : torch.distributed.ProcessGroup, optional
+        One of its ranks, or of each host, reads the files; every rank makes the call, with the same
+        path, and with a model and options of its own.  An error on one is an error on all, before
+        anything is overwritten if it is a model that does not fit.  A ``weight_loader`` with
+        ``takes_slices`` gets its whole tensor in memory.
 
     Returns
     -------
@@ -158,6 +168,8 @@ def load_model(
         `path` is a URL that fsspec cannot read.
     OSError
         A file cannot be read.
+    UnsupportedSourceError
+        With `process_group`, `path` is a file object.
     TypeError
         A file holds something else than tensors; an argument is of another type.
     ValueError
@@ -187,24 +199,27 @@ def load_model(
     >>> torch.equal(trained.weight, fresh.weight)
     True
     """
-    _check_arguments(model, dtype)
-    check_flags(
-        strict=strict,
-        ignore_mismatched_sizes=ignore_mismatched_sizes,
-        assign=assign,
-        progress=progress,
-    )
-    if packed_modules_mapping is None:
-        packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
-    packed = PackedModules(packed_modules_mapping)
-    renaming = Renaming(rename, prefix)
-    if isinstance(path, bytes):
-        refuse_url(path)
-        path = os.fsdecode(path)
-    files = find_files(path, storage_options)
+    with failing_together(process_group, describe(path)):
+        _check_arguments(model, dtype)
+        check_flags(
+            strict=strict,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            assign=assign,
+            progress=progress,
+        )
+        if packed_modules_mapping is None:
+            packed_modules_mapping = getattr(model, "packed_modules_mapping", None) or {}
+        packed = PackedModules(packed_modules_mapping)
+        renaming = Renaming(rename, prefix)
+        if isinstance(path, bytes):
+            refuse_url(path)
+            path = os.fsdecode(path)
     # There may be 100,000 entries, and none is garbage.
-    with pausing_garbage_collection() as pause, ExitStack() as stack:
-        shards, entries = open_shards(path, files, stack)
+    with (
+        pausing_garbage_collection() as pause,
+        opened_weights(path, storage_options, process_group) as weights,
+    ):
+        shards, entries = weights.shards, weights.entries
         modules = modules_in(model)
         lazy_buffers = LazyBuffers(modules, entries, renaming)
         tensors = ModelTensors(model, modules, lazy_buffers)
@@ -216,9 +231,9 @@ def load_model(
         if is_code or plan.loaders:
             pause.end()
         if is_code:
-            _fill_by_code(model, plan, options)
+            _fill_by_code(model, weights, plan, options)
         else:
-            _fill_by_names(model, plan, lazy_buffers, options)
+            _fill_by_names(model, weights, plan, lazy_buffers, options)
         parts = [each for each in plan.deliveries if each.shard_id is not None]
         if parts:
             note_parts(tensors_in(model, modules), parts)
@@ -234,11 +249,16 @@ def _check_arguments(model: Any, dtype: Any) -> None:
 
 
 def _fill_by_names(
-    model: nn.Module, plan: WeightPlan, lazy_buffers: LazyBuffers, options: ModuleLoadOptions
+    model: nn.Module,
+    weights: LocalWeights | GroupWeights,
+    plan: WeightPlan,
+    lazy_buffers: LazyBuffers,
+    options: ModuleLoadOptions,
 ) -> None:
     """Fill a model that has nothing to do with its loading but tensors."""
     plan.report.unexpected_keys.extend(extra_state_in(plan))
     plan.check(model, strict=options.strict)
+    weights.agree()
     tied_names = plan.tied_names()
     assignment = Assignment(model, plan, options.dtype) if options.assign else None
     on_meta = _move(model, plan, options, set() if assignment is None else assignment.names)
@@ -258,7 +278,7 @@ def _fill_by_names(
         closing(ShardReader(item.entry.shard for item in items)) as reader,
         progress_bar(options.progress, "loading", nbytes) as callback,
     ):
-        Filling(reader, callback).fill(items, is_all=True)
+        weights.filling(reader, callback).fill(items, is_all=True)
     _renew_ties(tensors, tied_names)
     if lazy_buffers.changing:
         lazy_buffers.put()
@@ -266,9 +286,15 @@ def _fill_by_names(
         assignment.put()
 
 
-def _fill_by_code(model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions) -> None:
+def _fill_by_code(
+    model: nn.Module,
+    weights: LocalWeights | GroupWeights,
+    plan: WeightPlan,
+    options: ModuleLoadOptions,
+) -> None:
     """Fill a model in whose loading code of its modules takes part, as lazy buffers' does."""
     load = ModuleLoad(model, plan, options)
+    weights.agree()
     tied_names = plan.tied_names()
     on_meta = _move(model, plan, options, load.names if options.assign else set())
     nbytes = sum(entry.nbytes for entry in plan.entries)
@@ -276,7 +302,7 @@ def _fill_by_code(model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions
         closing(ShardReader(entry.shard for entry in plan.entries)) as reader,
         progress_bar(options.progress, "loading", nbytes) as callback,
     ):
-        filling = Filling(reader, callback)
+        filling = weights.filling(reader, callback)
         items = load.items(filling, reader)
         by_name = items_of(tensors_in(model), plan)
         filling.fill([*by_name, *items], is_all=True)

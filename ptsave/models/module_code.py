@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ptsave.archive.views import unfilled_tensors
 from ptsave.models.default_loader import fits
-from ptsave.models.filling import Filling, Item
+from ptsave.models.filling import Fills, Item
 from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_plan import Delivery, WeightPlan
@@ -154,7 +154,7 @@ class ModuleLoad:
         present = tensors_in(self._model)
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
-    def items(self, filling: Filling, reader: ShardReader) -> list[Item]:
+    def items(self, filling: Fills, reader: ShardReader) -> list[Item]:
         """Load the state dict; returns the parts that are left to be filled.
 
         Raises
@@ -306,7 +306,7 @@ class ShardCopier(CopyNow):
         self._stand_ins: dict[int, tuple[Tensor, str, Entry]] = {}
         self._replacements: list[Replacement] = []
         self._shown: list[weakref.ref[_ReadWhenAsked]] = []
-        self._filling: Filling | None = None
+        self._filling: Fills | None = None
         self._reader: ShardReader | None = None
 
     def stand_in(self, name: str, entry: Entry, shape: torch.Size) -> Tensor:
@@ -315,7 +315,7 @@ class ShardCopier(CopyNow):
         self._stand_ins[id(tensor)] = (tensor, name, entry)
         return tensor
 
-    def begin(self, filling: Filling, reader: ShardReader) -> None:
+    def begin(self, filling: Fills, reader: ShardReader) -> None:
         """Read with these from now on."""
         self._filling = filling
         self._reader = reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
@@ -18,6 +18,7 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.filling import to_devices
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.reader import RecordReader
 from ptsave.archive.views import bytes_of, new_storage, unfilled_tensors, view_as
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import read_header
@@ -51,6 +52,7 @@ __all__ = [
     "OpenShards",
     "PickledShard",
     "Read",
+    "ReceivedShard",
     "SafetensorsShard",
     "Shard",
     "ShardReader",
@@ -158,12 +160,24 @@ class SafetensorsShard:
 
 
 class FetchedShard:
-    """A safetensors file whose bytes are in memory, in a file object or far away."""
+    """A safetensors file whose bytes are in memory, in a file object or far away.
+
+    Parameters
+    ----------
+    source : RangeSource
+        The file.
+
+    Attributes
+    ----------
+    spans : SpanReader
+        Reads parts of its tensors, numbered as they are in it.
+    """
 
     def __init__(self, source: RangeSource) -> None:
         self.path = source.name
         contents = SafetensorsContents(source)
         self._contents: SafetensorsContents | None = contents
+        self.spans = contents.spans
         self.objects = ExtraState(contents.metadata, self.path)
         self.metadata: Mapping[str, Any] = {}
         self.entries = [
@@ -259,8 +273,7 @@ class PickledShard:
         is_local = isinstance(f, (str, os.PathLike)) and not is_url(f)
         self._stays_open = stays_open or not is_local
         self._identity = identity_of(f) if is_local else None
-        if is_local and not (stays_open and isinstance(self._copier, FileCopier)):
-            self.close()
+        self.park()
 
     def _open(self) -> None:
         with ExitStack() as stack:
@@ -313,10 +326,7 @@ class PickledShard:
         return {name: _detached(tensor) for name, tensor in items_of(obj)}
 
     def read(self, reads: Iterable[Read]) -> None:
-        if self._copier is None:
-            if self._identity is not None:
-                require_identity(identity_of(self._f), self._identity, self.path)
-            self._open()
+        self._reopen()
         assert self._copier is not None
         whole: list[tuple[Tensor, Tensor]] = []
         for read in reads:
@@ -330,6 +340,28 @@ class PickledShard:
         self._copier.show({})  # makes the copies
         if not self._stays_open:
             self.close()
+
+    def archive(self) -> RecordReader | None:
+        """Return the archive that the tensors are in, opened again; None if they are in memory."""
+        self._reopen()
+        return self._copier.reader if isinstance(self._copier, FileCopier) else None
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return a tensor, whose values are still in the archive if there is one."""
+        self._reopen()
+        return self._tensors[entry.name]
+
+    def park(self) -> None:
+        """Let go of the file until it is used, unless it is to stay open."""
+        is_unread = isinstance(self._copier, FileCopier)
+        if self._identity is not None and not (self._stays_open and is_unread):
+            self.close()
+
+    def _reopen(self) -> None:
+        if self._copier is None:
+            if self._identity is not None:
+                require_identity(identity_of(self._f), self._identity, self.path)
+            self._open()
 
     def _source_of(self, read: Read) -> Tensor:
         tensor = self._tensors[read.entry.name]
@@ -374,13 +406,46 @@ def _loader_of(obj: Mapping[Any, Any]) -> str:
     return f"ptsave.load_checkpoint(path, {parts[0]}=model)"
 
 
-Shard = SafetensorsShard | FetchedShard | PickledShard
+# What this process reads.
+OpenShard = SafetensorsShard | FetchedShard | PickledShard
+
+
+class ReceivedShard:
+    """A file that another rank of a process group reads.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    objects, metadata : mapping
+        As of `PickledShard`.
+    receive : callable
+        Fills the targets of reads.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        objects: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        receive: Callable[[Sequence[Read]], None],
+    ) -> None:
+        self.path = path
+        self.objects = objects
+        self.metadata = metadata
+        self.read = receive
+
+    def close(self) -> None:
+        """Do nothing: it is not open here."""
+
+
+Shard = OpenShard | ReceivedShard
 
 
 class OpenShards(NamedTuple):
     """The open files of a model, and the tensors of all of them, in the order of the files."""
 
-    shards: list[Shard]
+    shards: list[OpenShard]
     entries: list[Entry]
 
 
@@ -409,7 +474,7 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
     """
     is_named = isinstance(f, (str, os.PathLike))
     stay_open = len(files.paths) <= n_files_to_hold()
-    shards: list[Shard] = []
+    shards: list[OpenShard] = []
     for path in files.paths:
         source = files.open_one(path)
         try:
@@ -433,7 +498,7 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
 
 def _open_shard(
     source: RangeSource, f: Any, storage_options: Mapping[str, Any], *, stay_open: bool
-) -> Shard:
+) -> OpenShard:
     if isinstance(source, LocalFile):  # the first read would leave a mark to read ahead from
         expect_no_more_reads(source.descriptor)
     kind: str | None = source.kind
@@ -488,7 +553,7 @@ class ShardReader:
             Some targets may have been changed by then.
         """
         local: list[tuple[SafetensorsShard, Read]] = []
-        by_shard: dict[FetchedShard | PickledShard, list[Read]] = {}
+        by_shard: dict[FetchedShard | PickledShard | ReceivedShard, list[Read]] = {}
         for read in reads:
             shard = read.entry.shard
             if read.is_mapped:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ptsave.archive.views import unfilled_tensors
-from ptsave.models.shards import Entry, Read, ShardReader
+from ptsave.models.shards import Entry, Read
 from ptsave.tree.view_blocks import check_index
 
 __all__ = ["WeightSlice"]
+
+
+class _Reader(Protocol):
+    def read(self, reads: Sequence[Read]) -> None: ...
 
 
 class WeightSlice:
@@ -48,12 +53,12 @@ class WeightSlice:
     [[4.0, 5.0], [6.0, 7.0]]
     """
 
-    def __init__(self, entry: Entry, reader: ShardReader) -> None:
+    def __init__(self, entry: Entry, reader: _Reader) -> None:
         self.shape = entry.shape
         self.dtype = entry.dtype
         self.ndim = len(entry.shape)
         self._entry = entry
-        self._reader: ShardReader | None = reader
+        self._reader: _Reader | None = reader
 
     def close(self) -> None:
         """Read nothing more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -12,9 +12,9 @@ from ptsave.sources.kinds import refuse_special_stream, regular_only
 from ptsave.sources.local import describe, real_file
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file, os_errors
-from ptsave.sources.urls import is_url, is_url_source, options_of, url_to_fs
+from ptsave.sources.urls import is_url, is_url_source, options_of, url_to_fs, with_path
 
-__all__ = ["Folder", "folder_of", "open_folder_or_file", "open_source"]
+__all__ = ["Folder", "FsspecFolder", "folder_of", "open_folder_or_file", "open_source"]
 
 
 class LocalFolder:
@@ -60,7 +60,7 @@ class FsspecFolder:
         return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
     def join(self, name: str) -> str:
-        return _with_path(self.path, lambda path: os.path.join(path, name))
+        return with_path(self.path, lambda path: os.path.join(path, name))
 
     def exists(self, path: str) -> bool:
         return True  # opening it tells, without one request more
@@ -77,18 +77,7 @@ def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """
     if not is_url(path):
         return LocalFolder(os.path.dirname(path))
-    return FsspecFolder(_with_path(path, os.path.dirname), storage_options)
-
-
-def _with_path(url: str, change: Callable[[str], str]) -> str:
-    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``, without a query for HTTP."""
-    links = url.split("::")
-    i = next((i for i, link in enumerate(links) if "://" in link), 0)
-    scheme, _, path = links[i].partition("://")
-    if scheme in ("http", "https"):
-        path = path.partition("?")[0]
-    links[i] = f"{scheme}://{change(path)}"
-    return "::".join(links)
+    return FsspecFolder(with_path(path, os.path.dirname), storage_options)
 
 
 def open_folder_or_file(

@@ -9,6 +9,7 @@ fetched.  The bytes of tensors are fetched into the tensors.
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import os
@@ -23,7 +24,7 @@ from ptsave.errors import UnsupportedUrlError
 from ptsave.sources.file_limits import Identity, identity_of, require_identity
 from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
 from ptsave.sources.remote_errors import name_file, os_errors
-from ptsave.sources.urls import url_to_fs
+from ptsave.sources.urls import url_to_fs, with_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,6 +117,10 @@ class FsspecFile(RangeSource):
             raise UnsupportedUrlError.of(url, str(error)) from None
         except ImportError as error:
             raise UnsupportedUrlError.unreadable(url, str(error)) from error
+        self._take_size()
+
+    def _take_size(self) -> None:
+        url = self.name
         with os_errors(url):
             info = self.file_system.info(self.path)
         if info.get("type") == "directory":
@@ -125,6 +130,20 @@ class FsspecFile(RangeSource):
         if info.get("partial") is False:
             raise OSError(f"{url}: its server does not serve ranges: download it first")
         self.nbytes = int(info["size"])
+
+    def url_beside(self, name: str) -> str:
+        """Return the URL of another file in the same directory."""
+        return with_path(self.name, lambda path: os.path.join(os.path.dirname(path), name))
+
+    def beside(self, name: str) -> FsspecFile:
+        """Open another file in the same directory; errors as of opening its URL."""
+        other = copy.copy(self)
+        vars(other).pop("head", None)
+        vars(other).pop("kind", None)
+        other.name = self.url_beside(name)
+        other.path = os.path.join(os.path.dirname(self.path), name)
+        other._take_size()
+        return other
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         merged = _merged(ranges)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ptsave.errors import UnsupportedUrlError
@@ -18,6 +18,7 @@ __all__ = [
     "refuse_url",
     "refuse_url_target",
     "url_to_fs",
+    "with_path",
 ]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
@@ -158,3 +159,14 @@ def _looks_like_url(text: str) -> bool:
         return True
     collapsed = _COLLAPSED.match(text)
     return collapsed is not None and not os.path.lexists(collapsed["first"])
+
+
+def with_path(url: str, change: Callable[[str], str]) -> str:
+    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``, without a query for HTTP."""
+    links = url.split("::")
+    i = next((i for i, link in enumerate(links) if "://" in link), 0)
+    scheme, _, path = links[i].partition("://")
+    if scheme in ("http", "https"):
+        path = path.partition("?")[0]
+    links[i] = f"{scheme}://{change(path)}"
+    return "::".join(links)

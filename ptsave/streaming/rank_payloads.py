@@ -98,7 +98,7 @@ class RankPayloads:
         """
         pointers = dict.fromkeys(storage.data_ptr() for storage in storages)
         tensors = [self._tensors[each] for each in pointers if each in self._tensors]
-        if len(self._checkpoint.sizes) > _MAX_FILES:
+        if self._checkpoint.is_remote or len(self._checkpoint.sizes) > _MAX_FILES:
             for tensor in tensors:
                 self._spool(tensor)
             return

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import weakref
 from contextlib import suppress
 
+from ptsave import _C
 from ptsave.errors import SaveError
+from ptsave.support.held_lock import HeldLock
 
 __all__ = ["FolderLock"]
 
 
-class FolderLock:
+class FolderLock(HeldLock):
     """Holds a directory, which is made.  Where the file system has no locks nobody is kept out.
 
     Parameters
@@ -49,10 +50,10 @@ class FolderLock:
 
     def __init__(self, folder: str, name: str, place: str) -> None:
         self._folder, self._path = folder, os.path.join(folder, name)
-        self._descriptor: int | None = None
-        while self._descriptor is None:  # a holder may remove the file while this one opens it
-            self._descriptor = self._locked(place)
-        _held.add(self)
+        descriptor = None
+        while descriptor is None:  # a holder may remove the file while this one opens it
+            descriptor = self._locked(place)
+        self._hold(descriptor)
 
     def release(self) -> None:
         """Let others have the directory; it goes, if nothing else is in it."""
@@ -61,7 +62,12 @@ class FolderLock:
                 os.unlink(self._path)
             with suppress(OSError):
                 os.rmdir(self._folder)
-            self._close()
+            # A file system that is writing a checkpoint to its disk may take a tenth of a second
+            # for the end of a file that has lost its name.
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            _C.release_later(descriptor)
 
     def _locked(self, place: str) -> int | None:
         """Return a descriptor of the file, or None if it has lost its name meanwhile."""
@@ -81,14 +87,6 @@ class FolderLock:
         os.close(descriptor)
         return None
 
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __del__(self) -> None:
-        self._close()
-
 
 def _lock(descriptor: int, place: str) -> None:
     try:
@@ -102,15 +100,3 @@ def _lock(descriptor: int, place: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
-
-
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    """Leave all locks to the process that this one was forked from."""
-    for lock in list(_held):
-        lock._close()
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed
 
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
+from ptsave.support.host_groups import host_group, host_identity, in_global_order
 from ptsave.support.torch_distributed import device_of_group
 
-__all__ = ["GroupCall", "failing_together", "has_others"]
+__all__ = ["GroupCall", "agree_on_file", "failing_together", "has_others"]
 
 # What an error of another rank is here: the first of these that it is.
 _KINDS: dict[str, type[Exception]] = {
@@ -43,6 +45,10 @@ class GroupCall:
         The file that the call is about, for messages.
     rank, size : int
         This process's number in the group, and how many there are.
+    is_reader : bool
+        Whether this is the rank that reads the file, for all or for those of its host.
+    is_divided : bool
+        Whether each host has a reader.
     device : torch.device
         Where tensors have to be for the group to exchange them.
 
@@ -64,14 +70,39 @@ class GroupCall:
         try:
             self.rank = distributed.get_rank(group)
             self.size = distributed.get_world_size(group)
-            self.device = device_of_group(group)
+            distributed.get_backend(group)
         except (ValueError, RuntimeError, KeyError) as error:
             raise RuntimeError(f"process_group has been destroyed ({error})") from error
+        self.device = device_of_group(group)
+        self._near: Any = group  # to whom the reader of this rank sends; None if to nobody
+        self.is_reader = self.rank == 0
+        self.is_divided = False
 
-    @property
-    def is_reader(self) -> bool:
-        """Whether this is the rank that reads the file for all."""
-        return self.rank == 0
+    def divide(self, hosts: Sequence[str]) -> None:
+        """Let one rank of each host read for the ranks of that.
+
+        Parameters
+        ----------
+        hosts : sequence of str
+            The hosts of all ranks.
+        """
+        ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        near = in_global_order(self._group, ranks)
+        self._near = host_group(self._group, near) if len(near) > 1 else None
+        self.is_reader = near[0] == self.rank
+        self.is_divided = True
+
+    def agree_on_contents(self, digest: Callable[[], bytes]) -> None:
+        """Go on with one reader in all if those of the hosts have opened different files.
+
+        Parameters
+        ----------
+        digest : callable
+            What a reader has opened, in short.
+        """
+        found = self.agree(digest() if self.is_divided and self.is_reader else None)
+        if len({each for each in found if each is not None}) > 1:
+            self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
 
     def agree(self, value: Any, error: Exception | None = None) -> list[Any]:
         """Return the values of all ranks.
@@ -102,13 +133,16 @@ class GroupCall:
     def send(self, value: Any) -> Any:
         """Return the value that the reader gives, on every rank."""
         values = [value]
-        with self.exchanging("exchange"):
-            distributed.broadcast_object_list(values, group=self._group, group_src=0)
+        if self._near is not None:
+            with self.exchanging("exchange"):
+                distributed.broadcast_object_list(values, group=self._near, group_src=0)
         return values[0]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to give all ranks the reader's bytes; the result's ``wait()`` ends it."""
-        return distributed.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+        if self._near is None:
+            return _Done()
+        return distributed.broadcast(tensor, group=self._near, group_src=0, async_op=True)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
@@ -145,6 +179,13 @@ class GroupCall:
         return _KINDS[kind](message)
 
 
+class _Done:
+    """What is given to nobody."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
 def has_others(group: Any) -> bool:
     """Whether a process group, or None, has other ranks than this; errors as of `GroupCall`."""
     return group is not None and GroupCall(group).size > 1
@@ -169,6 +210,56 @@ def failing_together(group: Any, name: str) -> Iterator[None]:
             call.name = name
             call.agree(None, error)
         raise
+
+
+def agree_on_file(call: GroupCall, f: Any) -> None:
+    """Name the call after a file, which has to be the same on all ranks, and choose who reads it.
+
+    That is one rank of each host if all of these have the same file, as far as sizes and times of
+    change tell, and otherwise the first rank.
+
+    Raises
+    ------
+    UnsupportedSourceError
+        It is no path and no URL.
+    ValueError
+        The ranks ask for different ones.
+    """
+    if not isinstance(f, (str, os.PathLike)):
+        raise UnsupportedSourceError(
+            f"process_group is for a path or a URL, not {type(f).__name__}: one rank reads it for "
+            "all, so pass the same path on all ranks"
+        )
+    call.name = os.fsdecode(f)
+    said = call.agree((call.name, host_identity(), _identity_of(call.name)))
+    names, hosts, files = zip(*said, strict=True)
+    if len(set(names)) > 1:
+        rank = next(i for i, name in enumerate(names) if name != names[0])
+        raise ValueError(
+            f"{names[0]}: the ranks of process_group ask for different files: rank {rank} for "
+            f"{names[rank]}"
+        )
+    if len(set(hosts)) > 1 and files[0] is not None and len(set(files)) == 1:
+        call.divide(hosts)
+
+
+def _identity_of(path: str) -> tuple[Any, ...] | None:
+    """Return what a local file or directory has in common with its copies; None if it is not there.
+
+    Two files of one host are on the same disk; those of several hosts may be copies.
+    """
+    try:
+        if not os.path.isdir(path):
+            return _size_and_time(os.stat(path))
+        with os.scandir(path) as entries:
+            found = sorted((each.name, each) for each in entries)
+            return tuple((name, *_size_and_time(each.stat())) for name, each in found)
+    except (OSError, ValueError):
+        return None
+
+
+def _size_and_time(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 def _check_group(group: Any) -> None:

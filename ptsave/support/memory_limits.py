@@ -103,15 +103,14 @@ def limit_nbytes(root: Path = _ROOT) -> int:
 
 def available_nbytes(root: Path = _ROOT) -> int:
     """Return how many of these bytes are free now, or hold only cached files."""
-    free = _memory_nbytes("MemAvailable", root)
-    if free is None:
-        free = _physical_nbytes()
+    free = _meminfo(root).get("MemAvailable", _physical_nbytes())
     return min([free, *(group.available_nbytes() for group in _groups(root))])
 
 
 def dirty_nbytes(root: Path = _ROOT) -> int:
     """Return how many bytes of files the machine holds that are not on their disks yet."""
-    return sum(_memory_nbytes(name, root) or 0 for name in ("Dirty", "Writeback"))
+    lines = _meminfo(root)
+    return lines.get("Dirty", 0) + lines.get("Writeback", 0)
 
 
 def share_nbytes(n_ranks: int, root: Path = _ROOT) -> int:
@@ -129,10 +128,10 @@ def _limit_of_machine() -> int:
 os.register_at_fork(after_in_child=_limit_of_machine.cache_clear)
 
 
-def _memory_nbytes(name: str, root: Path) -> int | None:
-    """Return a line of ``/proc/meminfo``."""
-    match = re.search(rf"^{name}: +(\d{{1,16}}) kB$", _text(root / "proc/meminfo"), re.M)
-    return int(match[1]) * 1024 if match else None
+def _meminfo(root: Path) -> dict[str, int]:
+    """Return the lines of ``/proc/meminfo`` that are sizes, in bytes."""
+    found = re.findall(r"^(\w+): +(\d{1,16}) kB$", _text(root / "proc/meminfo"), re.M)
+    return {name: int(value) * 1024 for name, value in found}
 
 
 def _physical_nbytes() -> int:

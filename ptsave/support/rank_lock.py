@@ -9,9 +9,10 @@ import fcntl
 import os
 import secrets
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
+
+from ptsave.support.held_lock import HeldLock
 
 __all__ = ["RankLock", "is_held", "last_word_of", "new_token", "token_of"]
 
@@ -23,7 +24,7 @@ def new_token() -> str:
     return f"{time.time_ns() // 1_000_000:011x}{secrets.randbits(20):05x}"
 
 
-class RankLock:
+class RankLock(HeldLock):
     """Holds the file of a rank.
 
     Parameters
@@ -58,7 +59,6 @@ class RankLock:
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self._descriptor: int | None = None
         self._path = _path(folder, rank, size)
         if is_held(folder, rank, size):
             raise RuntimeError(
@@ -66,8 +66,7 @@ class RankLock:
                 "this job a directory of its own (if it is this process, close the other object)"
             )
         self.token = new_token()
-        self._descriptor = _locked_file(self._path, self.token)
-        _held.add(self)
+        self._hold(_locked_file(self._path, self.token))
         if token_of(folder, rank, size) != self.token:
             self._close()
             raise RuntimeError(f"{folder}: two processes began to save as rank {rank} of {size}")
@@ -85,26 +84,6 @@ class RankLock:
                 os.write(self._descriptor, word.encode())
             finally:
                 self._close()
-
-    def _close(self) -> None:
-        """Give the lock up, or leave it to the process that this one was forked from."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __del__(self) -> None:
-        self._close()
-
-
-_held: weakref.WeakSet[RankLock] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lock in list(_held):
-        lock._close()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 def is_held(folder: Path, rank: int, size: int) -> bool:

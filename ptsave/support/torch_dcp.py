@@ -8,23 +8,49 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import _nested_dict, _storage_utils, filesystem, metadata
+from torch.distributed._shard import sharded_tensor
+from torch.distributed.checkpoint import (
+    _nested_dict,
+    _storage_utils,
+    default_planner,
+    filesystem,
+    metadata,
+    planner_helpers,
+    state_dict_loader,
+    state_dict_saver,
+    utils,
+)
 
 from ptsave.support.torch_version import private
 
 __all__ = [
+    "DistWrapper",
     "MemoryFormat",
+    "ShardedTensor",
     "StorageInfo",
     "flatten_state_dict",
+    "init_state_dict",
     "layout_function",
+    "load_state_dict",
     "rebuild_tensor",
     "rebuild_tensor_of_dtype",
+    "save_state_dict",
     "storage_setup_module",
+    "validate_global_plan",
 ]
 
 # Where the bytes of an item are: relative_path, offset, length, transform_descriptors.
 StorageInfo: Any = private(filesystem, "_StorageInfo")
 MemoryFormat: Any = private(metadata, "_MEM_FORMAT_ENCODING")
+
+# A tensor of many ranks, before there were DTensors.
+ShardedTensor: Any = private(sharded_tensor, "ShardedTensor")
+
+# Puts tensors with memory in the place of those on the device "meta".
+init_state_dict: Any = private(planner_helpers, "_init_state_dict")
+
+# Returns messages about tensors whose chunks overlap or leave something out.
+validate_global_plan: Any = private(default_planner, "_validate_global_plan")
 
 # Returns a flat dict, and the path of each of its names in the nested one.
 flatten_state_dict: Any = _nested_dict.flatten_state_dict
@@ -38,3 +64,8 @@ rebuild_tensor_of_dtype: Any = private(torch._utils, "_rebuild_tensor_v3")
 
 # The module that finds a storage for a checkpoint_id, by names of its own.
 storage_setup_module = _storage_utils
+
+# What save() and load() call once their storage is set up, and the process group that these make.
+save_state_dict: Any = private(state_dict_saver, "_save_state_dict")
+load_state_dict: Any = private(state_dict_loader, "_load_state_dict")
+DistWrapper: Any = private(utils, "_DistWrapper")

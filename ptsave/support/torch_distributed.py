@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["device_of_group", "is_distributed_tensor", "local_part_of"]
+__all__ = ["device_of_group", "is_distributed_tensor", "local_part_of", "timeout_of_group"]
 
 _PLAIN_TYPES = (Tensor, Parameter)
 
@@ -43,8 +44,31 @@ def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def device_of_group(group: Any) -> torch.device:
-    """Return where tensors have to be for a process group to exchange them: the CPU if it can."""
+    """Return where tensors have to be for a process group to exchange them: the CPU if it can.
+
+    Raises
+    ------
+    RuntimeError
+        If it exchanges tensors on devices of which this process has none.
+    """
     kinds = [device.type for device in group._device_types]
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
-    return torch.empty(0, device=kinds[0]).device  # the current one of that kind
+    try:
+        return torch.empty(0, device=kinds[0]).device  # the current one of that kind
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"process_group exchanges tensors on devices of type {kinds[0]}, and this process "
+            "cannot make one there: make a group that can use the CPU, "
+            f'torch.distributed.new_group(backend="gloo"), and pass that ({error})'
+        ) from error
+
+
+def timeout_of_group(group: Any) -> timedelta | None:
+    """Return how long a process group waits for its ranks; None if it does not say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

@@ -1,6 +1,6 @@
 """The private names of torch.serialization, torch.jit and torch._C, and how its releases differ.
 
-Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one is missing,
+Checked with torch 2.9.1, 2.11.0, 2.13.0 and 2.15.0, which have all of them; where one is missing,
 `private` makes ``import ptsave`` fail and names it.  Differences are found by looking at torch, not
 at its version number.
 """
@@ -20,6 +20,7 @@ from ptsave.support.torch_version import private
 
 __all__ = [
     "IGNORES_CASE_OF_VARIABLES",
+    "LOADER_KNOWS_WEIGHTS_ONLY",
     "META_LOADS_KEEP_OFFSETS",
     "WARNS_OF_UNUSED_ARGUMENTS",
     "ArchiveFileReader",
@@ -90,6 +91,10 @@ def _code_of_load() -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 _names, _constants = _code_of_load()
+
+# From 2.14 on the sparse tensors of torch.load(weights_only=True) are always validated, with a
+# warning, and the loader is told.
+LOADER_KNOWS_WEIGHTS_ONLY = "weights_only" in inspect.signature(load_archive).parameters
 
 # From 2.12 on "TRUE" sets TORCH_FORCE_WEIGHTS_ONLY_LOAD as "true" does.
 IGNORES_CASE_OF_VARIABLES = "lower" in _names

@@ -17,6 +17,7 @@ from ptsave.sources.local import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
 from ptsave.state.renaming import Rename
+from ptsave.support.flags import check_flags
 from ptsave.support.group_call import GroupCall, failing_together, has_others
 from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
 from ptsave.training.named_options import check_restoring, check_saving
@@ -147,6 +148,7 @@ def load_into(
     <All keys matched successfully>
     """
     with failing_together(process_group, describe(f)):
+        check_flags(verify=verify)
         _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
         how = TargetOptions(
             strict,

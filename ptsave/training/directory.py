@@ -17,6 +17,7 @@ from typing import Any
 
 from ptsave import _C, _core
 from ptsave.errors import CheckpointWarning, SaveError
+from ptsave.support.held_lock import try_lock
 from ptsave.support.syncing import sync_path
 from ptsave.training.naming import Naming, WholeFiles
 
@@ -249,18 +250,8 @@ def _locked(directory: Path) -> Iterator[bool]:
     """Yield whether no other process has locked the directory; lock it meanwhile."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield _try_lock(descriptor)
+        yield try_lock(descriptor) is not False  # a file system may have none on directories
     finally:
         with suppress(OSError):  # by hand: a process forked meanwhile has the descriptor, too
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system on which directories have no locks
-    return True

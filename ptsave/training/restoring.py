@@ -23,8 +23,9 @@ from torch.utils.serialization import config as torch_config
 from ptsave import _C
 from ptsave.archive.damage import entries_in, entries_using
 from ptsave.archive.filling import fill, verifies_storages
-from ptsave.archive.group_archive import CHECKED, PLANNED, GroupArchive, group_archive
+from ptsave.archive.group_archive import GroupArchive, group_archive
 from ptsave.archive.group_loading import load_received
+from ptsave.archive.group_records import CHECKED, PLANNED
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
@@ -336,12 +337,17 @@ class FileCopier:
         Brings the bytes.
     progress : ProgressCallback or None
         Called with the bytes read so far.
+
+    Attributes
+    ----------
+    reader : RecordReader
+        The archive.
     """
 
     def __init__(
         self, reader: RecordReader, filler: Filler, progress: ProgressCallback | None
     ) -> None:
-        self._reader = reader
+        self.reader = reader
         self._filler = filler
         self.is_shared = filler.is_shared
         self.agree = filler.agree
@@ -354,13 +360,13 @@ class FileCopier:
         """Return the records whose values are in targets, or may be: others have had them."""
         numbers = self._shown.union(self._filler.changed())
         unused = {record for _, record in self._replacements if record not in self._shown}
-        records = [(i, self._reader.engine.record(i)) for i in sorted(numbers)]
+        records = [(i, self.reader.engine.record(i)) for i in sorted(numbers)]
         return [
             record for i, record in records if i not in unused or not self._is_one_entrys(record)
         ]
 
     def _is_one_entrys(self, record: _C.Record) -> bool:
-        return len(entries_using(self._reader, {record.name})) == 1
+        return len(entries_using(self.reader, {record.name})) == 1
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in copies:
@@ -369,7 +375,7 @@ class FileCopier:
     def replace(self, replacement: Replacement) -> None:
         record = None
         if replacement.new is not None and replacement.source is not None:
-            record = self._reader.engine.record_of(replacement.source)
+            record = self.reader.engine.record_of(replacement.source)
             self.copy([(replacement.new, replacement.source)])
         # The source is not kept: storages that are still referred to are read in the end.
         self._replacements.append((replacement._replace(source=None), record))
@@ -412,16 +418,16 @@ class FileCopier:
         return entries
 
     def _records_of(self, state_dict: Mapping[Any, Any]) -> set[int]:
-        found = self._reader.engine.records_of(tensors_in(state_dict))
+        found = self.reader.engine.records_of(tensors_in(state_dict))
         return {record for record in found if record is not None}
 
     def finish(self) -> None:
         """Make all copies, and read the storages that are still referred to."""
         self._filler.begin()
-        self._fill(self._reader.engine.referenced())
+        self._fill(self.reader.engine.referenced())
 
     def _is_unread(self, source: Tensor) -> bool:
-        record = self._reader.engine.record_of(source)
+        record = self.reader.engine.record_of(source)
         return record is not None and not self._filler.is_filled(record)
 
     def _fill(self, records: Iterable[int]) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "FileTarget",
     "FileWriter",
     "TargetWriter",
+    "direct_nbytes",
     "exists",
     "name_of",
     "replaceable_file",
@@ -41,7 +42,6 @@ __all__ = [
     "resolve_target",
     "root_for_path",
     "scratch_folder",
-    "wants_direct",
 ]
 
 FileTarget: TypeAlias = str | UrlTarget
@@ -51,8 +51,8 @@ _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
 # Below this a durable save is one write and one sync either way.
 _MIN_DIRECT_NBYTES = 16 << 20
-# A chunk that is staged needs a few bytes more than it has, and page-locked memory comes in powers
-# of two.  A multiple of any disk's block.
+# A chunk that is staged needs a few bytes more than it has, and page-locked memory, through which
+# accelerators' payloads come, has sizes that are powers of two.  A multiple of any disk's block.
 _STAGING_SLACK = 64 << 10
 
 
@@ -150,22 +150,24 @@ def check_stream(stream: object) -> None:
     raise TypeError(message)
 
 
-def wants_direct(nbytes: int, *, fsync: bool, in_background: bool = False) -> bool:
-    """Whether to write so many bytes past the page cache.
+def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> int:
+    """Return how many of so many bytes to write past the page cache.
 
-    The cache is faster as long as it only has to remember.  From three quarters of its limit on,
-    the kernel may make writers wait for the disk: about as long as direct writes take, but often
-    twice as long.  Where nobody waits, direct writes leave processors and memory to the program.
+    The cache is faster as long as it only has to remember.  From half-way between its two limits
+    on, the kernel may make writers wait for the disk, often twice as long as direct writes take: so
+    those are for the bytes that are too many.  Where nobody waits, direct writes leave processors
+    and memory to the program.
     """
     if nbytes < _MIN_DIRECT_NBYTES:
-        return False
+        return 0
     if fsync:
-        return True
-    limit = _dirty_limit_nbytes()
+        return nbytes
+    begin, limit = _dirty_limits()
     if in_background:
-        return nbytes > limit // 2
-    # Other ranks of this host save, too.
-    return memory_limits.dirty_nbytes() + nbytes * config.local_world_size() > limit // 4 * 3
+        return nbytes if nbytes > limit // 2 else 0
+    n_ranks = config.local_world_size()  # other ranks of this host save, too
+    excess = memory_limits.dirty_nbytes() + nbytes * n_ranks - (begin + limit) // 2
+    return min(max(0, -(-excess // n_ranks)), nbytes)
 
 
 def replaceable_file(path: str) -> str:
@@ -268,14 +270,14 @@ class FileWriter:
         raise SaveError(errno.EINVAL, "not a regular file", path)
 
     def _replace(self, target: str, path: str) -> None:
-        direct = self._config.direct_io and not self._plan.has_holes and self._wants_direct()
+        n_direct = self._direct_nbytes()
         try:
             self._plan.write_file(
                 os.fsencode(target),
                 os.fsencode(path),
                 durable=self._fsync,
-                direct=direct,
-                options=self._options(direct=direct),
+                direct_nbytes=n_direct,
+                options=self._options(direct=n_direct > 0),
                 progress=self._progress,
             )
         except OSError as error:
@@ -311,9 +313,11 @@ class FileWriter:
             progress=self._progress,
         )
 
-    def _wants_direct(self) -> bool:
+    def _direct_nbytes(self) -> int:
+        if not self._config.direct_io or self._plan.has_holes:
+            return 0
         in_background = self._payloads_are_still  # they are copies
-        return wants_direct(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
+        return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
     def _options(self, *, direct: bool = False) -> _C.WriteOptions:
         n_threads = self._config.n_direct_writers if direct else self._config.n_threads
@@ -321,7 +325,7 @@ class FileWriter:
         return _C.WriteOptions(
             compute_crcs=self._compute_crcs,
             n_threads=0 if self._plan.is_sequential else n_threads,
-            chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_staged else 0),
+            chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_pinned else 0),
             payloads_are_still=self._payloads_are_still,
             max_pinned_nbytes=self._config.max_pinned_nbytes,
         )
@@ -554,14 +558,20 @@ def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]
     return write_zeros
 
 
-def _dirty_limit_nbytes() -> int:
-    """Return how much written data the kernel holds in memory before writers must wait."""
+def _dirty_limits() -> tuple[int, int]:
+    """Return from how many dirty bytes on the kernel writes them, and makes writers wait."""
+    limit = _dirty_limit("dirty", 1 << 30)
+    begin = _dirty_limit("dirty_background", 1 << 29)
+    return (begin if begin < limit else limit // 2), limit
+
+
+def _dirty_limit(name: str, default: int) -> int:
     try:
-        limit = int(Path("/proc/sys/vm/dirty_bytes").read_text())
+        limit = int(Path(f"/proc/sys/vm/{name}_bytes").read_text())
         if limit > 0:
             return limit
-        ratio = int(Path("/proc/sys/vm/dirty_ratio").read_text())
+        ratio = int(Path(f"/proc/sys/vm/{name}_ratio").read_text())
     except (OSError, ValueError):
-        return 1 << 30
+        return default
     # Of a control group, a part of the room that its limit leaves.
     return memory_limits.available_nbytes() * ratio // 100

@@ -28,7 +28,12 @@ from _corruption import (
     patched,
     same_object,
 )
-from stock_comparison import assert_same_object, saved_bytes, stock_save
+from stock_comparison import (
+    assert_same_object,
+    saved_bytes,
+    sparse_tensors_to_validate,
+    stock_save,
+)
 
 import ptsave
 
@@ -287,7 +292,7 @@ def test_naming_entries_leaves_no_trace() -> None:
     assert torch.serialization._serialization_tls.map_location is None
     sparse = torch.eye(3).to_sparse()
     _corruption(_damaged(saved_bytes(stock_save, [sparse, torch.ones(9)]), "data/2"))
-    assert not torch._utils._sparse_tensors_to_validate
+    assert not sparse_tensors_to_validate()
     assert_same_object(ptsave.load(io.BytesIO(_DATA)), _OBJECT)
 
 

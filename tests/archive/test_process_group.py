@@ -18,7 +18,7 @@ from stock_comparison import assert_same_object, failure_of, saved_bytes, zip_re
 from torch import distributed
 
 import ptsave
-from ptsave.archive import group_archive
+from ptsave.archive import group_archive, group_records
 from ptsave.archive.spans import EngineSpans
 
 CHUNK_NBYTES = 1 << 14
@@ -38,7 +38,7 @@ class Looking:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", CHUNK_NBYTES)
+    monkeypatch.setattr(group_records, "CHUNK_NBYTES", CHUNK_NBYTES)
 
 
 def _state() -> dict[str, Any]:
@@ -196,6 +196,46 @@ def test_read_error_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ForkedRanks(tmp_path, load).join()
 
 
+def test_a_group_for_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a host have a group of their own, whose first rank reads for them."""
+    path = tmp_path / "a.pt"
+    torch.save(_state(), path)
+
+    def load(rank: int) -> None:
+        host, _ = distributed.new_subgroups(2)
+        if rank in {1, 3}:
+            monkeypatch.setattr(group_archive, "open_source", None)
+        target = {"matrix": torch.zeros(130, 129)}
+        loaded = ptsave.load(path, process_group=host)
+        assert_same_object(loaded, torch.load(path))
+        ptsave.load_into(path, target, process_group=host, strict=False)
+        assert torch.equal(target["matrix"], loaded["matrix"])
+
+    ForkedRanks(tmp_path, load, 4).join()
+
+
+def test_a_url(tmp_path: Path) -> None:
+    """One rank fetches it."""
+    fsspec = pytest.importorskip("fsspec")
+    url = "memory://test_process_group/a.pt"
+    torch.save(_state(), tmp_path / "a.pt")
+    with fsspec.open(url, "wb") as stream:
+        stream.write((tmp_path / "a.pt").read_bytes())
+
+    def load(rank: int) -> None:
+        if rank:
+            fsspec.filesystem("memory").rm(url)  # of this process's memory
+        for _ in range(2):
+            loaded = ptsave.load(url, process_group=distributed.group.WORLD)
+            assert_same_object(loaded, torch.load(tmp_path / "a.pt"))
+        target = {"matrix": torch.zeros(130, 129)}
+        ptsave.load_into(url, target, process_group=distributed.group.WORLD, strict=False)
+        assert torch.equal(target["matrix"], loaded["matrix"])
+
+    ForkedRanks(tmp_path, load).join()
+    fsspec.filesystem("memory").rm(url)
+
+
 def test_a_rank_that_ends_is_no_hang(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"a": torch.ones(50_000)}, path)
@@ -216,7 +256,7 @@ def test_a_rank_that_ends_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 8 * MIB)
+    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 8 * MIB)
     path = tmp_path / "a.pt"
     torch.save(
         {"large": torch.zeros(24 * MIB), **{str(i): torch.ones(MIB) for i in range(24)}}, path

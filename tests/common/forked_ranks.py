@@ -14,8 +14,6 @@ from _system import Child
 
 __all__ = ["ForkedRanks"]
 
-_TIMEOUT = datetime.timedelta(seconds=60)
-
 
 class ForkedRanks:
     """Processes that run one function, each with its rank, as launchers start them.
@@ -28,6 +26,8 @@ class ForkedRanks:
         The function.
     size : int, default 2
         How many there are.
+    timeout_s : float, default 60
+        The group's, in seconds.
 
     Attributes
     ----------
@@ -35,9 +35,17 @@ class ForkedRanks:
         The processes; one of the methods has to wait for them.
     """
 
-    def __init__(self, folder: Path, action: Callable[[int], object], size: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        action: Callable[[int], object],
+        size: int = 2,
+        *,
+        timeout_s: float = 60,
+    ) -> None:
         store = folder / ".store"
         store.unlink(missing_ok=True)
+        timeout = datetime.timedelta(seconds=timeout_s)
 
         def run(rank: int) -> None:
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -46,7 +54,7 @@ class ForkedRanks:
             # Or accelerate asks for a thread a core, of the parent's OpenMP pool that is not here.
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.distributed.init_process_group(
-                "gloo", f"file://{store}", timeout=_TIMEOUT, rank=rank, world_size=size
+                "gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=size
             )
             action(rank)
             torch.distributed.destroy_process_group()

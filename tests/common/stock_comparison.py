@@ -32,6 +32,7 @@ __all__ = [
     "deflated",
     "failure_of",
     "saved_bytes",
+    "sparse_tensors_to_validate",
     "stock_load",
     "stock_save",
     "storage_bytes",
@@ -332,3 +333,11 @@ def _quantizer(tensor: torch.Tensor) -> list[object]:
         tensor.q_per_channel_scales().tolist(),
         tensor.q_per_channel_zero_points().tolist(),
     ]
+
+
+def sparse_tensors_to_validate() -> list[torch.Tensor]:
+    """Return torch's list of what it is about to validate; of each thread from torch 2.15 on."""
+    of_thread = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
+    tensors: list[torch.Tensor]
+    tensors = of_thread() if of_thread else torch._utils._sparse_tensors_to_validate
+    return tensors

@@ -524,3 +524,14 @@ def test_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with ptsave.installed():
         assert torch.save is ptsave.save
     assert functions() == before
+
+
+def test_imports_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that imports torch has the lock of that, for which others would wait."""
+    monkeypatch.setattr(ptsave.installation, "start_new_thread", pytest.fail)
+    before = functions()
+    ptsave.installation.install_while_importing({"safetensors": True, "fsync": True})
+    assert torch.save is not before[0]
+    monkeypatch.undo()
+    ptsave.uninstall()
+    assert functions() == before

@@ -316,8 +316,12 @@ def test_directories_of_other_libraries_are_named(tmp_path: Path) -> None:
     for rank in range(2):
         for item in ("model", "optim"):
             ptsave.save({item: torch.ones(1)}, ranks / f"{item}_{rank}.pt")
+    with ptsave.open(ranks) as archive:
+        assert set(archive.keys()) == {
+            f"{x}.rank{i}.{x}" for x in ("model", "optim") for i in (0, 1)
+        }
     with pytest.raises(ValueError, match="torch_checkpointing"):
-        ptsave.open(ranks)
+        ptsave.load(ranks)
     assert run("ls", ranks).exit_code == 0
     assert os.listdir(ranks)
 

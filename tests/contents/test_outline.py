@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
 import warnings
 from collections import OrderedDict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +16,19 @@ import torch
 import unpickler_mutation
 from checkpoint_strategies import CHECKPOINTS
 from hypothesis import given, settings
+from outlines import assert_equal_or_left_to_torch, by_torch, outlined
 from safetensors.torch import save_file
 from stock_comparison import saved_bytes, stock_save, zip_records, zipped
 
-from ptsave.cli.listing_json import file_json
-from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
-from ptsave.contents.opening import open_file
-from ptsave.contents.outline import Outline, outline_of
-from ptsave.inspection.listing import FileListing, listing_of
+import ptsave
 from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS
 from ptsave.inspection.required_globals import unsafe_globals
 from ptsave.inspection.verification import verify_file
 from ptsave.inspection.whole_files import whole_file
-from ptsave.sources.ranges import LocalFile
 
+INDEX = "model.safetensors.index.json"
 CORPUS = unpickler_mutation.corpus()
 N_MUTATIONS = 40  # of each object's pickle
-
-
-def outlined(data: bytes, folder: Path) -> Outline | None:
-    path = folder / "outlined.pt"
-    path.write_bytes(data)
-    return outline_of(LocalFile.open(str(path)))
-
-
-def shown(listing: FileListing) -> list[str]:
-    """Return all that the command shows of a listing."""
-    numbers = [*range(len(listing.tree.nodes))]
-    return [
-        json.dumps(file_json(listing, numbers)),
-        *tree_lines(listing, numbers, None),
-        *lines_by_size(listing, numbers),
-        *totals_lines(listing.totals),
-    ]
-
-
-def by_torch(folder: Path) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return shown(
-            listing_of(open_file(LocalFile.open(str(folder / "outlined.pt")), verify=True))
-        )
-
-
-def assert_equal_or_left_to_torch(data: bytes, folder: Path) -> bool:
-    """Return whether there is an outline."""
-    found = outlined(data, folder)
-    if found is None:
-        return False
-    assert shown(listing_of(found)) == by_torch(folder)
-    return True
 
 
 # Of the objects of the unpickler's tests.
@@ -176,15 +139,30 @@ def test_ordinary_globals_are_allowed() -> None:
     assert unsafe_globals(ORDINARY_GLOBALS) == []
 
 
+def test_whole_safetensors_files(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    for tensors in ({}, {"a": torch.ones(3), "b": torch.ones(2, 0)}):
+        save_file(tensors, path)
+        assert whole_file(path, None) == verify_file(path)
+    Path(path).write_bytes(Path(path).read_bytes()[:-1])
+    assert whole_file(path, None) is None
+
+
 def test_the_commands_import_no_torch(tmp_path: Path) -> None:
     torch.save({"model": STATE, "epoch": 3}, tmp_path / "a.pt")
+    model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
+    ptsave.save_model(model, tmp_path / "shards", max_shard_size="2KB")
+    ptsave.convert(tmp_path / "shards", tmp_path / "pt", format="pt", max_shard_size="2KB")
     code = "import sys\nfrom ptsave.cli.main import main\ntry:\n    main()\nfinally:\n"
     code += "    sys.stderr.write(str('torch' in sys.modules))"
-    for arguments in (["ls"], ["ls", "--json"], ["verify"], ["globals"], ["globals", "--all"]):
+    shards = tmp_path / "shards"
+    paths = (tmp_path / "a.pt", next(shards.glob("*.safetensors")), shards, tmp_path / "pt")
+    for path, word in product((*paths, shards / INDEX), ("ls", "verify", "globals")):
+        option = "--json" if path.is_file() else "--quiet"
         result = subprocess.run(
-            [sys.executable, "-c", code, *arguments, str(tmp_path / "a.pt")],
+            [sys.executable, "-c", code, word, option, str(path)],
             check=True,
             capture_output=True,
             text=True,
         )
-        assert (result.stderr, bool(result.stdout)) == ("False", True), arguments
+        assert (result.stderr[-5:], bool(result.stdout)) == ("False", True), (word, path)

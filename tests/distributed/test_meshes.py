@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ptsave
 from ptsave.conversion.converting import convert
-from ptsave.distributed import StorageReader, StorageWriter
+from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from ptsave.inspection.verification import verify_file
 from ptsave.tree.names import EntryNames
 
@@ -23,11 +23,12 @@ WORLD_SIZES = (1, 2, 4)
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
-    for layout in layouts(world_size):
+    for number, layout in enumerate(layouts(world_size)):
         state = state_of(layout, world_size, filled=True)
+        planner = SavePlanner() if number % 2 else None
         for name, writer in (("ours", StorageWriter), ("stock", dcp.FileSystemWriter)):
             path = folder / f"{world_size}-{layout}-{name}"
-            dcp.save(state, storage_writer=writer(path))
+            dcp.save(state, storage_writer=writer(path), planner=planner)
 
 
 def load_all(rank: int, world_size: int, folder: Path, step: int) -> None:
@@ -41,7 +42,8 @@ def load_all(rank: int, world_size: int, folder: Path, step: int) -> None:
                 readers.append(dcp.FileSystemReader)
             for reader in readers:
                 state = state_of(layout, world_size, filled=False)
-                dcp.load(state, storage_reader=reader(path))
+                planner = LoadPlanner() if number % 2 else None
+                dcp.load(state, storage_reader=reader(path), planner=planner)
                 wrong += [
                     f"{path.name} -> {layout} of {world_size} by {reader.__name__}: {each}"
                     for each in differences(state, expected)

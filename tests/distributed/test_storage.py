@@ -7,8 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import ptsave
+from ptsave import _C
 from ptsave.dcp.metadata import load_metadata
-from ptsave.distributed import StorageReader, StorageWriter
+from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter, staging
 from ptsave.distributed.items import head_of
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
@@ -164,6 +167,32 @@ def test_values_that_are_no_plain_tensors(tmp_path: Path) -> None:
             assert torch.equal(target[name].detach(), values[name].detach()), name
 
 
+class Derived(torch.Tensor):
+    """A class whose instances lose it with every operation."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("planner", [None, SavePlanner])
+def test_values_that_become_plain_tensors(tmp_path: Path, planner: Any) -> None:
+    """Of different sizes, beside others that are written as they are."""
+    values: dict[str, Any] = {
+        **state(),
+        **{str(n): torch.arange(n).as_subclass(Derived) for n in (1, 3000, 2)},
+        "columns": torch.arange(12.0).view(3, 4).t(),
+        "gradient": torch.ones(5, requires_grad=True),
+    }
+    dcp.save(values, storage_writer=StorageWriter(tmp_path), planner=planner and planner())
+    for reader in (StorageReader, dcp.FileSystemReader):
+        target: dict[str, Any] = {
+            name: torch.zeros(value.shape, dtype=value.dtype)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        load(target, tmp_path, reader)
+        assert all(torch.equal(target[name], values[name]) for name in target)
+
+
 def test_targets_of_other_kinds(tmp_path: Path) -> None:
     save({"x": torch.arange(12.0).view(3, 4)}, tmp_path)
     for target in (
@@ -280,6 +309,49 @@ def test_async_save_copies_first(tmp_path: Path) -> None:
     assert torch.equal(target["shared"], state()["large"])
     assert torch.equal(target["step"], state()["step"])
     assert target["list"] == state()["list"]
+
+
+def test_a_save_takes_the_memory_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that begins as soon as that has ended."""
+    monkeypatch.setattr(staging, "_MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(staging, "_FRESH_NBYTES_A_SECOND", 1.0)
+    writer, values = StorageWriter(tmp_path), {"x": torch.ones(3 << 20)}
+    n_mappings = []
+    for _ in range(4):
+        dcp.async_save(values, storage_writer=writer, no_dist=True).result()
+        n_mappings.append(_C.staging_statistics()["n_mappings"])
+    assert n_mappings == [n_mappings[0]] * 4
+
+
+def test_async_saves_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second copy is made when the first save has ended, and one too large never."""
+    monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", "2000000")
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(StorageWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            entered.set()
+            assert go_on.wait(60)
+            return super().write_data(plan, planner)
+
+    def begin(number: int, values: dict[str, Any]) -> Any:
+        return dcp.async_save(values, storage_writer=Slow(tmp_path / str(number)), no_dist=True)
+
+    first = begin(0, {"x": torch.ones(300_000)})
+    assert entered.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(begin, 1, {"x": torch.full((300_000,), 2.0)})
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        go_on.set()
+        first.result(60)
+        waiting.result(60).result(60)
+    target = {"x": torch.zeros(300_000)}
+    assert torch.equal(load(target, tmp_path / "1")["x"], torch.full((300_000,), 2.0))
+    with pytest.raises(ptsave.StagingFullError, match="2400000"):
+        begin(3, {"x": torch.ones(600_000)})
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -432,13 +504,35 @@ def test_metadata_by_torch_keeps_its_paths(tmp_path: Path) -> None:
     assert metadata.storage_meta.checkpoint_id == str(tmp_path)
 
 
+class Harmless:
+    """A class that restricted unpickling does not know."""
+
+
+@pytest.mark.parametrize("writer", [StorageWriter, dcp.FileSystemWriter])
+def test_objects_that_may_run_code(tmp_path: Path, writer: Any) -> None:
+    """They are refused on demand, before DCP's planner sees them; by default they load."""
+    values = {"fine": [1, "two"], "other": Harmless(), "code": Calls()}
+    dcp.save(values, storage_writer=writer(tmp_path))
+    assert type(load({"other": None}, tmp_path)["other"]) is Harmless
+    fine = {"fine": None}
+    assert load(fine, tmp_path, weights_only=True)["fine"] == values["fine"]
+    for name in ("other", "code"):
+        with pytest.raises(CheckpointException) as caught:
+            load({name: None}, tmp_path, weights_only=True)
+        error = cause(caught.value)
+        assert isinstance(error, pickle.UnpicklingError)
+        assert f": {name}: " in str(error)
+        assert ".distcp" in str(error)
+    assert not Path("ran").exists()
+
+
 # -------------------------------------------------------------------------------------------- names
 
 
-def test_urls_are_refused() -> None:
+def test_nothing_is_written_to_urls() -> None:
+    with pytest.raises(ptsave.UnsupportedUrlError):
+        StorageWriter("s3://bucket/checkpoint")
     for storage in (StorageWriter, StorageReader):
-        with pytest.raises(ptsave.UnsupportedUrlError):
-            storage("s3://bucket/checkpoint")
         assert not storage.validate_checkpoint_id("s3://bucket/checkpoint")
 
 
@@ -449,6 +543,12 @@ def test_importing_ptsave_does_not_import_dcp() -> None:
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
     )
     assert result.stdout.split() == ["False", "StorageWriter"]
+
+
+def planners() -> list[Any]:
+    """Return the classes that DCP makes planners of where a call names none."""
+    saver: Any = dcp.state_dict_saver
+    return [saver.DefaultSavePlanner, dcp.state_dict_loader.DefaultLoadPlanner]
 
 
 def test_install_puts_both_behind_torchs_names(tmp_path: Path) -> None:
@@ -465,6 +565,8 @@ def test_install_puts_both_behind_torchs_names(tmp_path: Path) -> None:
         dcp.load(zeros(), checkpoint_id=tmp_path)
         with ptsave.installed():
             assert issubclass(dcp.FileSystemReader, StorageReader)
+        assert planners() == [SavePlanner, LoadPlanner]
+    assert planners() == [dcp.DefaultSavePlanner, dcp.DefaultLoadPlanner]
     assert (dcp.FileSystemWriter, dcp.FileSystemReader) == stock
     assert load_metadata(str(tmp_path / ".metadata")).storage_meta is not None
     assert rank_files(tmp_path)[0].name != "__0_0.distcp"

@@ -6,6 +6,7 @@ import importlib
 import os
 import pickle
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,11 +19,13 @@ import pytest
 import torch
 import url_file_systems
 from _corruption import flip_middle
+from _system import Child
 from client_checkpoints import killed_by_itself
 
 import ptsave
 from ptsave.background import saves as background
 from ptsave.integrations.pending_saves import PendingSaves
+from ptsave.integrations.staged_files import StagedFile
 
 PACKAGES = ("lightning", "pytorch_lightning")
 KINDS = ("CheckpointIO", "AsyncCheckpointIO")
@@ -541,3 +544,18 @@ def test_slurm_job_beside_another(gate: Any, tmp_path: Path) -> None:
     gate.set()
     assert first.load_checkpoint(tmp_path / "hpc_ckpt_1.ckpt") == {"n": 1}
     assert sorted(os.listdir(tmp_path)) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]
+
+
+def test_worker_that_outlives_a_job_keeps_no_leftover(tmp_path: Path) -> None:
+    place = StagedFile(str(tmp_path / "hpc_ckpt_1.ckpt"))
+    source, sink = os.pipe()
+    worker = Child(lambda: (os.write(sink, b"!"), threading.Event().wait()))
+    try:
+        os.read(source, 1)  # it runs
+        place._close()  # as the end of its process does
+        StagedFile(str(tmp_path / "hpc_ckpt_2.ckpt")).discard()
+        assert os.listdir(tmp_path) == []
+    finally:
+        worker.kill()
+        os.close(source)
+        os.close(sink)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,9 +229,10 @@ for number in range(1000):
 """,
         tmp_path / "model",
     )
-    values = {
-        float(each.mean()) for each in client.state_of(client.load(tmp_path / "model")).values()
-    }
+    whole = tmp_path / "whole"
+    client.save(client.make(), whole)  # the libraries write their own small files in place
+    shutil.copy(tmp_path / "model" / client.file, whole)
+    values = {float(each.mean()) for each in client.state_of(client.load(whole)).values()}
     assert len(values) == 1
     assert min(values) >= 2
     safetensors = importlib.import_module("safetensors.torch")

@@ -159,6 +159,24 @@ def test_file_of_that_name_stays(kind: str, transformers: Any, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 
 
+@pytest.mark.parametrize("kind", ["blocking", "background"])
+def test_other_process_saves_there(kind: str, transformers: Any, tmp_path: Path) -> None:
+    """Its folders stay, and of the same checkpoint there is one."""
+    others = [StagedFolder(str(tmp_path / f"checkpoint-{n}"), fsync=False) for n in (2, 3)]
+    for other in others:
+        other.claim()
+        os.makedirs(other.path)
+    trainer = make_trainer(transformers, kind, tmp_path, max_steps=2)
+    with pytest.raises(ptsave.SaveError, match=r"another process is saving there.*checkpoint-2"):
+        trainer.train()
+    assert all(os.path.isdir(other.path) for other in others)
+    others[0].discard()
+    make_trainer(transformers, kind, tmp_path, max_steps=2).train()
+    assert os.path.isdir(others[1].path)
+    others[1].discard()
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
 def test_folder_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, exchanges in enumerate((True, False)):
         if not exchanges:

@@ -272,23 +272,26 @@ def test_own_limits(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
 
 def test_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fsync a file larger than what a container may cache goes past the page cache."""
-    plentiful = writing._dirty_limit_nbytes()
+    _, plentiful = writing._dirty_limits()
     monkeypatch.setattr(memory_limits, "available_nbytes", lambda: 10 * MIB)
-    assert writing._dirty_limit_nbytes() <= min(plentiful, 10 * MIB)
+    begin, limit = writing._dirty_limits()
+    assert begin < limit <= min(plentiful, 10 * MIB)
 
 
 def test_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers go there before the kernel makes them wait, counting what is dirty already."""
-    monkeypatch.setattr(writing, "_dirty_limit_nbytes", lambda: 120 * MIB)
+    monkeypatch.setattr(writing, "_dirty_limits", lambda: (60 * MIB, 120 * MIB))
     monkeypatch.setattr(memory_limits, "dirty_nbytes", lambda: 20 * MIB)
-    assert not writing.wants_direct(70 * MIB, fsync=False)
-    assert writing.wants_direct(71 * MIB, fsync=False)
-    assert not writing.wants_direct(60 * MIB, fsync=False, in_background=True)
-    assert writing.wants_direct(61 * MIB, fsync=False, in_background=True)
-    assert writing.wants_direct(50 * MIB, fsync=True)
-    assert not writing.wants_direct(1, fsync=True)
+    assert writing.direct_nbytes(70 * MIB, fsync=False) == 0
+    assert writing.direct_nbytes(71 * MIB, fsync=False) == MIB
+    assert writing.direct_nbytes(60 * MIB, fsync=False, in_background=True) == 0
+    assert writing.direct_nbytes(61 * MIB, fsync=False, in_background=True) == 61 * MIB
+    assert writing.direct_nbytes(50 * MIB, fsync=True) == 50 * MIB
+    assert writing.direct_nbytes(1, fsync=True) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert writing.wants_direct(18 * MIB, fsync=False)
+    assert writing.direct_nbytes(18 * MIB, fsync=False) == MIB // 2
+    monkeypatch.setattr(memory_limits, "dirty_nbytes", lambda: 200 * MIB)
+    assert writing.direct_nbytes(18 * MIB, fsync=False) == 18 * MIB
 
 
 def test_dirty(system: System) -> None:

@@ -681,6 +681,7 @@ def test_directory_that_cannot_be_made() -> None:
 def test_directory_that_may_not_be_written(tmp_path: Path) -> None:
     script = """
 import errno, os, torch, ptsave
+ptsave.preload()  # Python may be one that others cannot read
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for path in ("/usr", "/usr/checkpoints"):
     try:

@@ -19,6 +19,8 @@ constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
 constexpr std::uint64_t kWindow = RangeList::kWindowNbytes;
 // Below this all is read before a thread has started.
 constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
+// Of a window in the page cache: the processor's cache holds it until it is checked and copied.
+constexpr std::uint64_t kCachedPieceNbytes = std::uint64_t{256} << 10;
 // Below this a copy past the cache costs more than one through it.
 constexpr std::uint64_t kMinStreamNbytes = std::uint64_t{16} << 10;
 
@@ -70,24 +72,17 @@ void CheckedRead::cut(std::uint64_t max_gap) {
   }
 }
 
-// Cached bytes come from the page cache; from the first gap on they come from the disk.
+// From the disk.
 void CheckedRead::fetch(const Stretch& stretch, std::byte* buffer) const {
   const ByteSource& file = files_->sources()[stretch.file];
-  std::uint64_t at = stretch.begin;
-  if (file.may_be_cached(at, stretch.end - at)) {
-    at += file.read_cached(at, buffer, stretch.end - at);
-  }
-  if (at == stretch.end) return;
   if (page_nbytes() <= kBlock) {
-    const std::uint64_t begin = align_down(at, kBlock);
     const ReadSlots::Slot slot(files_->slots());
-    if (file.read_direct(begin, buffer + (begin - stretch.begin),
-                         align_up(stretch.end - begin, kBlock))) {
+    if (file.read_direct(stretch.begin, buffer, align_up(stretch.end - stretch.begin, kBlock))) {
       return;
     }
   }
-  file.read_ahead(at, stretch.end - at);
-  file.read_at(at, buffer + (at - stretch.begin), stretch.end - at);
+  file.read_ahead(stretch.begin, stretch.end - stretch.begin);
+  file.read_at(stretch.begin, buffer, stretch.end - stretch.begin);
 }
 
 bool CheckedRead::is_whole(const Stretch& stretch, const std::byte* buffer) {
@@ -106,6 +101,7 @@ bool CheckedRead::is_whole(const Stretch& stretch, const std::byte* buffer) {
 void CheckedRead::copy_out(const Stretch& stretch, const std::byte* buffer) const {
   for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
     const FileRange& range = ranges_[i];
+    if (range.offset >= stretch.end) return;
     const std::uint64_t from = std::max(range.offset, stretch.begin);
     const std::uint64_t to = std::min(range.offset + range.nbytes, stretch.end);
     if (from >= to) continue;
@@ -119,10 +115,38 @@ void CheckedRead::copy_out(const Stretch& stretch, const std::byte* buffer) cons
   }
 }
 
+void CheckedRead::deliver(const Stretch& stretch, const std::byte* buffer) {
+  if (is_whole(stretch, buffer)) copy_out(stretch, buffer);
+}
+
+// Delivers what the page cache holds of a stretch before the first gap; returns what is left.
+CheckedRead::Stretch CheckedRead::read_cached(Stretch rest, std::byte* buffer) {
+  const ByteSource& file = files_->sources()[rest.file];
+  if (!file.may_be_cached(rest.begin, rest.end - rest.begin)) return rest;
+  while (rest.begin < rest.end) {
+    Stretch piece = rest;
+    piece.end = std::min(rest.end, rest.begin + kCachedPieceNbytes);
+    const std::uint64_t nbytes = piece.end - piece.begin;
+    if (file.read_cached(piece.begin, buffer, nbytes) < nbytes) break;
+    deliver(piece, buffer);
+    rest.begin = piece.end;
+    const auto is_done = [&](const FileRange& range) {
+      return range.offset + range.nbytes <= rest.begin;
+    };
+    while (rest.first_range < rest.end_range && is_done(ranges_[rest.first_range])) {
+      ++rest.first_range;
+    }
+  }
+  return rest;
+}
+
 void CheckedRead::read(const Stretch& stretch) {
   const BufferPool::Lease buffer(files_->buffers());
-  fetch(stretch, buffer.data());
-  if (is_whole(stretch, buffer.data())) copy_out(stretch, buffer.data());
+  const Stretch rest = read_cached(stretch, buffer.data());
+  if (rest.begin < rest.end) {
+    fetch(rest, buffer.data());
+    deliver(rest, buffer.data());
+  }
   nbytes_read_.fetch_add(stretch.end - stretch.begin, std::memory_order_relaxed);
 }
 

@@ -37,7 +37,7 @@ class CheckedRead {
   CheckedRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
               std::vector<Table> tables, std::uint64_t max_gap);
 
-  // Returns when all bytes are in their places, but for those of stretches with damaged blocks,
+  // Returns when all bytes are in their places, but for those read together with damaged blocks,
   // which are returned in the order of files and offsets.  IoError.
   std::vector<DamagedBlock> run(std::size_t n_threads, const Poll& poll);
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
@@ -55,7 +55,9 @@ class CheckedRead {
   void check() const;
   void cut(std::uint64_t max_gap);
   void read(const Stretch& stretch);
+  Stretch read_cached(Stretch rest, std::byte* buffer);
   void fetch(const Stretch& stretch, std::byte* buffer) const;
+  void deliver(const Stretch& stretch, const std::byte* buffer);
   bool is_whole(const Stretch& stretch, const std::byte* buffer);
   void copy_out(const Stretch& stretch, const std::byte* buffer) const;
 

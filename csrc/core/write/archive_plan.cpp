@@ -38,7 +38,9 @@ std::vector<DamagedPayload> ArchivePlan::damaged() const {
 }
 
 void ArchivePlan::read_from(SharedSources sources, std::span<const NamedSource> payloads) {
-  if (is_staged()) throw std::invalid_argument("the payloads come from somewhere else");
+  if (staging_ != nullptr || staged_ahead_ != nullptr) {
+    throw std::invalid_argument("the payloads come from somewhere else");
+  }
   std::unordered_map<std::string_view, std::size_t> numbers;
   for (std::size_t i = 0; i < layout_.size(); ++i) numbers.emplace(layout_.name(i), i);
   std::vector<SourcePayload> by_record(layout_.size());

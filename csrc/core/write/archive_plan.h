@@ -67,7 +67,9 @@ class ArchivePlan final : public FilePlan {
   std::string record_name(std::size_t record) const { return std::string(layout_.name(record)); }
   bool has_holes() const override { return records_.has_holes_; }
   bool is_sequential() const override { return !records_.makers_.empty(); }
-  bool is_staged() const override { return staging_ != nullptr || staged_ahead_ != nullptr; }
+  bool is_pinned() const override {
+    return staged_ahead_ != nullptr || (staging_ != nullptr && staging_->is_pinned());
+  }
   std::vector<DamagedPayload> damaged() const override;
 
   // These records' payloads come from parts of sources.  std::invalid_argument if payloads are

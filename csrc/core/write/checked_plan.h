@@ -20,7 +20,7 @@ class CheckedPlan final : public FilePlan {
   CheckedPlan(std::vector<PlacedPiece> pieces, std::unique_ptr<PayloadStaging> staging);
 
   std::uint64_t nbytes() const override;
-  bool is_staged() const override { return staging_ != nullptr; }
+  bool is_pinned() const override { return staging_ != nullptr && staging_->is_pinned(); }
   std::vector<DamagedPayload> damaged() const override { return {}; }
   // Of the last write, in the order of the blocks.
   std::span<const std::uint32_t> block_crcs() const { return block_crcs_; }

@@ -9,10 +9,12 @@ void FilePlan::write_file(const Replacement& target, const WriteOptions& options
   run(options, [&](const WriteOptions& write) {
     AtomicFile replacement(target.path, target.display);
     File& file = replacement.file();
-    if (target.direct && file.direct_io_alignment().supported()) {
+    if (target.direct_nbytes > 0 && file.direct_io_alignment().supported()) {
       file.preallocate(nbytes());
       const auto body = make_body(write, direct_chunk_nbytes(file, write));
-      write_direct(*body, file, 0, write, progress_, poll);
+      WriteOptions direct = write;
+      direct.max_direct_nbytes = target.direct_nbytes;
+      write_direct(*body, file, 0, direct, progress_, poll);
     } else {
       write_through_cache(file, write, poll);
     }

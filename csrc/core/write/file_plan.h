@@ -19,13 +19,13 @@ namespace ptsave {
 // a time.
 class FilePlan {
  public:
-  // A file that appears whole or not at all; `display` is its name in errors.  `direct`: past the
-  // page cache, where its file system allows that.
+  // A file that appears whole or not at all; `display` is its name in errors.  Its first
+  // `direct_nbytes` bytes go past the page cache, where its file system allows that.
   struct Replacement {
     std::string path;
     std::string display;
     bool durable = false;
-    bool direct = false;
+    std::uint64_t direct_nbytes = 0;
   };
 
   FilePlan() = default;
@@ -38,8 +38,8 @@ class FilePlan {
   virtual bool has_holes() const { return false; }
   // Whether payloads are made one at a time; then no threads help.
   virtual bool is_sequential() const { return false; }
-  // Whether payloads come from accelerators, or from files.
-  virtual bool is_staged() const = 0;
+  // Whether payloads come through page-locked memory: from accelerators.
+  virtual bool is_pinned() const = 0;
   // The payloads of the last write that did not have the CRC expected of them: it has thrown
   // FormatError.
   virtual std::vector<DamagedPayload> damaged() const = 0;

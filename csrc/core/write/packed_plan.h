@@ -18,7 +18,7 @@ class PackedPlan final : public FilePlan {
              std::unique_ptr<PayloadStaging> payloads);
 
   std::uint64_t nbytes() const override;
-  bool is_staged() const override { return true; }
+  bool is_pinned() const override { return payloads_->is_pinned(); }
   std::vector<DamagedPayload> damaged() const override { return payloads_->damaged(); }
 
  protected:

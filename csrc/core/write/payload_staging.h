@@ -23,6 +23,8 @@ class PayloadStaging {
   // Hands everything over to a stager that keeps it as it is now.  Null for payloads that nobody
   // changes.
   virtual std::unique_ptr<Stager> hand_over() { return nullptr; }
+  // Whether it needs page-locked memory.
+  virtual bool is_pinned() const = 0;
   // The payloads of the last write that did not have the CRC expected of them.
   virtual std::vector<DamagedPayload> damaged() const { return {}; }
   // In a forked child: leaks whatever its parent's drivers would be called to free.

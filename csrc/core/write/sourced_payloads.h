@@ -22,6 +22,7 @@ class SourcedPayloads final : public PayloadStaging {
 
   // The write throws FormatError before it is complete if a CRC is not the one expected.
   std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
+  bool is_pinned() const override { return false; }
   std::vector<DamagedPayload> damaged() const override { return damaged_; }
 
  private:

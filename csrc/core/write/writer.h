@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -44,6 +45,8 @@ struct WriteOptions {
   // between the checksum and that, another thread could change a live tensor.
   bool payloads_are_still = false;
   DirectBuffers* buffers = nullptr;  // optional
+  // Of a direct write, whose later chunks go through the page cache.
+  std::uint64_t max_direct_nbytes = std::numeric_limits<std::uint64_t>::max();
   // Page-locked host memory for what comes from accelerators.
   std::size_t max_pinned_nbytes = 0;
   Priority priority = Priority::kOfCaller;  // of the threads
@@ -58,9 +61,9 @@ void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File&
                     std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
                     const Poll& poll);
 
-// Into a fresh file past the page cache, through n_threads buffers of one chunk each, or from where
-// payloads are if they are still and the device takes whole blocks from there.  Falls back to the
-// page cache where the kernel refuses direct writes.
+// Into a fresh file past the page cache, or max_direct_nbytes of it, through n_threads buffers of
+// one chunk each, or from where payloads are if they are still and the device takes whole blocks
+// from there.  Falls back to the page cache where the kernel refuses direct writes.
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
                   const WriteOptions& options, Progress& progress, const Poll& poll);
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <set>
 #include <span>
@@ -40,6 +41,7 @@ using written_archive::kIdNbytes;
 using written_archive::kNoPoll;
 using written_archive::reference;
 
+constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
 const std::string kId = ".data/serialization_id";  // whose bytes are computed
 
 const std::byte* data_of(const std::string& text) { return std::as_bytes(std::span(text)).data(); }
@@ -71,7 +73,7 @@ void expect_written(ArchivePlan& plan, const std::vector<Entry>& entries,
   ASSERT_EQ(plan.nbytes(), expected.size());
   const Folder folder;
   const std::string path = folder / "file";
-  for (const bool direct : {false, true}) {
+  for (const std::uint64_t direct : {std::uint64_t{0}, std::uint64_t{1}, kChunk + 1, kAll}) {
     for (const bool durable : {false, true}) {
       plan.write_file({path, "file", durable, direct}, options, kNoPoll);
       EXPECT_TRUE(read_file(path) == expected) << direct << durable;
@@ -98,7 +100,7 @@ TEST(ArchivePlan, WritesTheSameToEveryTarget) {
     ArchivePlan plan("archive", records_of(entries), 64);
     EXPECT_EQ(plan.has_holes(), with_hole);
     EXPECT_FALSE(plan.is_sequential());
-    EXPECT_FALSE(plan.is_staged());
+    EXPECT_FALSE(plan.is_pinned());
     for (const std::size_t n_threads : {0u, 3u}) {
       for (const bool compute_crcs : {true, false}) {
         expect_written(plan, entries, {compute_crcs, n_threads, kChunk});
@@ -220,6 +222,7 @@ class Accelerator final : public PayloadStaging {
   std::unique_ptr<Stager> hand_over() override {
     return std::make_unique<CopyingStager>(payloads_);
   }
+  bool is_pinned() const override { return true; }
   void abandon() override { abandoned_ = true; }
 
  private:
@@ -248,13 +251,13 @@ class StagedPlan : public testing::Test {
 };
 
 TEST_F(StagedPlan, WritesWhatAStagerBrings) {
-  EXPECT_TRUE(plan_->is_staged());
+  EXPECT_TRUE(plan_->is_pinned());
   expect_written(*plan_, entries_, options_);
 }
 
 TEST_F(StagedPlan, WritesWhatThereWasWhenItWasStaged) {
   plan_->begin_staging(kChunk);
-  EXPECT_TRUE(plan_->is_staged());
+  EXPECT_TRUE(plan_->is_pinned());
   plan_->stage(2, kNoPoll);
   for (std::string& payload : payloads_) std::ranges::fill(payload, '!');
   std::string memory(plan_->nbytes(), 'x');
@@ -270,7 +273,7 @@ TEST_F(StagedPlan, WritesWhatThereWasWhenItWasStaged) {
 TEST_F(StagedPlan, IsAbandonedWithoutTouchingTheAccelerator) {
   plan_->abandon();
   EXPECT_TRUE(abandoned_);
-  EXPECT_FALSE(plan_->is_staged());
+  EXPECT_FALSE(plan_->is_pinned());
   std::string memory(plan_->nbytes(), 'x');
   EXPECT_THROW(plan_->write_memory(bytes_of(memory), options_, kNoPoll), std::invalid_argument);
 }
@@ -311,7 +314,7 @@ TEST_F(PlanOfSources, ReadsPayloadsByName) {
   ArchivePlan plan("archive", std::move(records_), 64);
   std::ranges::reverse(sourced_);
   plan.read_from(memory_sources(source_), sourced_);
-  EXPECT_TRUE(plan.is_staged());
+  EXPECT_FALSE(plan.is_pinned());
   plan.begin_staging(kChunk);  // nothing to do
   plan.stage(2, kNoPoll);
   expect_written(plan, entries_, options_);
@@ -322,7 +325,7 @@ TEST_F(PlanOfSources, RefusesARecordThatIsNotThere) {
   ArchivePlan plan("archive", std::move(records_), 64);
   sourced_[1].record = "data/7";
   EXPECT_THROW(plan.read_from(memory_sources(source_), sourced_), std::invalid_argument);
-  EXPECT_FALSE(plan.is_staged());
+  EXPECT_FALSE(plan.is_pinned());
 }
 
 TEST_F(PlanOfSources, PublishesNoFileWithDamagedPayloads) {
@@ -330,7 +333,7 @@ TEST_F(PlanOfSources, PublishesNoFileWithDamagedPayloads) {
   sourced_[1].payload.crc = crc_of(entries_[1].data) ^ 1;
   plan.read_from(memory_sources(source_), sourced_);
   const Folder folder;
-  for (const bool direct : {false, true}) {
+  for (const std::uint64_t direct : {std::uint64_t{0}, kChunk + 1, kAll}) {
     EXPECT_THROW(plan.write_file({folder / "file", "file", false, direct}, options_, kNoPoll),
                  FormatError);
     EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
@@ -367,10 +370,10 @@ class Packed : public testing::Test {
 TEST_F(Packed, WritesHeaderAndPayloads) {
   const auto packed = plan(memory_sources(file_));
   EXPECT_EQ(packed->nbytes(), file_.size());
-  EXPECT_TRUE(packed->is_staged());
+  EXPECT_FALSE(packed->is_pinned());
   EXPECT_FALSE(packed->has_holes());
   EXPECT_FALSE(packed->is_sequential());
-  for (const bool direct : {false, true}) {
+  for (const std::uint64_t direct : {std::uint64_t{0}, kChunk + 1, kAll}) {
     packed->write_file({folder_ / "file", "file", true, direct}, options_, kNoPoll);
     EXPECT_TRUE(read_file(folder_ / "file") == file_);
     EXPECT_EQ(packed->nbytes_written(), file_.size());

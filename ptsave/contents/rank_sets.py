@@ -1,0 +1,137 @@
+"""Recognises files of which each rank of a job has written one, and makes them one checkpoint.
+
+Nothing in such files says how parts of one tensor belong together.  So what a rank has is an entry
+of its own, ``rank0``, ``rank1``, ..., below the item if the names say which: ``model.rank0``.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable
+
+from ptsave.contents.shard_files import ShardFiles, is_parallel_part, is_zero_file
+from ptsave.sources.opening import Folder
+
+__all__ = ["find_rank_set", "is_step_of_rank", "rank_sets", "ranks_of_parts"]
+
+# <item>_<rank>.pt, as torch_checkpointing names them.
+_ITEM = re.compile(r"(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt")
+# Those of ptsave.AsyncCheckpointer: a step, a save, and a part of it.
+_STEP = re.compile(
+    r"(?P<save>step-(?P<step>\d+)\.(?P<session>[0-9a-f]{16})-(?P<count>\d{1,9}))"
+    r"\.rank-(?P<rank>\d{1,9})-of-(?P<size>\d{1,9})\.pt"
+)
+_MAX_RANKS = 1 << 20
+_Keys = tuple[str, ...]
+
+
+def is_step_of_rank(name: str) -> bool:
+    """Whether a file is a part that an AsyncCheckpointer of several ranks has saved, by its name.
+
+    >>> is_step_of_rank("step-00000100.0123456789abcdef-0.rank-1-of-2.pt")
+    True
+    """
+    return _STEP.fullmatch(name) is not None
+
+
+def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
+    """Return the files of a directory that ranks have written; None if it is another one.
+
+    Of several steps of an AsyncCheckpointer the newest counts of which all parts are there.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file of a rank is missing.
+    """
+    names = list(names)
+    sets = rank_sets(folder, names)
+    if not sets and any(map(is_step_of_rank, names)):
+        parts = [match for match in map(_STEP.fullmatch, names) if match is not None]
+        _refuse_missing(folder, max(parts, key=_order)[0])
+    return sets[-1] if sets else None
+
+
+def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
+    """Return all such sets in a directory of which no file is missing, the newest last.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a number is missing between those of an item's ranks.
+    """
+    names = list(names)
+    steps = _steps(folder, names)
+    if steps or any(map(is_step_of_rank, names)):
+        return steps
+    items = [match for match in map(_ITEM.fullmatch, names) if match is not None]
+    others = [name for name in names if name.endswith(".pt") and not _ITEM.fullmatch(name)]
+    ranks: dict[str, set[int]] = {}
+    for match in items:
+        ranks.setdefault(match["item"], set()).add(int(match["rank"]))
+    is_set = ranks and all(0 in each for each in ranks.values()) and len(ranks) < len(items)
+    if others or not is_set or any(map(is_zero_file, names)):
+        return []
+    for item, each in ranks.items():
+        missing = next((rank for rank in range(max(each)) if rank not in each), None)
+        if missing is not None:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"the file of rank {missing} is missing: there are those of {len(each)} others",
+                folder.join(f"{item}_{missing}.pt"),
+            )
+    items.sort(key=lambda match: (match["item"], int(match["rank"])))
+    keys: dict[str, _Keys] = {match[0]: (match["item"], f"rank{match['rank']}") for match in items}
+    return [_files(folder, keys)]
+
+
+def ranks_of_parts(files: ShardFiles) -> tuple[_Keys, ...] | None:
+    """Return keys for the parts of a model that was divided among ranks; None if it was not.
+
+    Those are ``consolidated.00.pth`` and so on, whose entries have the same names.
+    """
+    if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
+        return None
+    return tuple((f"rank{number}",) for number in range(len(files.paths)))
+
+
+def _order(match: re.Match[str]) -> tuple[int, str, int]:
+    return int(match["step"]), match["session"], int(match["count"])
+
+
+def _steps(folder: Folder, names: list[str]) -> list[ShardFiles]:
+    saves: dict[tuple[int, str, int], dict[int, str]] = {}
+    sizes: dict[tuple[int, str, int], int] = {}
+    for match in filter(None, map(_STEP.fullmatch, names)):
+        saves.setdefault(_order(match), {})[int(match["rank"])] = match[0]
+        sizes[_order(match)] = int(match["size"])
+    return [
+        _files(folder, {parts[rank]: (f"rank{rank}",) for rank in sorted(parts)})
+        for save, parts in sorted(saves.items())
+        if sizes[save] <= _MAX_RANKS and set(parts) == set(range(sizes[save]))
+    ]
+
+
+def _refuse_missing(folder: Folder, name: str) -> None:
+    match = _STEP.fullmatch(name)
+    assert match is not None
+    there = set(folder.names())
+    size = min(int(match["size"]), _MAX_RANKS)
+    parts = (f"{match['save']}.rank-{rank}-of-{match['size']}.pt" for rank in range(size))
+    missing = next((part for part in parts if part not in there), name)
+    raise FileNotFoundError(
+        errno.ENOENT,
+        f"a rank's part is missing: there is {name}, and no step of which all parts are there",
+        folder.join(missing),
+    )
+
+
+def _files(folder: Folder, keys: dict[str, _Keys]) -> ShardFiles:
+    paths = [folder.join(name) for name in keys]
+    return ShardFiles(
+        paths,
+        path=folder.path,
+        storage_options=folder.storage_options,
+        ranks=tuple(keys.values()),
+    )

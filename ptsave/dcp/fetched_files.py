@@ -1,0 +1,200 @@
+"""The files of ranks at a URL: what is read of them is fetched into files in memory first.
+
+The engine reads and checks files.  So each has a file in memory of its size, full of holes, into
+which the blocks are put that are wanted next; they are let go of when they have been read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ptsave.archive.reader import RecordReader
+from ptsave.archive.remote import RemoteReader
+from ptsave.dcp.blocks import BLOCK_NBYTES
+from ptsave.dcp.metadata import CheckedFile
+from ptsave.dcp.rank_files import Box, RankFiles
+from ptsave.sources.ranges import FsspecFile, RangeSource, SparseFile
+from ptsave.support import config
+
+__all__ = ["FetchedFiles", "files_beside"]
+
+# In one request, and in memory at a time.
+_REQUEST_NBYTES = 8 << 20
+_BATCH_NBYTES = 32 << 20
+# Runs of bytes with longer gaps between them are fetched one by one: the longest that the engine
+# reads through.
+_MAX_GAP = 64 << 10
+
+
+class FetchedFiles(RankFiles):
+    """`RankFiles` beside metadata at a URL.
+
+    Parameters
+    ----------
+    metadata : FsspecFile
+        The metadata.
+    checked, verify
+        As of `RankFiles`.
+    """
+
+    def __init__(
+        self, metadata: FsspecFile, checked: dict[str, CheckedFile], *, verify: bool
+    ) -> None:
+        super().__init__(files_beside(metadata), checked, verify=verify)
+        self._beside = metadata
+        self._sources: dict[str, FsspecFile] = {}
+        self._files: dict[str, SparseFile] = {}
+
+    def file(self, name: str) -> str:
+        """Return the URL of a file."""
+        return self._beside.url_beside(name)
+
+    def _open_file(self, name: str) -> tuple[int, int]:
+        source = self._sources[name] = self._beside.beside(name)
+        file = self._files[name] = SparseFile(source.nbytes)
+        self._stack.callback(file.close)
+        return file.descriptor, source.nbytes
+
+    def head_of(self, info: Any, name: str, nbytes: int) -> bytes:
+        return self._part(info, name).read([(0, min(nbytes, int(info.length)))])[0]
+
+    def archive_of(self, info: Any, name: str, path: str, *, verify: bool) -> RecordReader:
+        return RemoteReader(self._part(info, name, path), config.current(), verify=verify)
+
+    def _part(self, info: Any, name: str, path: str = "") -> _Part:
+        offset, length = self.place_of(info, name)
+        return _Part(self._sources[info.relative_path], offset, length, path)
+
+    # ---------------------------------------------------------------------------- reading them
+
+    def read(self, boxes: Sequence[Box]) -> None:
+        """Fill the targets of boxes, some of them or a piece of one at a time."""
+        batch: list[Box] = []
+        nbytes = 0
+        for piece in (piece for box in boxes for piece in _pieces(box)):
+            if batch and nbytes + piece.target.nbytes > _BATCH_NBYTES:
+                super().read(batch)
+                batch, nbytes = [], 0
+            batch.append(piece)
+            nbytes += piece.target.nbytes
+        super().read(batch)
+        for box in boxes if self.verify else ():
+            if box.crc is not None and box.target.numel():
+                self._check_whole(box)
+
+    def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
+        self.descriptor(name)
+        source, file = self._sources[name], self._files[name]
+        os.ftruncate(file.descriptor, 0)  # lets go of what was fetched before
+        os.ftruncate(file.descriptor, source.nbytes)
+        limit = self._checked[name].nbytes if name in self._checked else source.nbytes
+        wanted = [span for begin, end in spans for span in _blocks(begin, end, limit)]
+        for batch in _batches(dict.fromkeys(wanted)):
+            for (begin, _), piece in zip(batch, source.read(batch), strict=True):
+                file.write(begin, piece)
+
+    def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
+        # What lies in short gaps is read and checked as well.
+        self._fetch(name, _joined(span for box in boxes for span in _runs(box)))
+
+
+class _Part(RangeSource):
+    """A part of a file that holds a file of its own."""
+
+    def __init__(self, source: RangeSource, begin: int, nbytes: int, name: str) -> None:
+        self.name = name or source.name
+        self.nbytes = nbytes
+        self._source, self._begin = source, begin
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        at = self._begin
+        return self._source.read([(at + begin, at + end) for begin, end in ranges])
+
+
+def files_beside(metadata: FsspecFile) -> str:
+    """Return the URL of the directory that metadata is in."""
+    return metadata.url_beside("").rstrip("/")
+
+
+def _blocks(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the blocks around some bytes, in ranges of one request.
+
+    Behind `limit`, where the checksums are, there are none.
+    """
+    if begin < limit:
+        begin -= begin % BLOCK_NBYTES
+        end = min(end + -end % BLOCK_NBYTES, limit)
+    for at in range(begin, end, _REQUEST_NBYTES):
+        yield at, min(at + _REQUEST_NBYTES, end)
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order, those with short gaps between them as one.
+
+    >>> _joined([(200_000, 200_001), (9, 10), (0, 5)])
+    [(0, 10), (200000, 200001)]
+    """
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if joined and begin - joined[-1][1] <= _MAX_GAP:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _batches(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    batch: list[tuple[int, int]] = []
+    nbytes = 0
+    for begin, end in ranges:
+        batch.append((begin, end))
+        nbytes += end - begin
+        if nbytes >= _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(box: Box) -> Iterator[Box]:
+    """Yield a box in pieces of a batch, whose checksum is not known."""
+    target, strides = box.target, tuple(box.strides)
+    if target.nbytes <= _BATCH_NBYTES:
+        yield Box(box.file, box.name, box.offset, strides, target)
+        return
+    dim = next(dim for dim, n in enumerate(target.shape) if n > 1)
+    n = target.shape[dim]
+    step = max(_BATCH_NBYTES * n // target.nbytes, 1)
+    for begin in range(0, n, step):
+        part = target.narrow(dim, begin, min(step, n - begin))
+        offset = box.offset + begin * strides[dim]
+        yield from _pieces(Box(box.file, box.name, offset, strides, part))
+
+
+def _runs(box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a file that a box needs: those with short gaps between them as one."""
+    return _runs_of(box.offset, tuple(box.target.shape), tuple(box.strides), box.target.itemsize)
+
+
+def _runs_of(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[int, int]]:
+    if _is_dense(shape, strides, itemsize):
+        steps = zip(shape, strides, strict=True)
+        yield offset, offset + sum((n - 1) * step for n, step in steps) + itemsize
+        return
+    for number in range(shape[0]):
+        yield from _runs_of(offset + number * strides[0], shape[1:], strides[1:], itemsize)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether the bytes between the first and the last element are those of all, but short gaps."""
+    inner = itemsize
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        if n > 1:
+            if step - inner > _MAX_GAP:
+                return False
+            inner += (n - 1) * step
+    return True

@@ -1,0 +1,291 @@
+"""Weights that one rank of a process group reads, and that all ranks fill their models from.
+
+The reading rank opens the files and says what is in them; each rank plans for its own model, and
+all records that any of them wants go around once, in the order of the files.  What fits as it is
+goes from a chunk into its target; a ``weight_loader`` gets its tensor when the last byte is there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptsave.archive.group_records import CHECKED, ENDED, PLANNED, GroupRecord, GroupRecords
+from ptsave.archive.part_copies import StorageView
+from ptsave.archive.recycled_memory import RecycledMemory
+from ptsave.contents.checkpoint_files import find_files
+from ptsave.errors import CorruptCheckpointError
+from ptsave.models.filling import Item, divided, note_changes, put_into
+from ptsave.models.group_sources import SentRecord, SentShard, WeightSource
+from ptsave.models.shards import Entry, Read, ReceivedShard, Shard, ShardReader, open_shards
+from ptsave.models.weight_parts import Part
+from ptsave.models.weight_slices import WeightSlice
+from ptsave.support.group_call import GroupCall, agree_on_file
+from ptsave.support.progress import ProgressCallback
+from ptsave.support.torch_tensors import set_grad_enabled
+
+__all__ = ["GroupWeights", "group_weights"]
+
+_MAX_STAGED_NBYTES = 32 << 20  # that are held to be used again
+
+
+@contextmanager
+def group_weights(
+    f: Any, storage_options: Mapping[str, Any] | None, group: Any
+) -> Iterator[GroupWeights]:
+    """Open the files of a model, which one rank of a group, or one of each host, reads.
+
+    Collective: an exception in the block is raised on all ranks, which leave it together.
+    Parameters and errors as of :func:`ptsave.load_model`.
+    """
+    call = GroupCall(group)
+    with ExitStack() as stack:
+        with call.failing_together():
+            agree_on_file(call, f)
+        source = None
+        with call.failing_together():
+            if call.is_reader:
+                files = find_files(f, storage_options)
+                opened = open_shards(f, files, stack)
+                source = stack.enter_context(closing(WeightSource(opened)))
+            call.agree_on_contents(source.digest if source is not None else bytes)
+        sent = call.send(None if source is None else source.shards)
+        weights = GroupWeights(call, sent, source)
+        with call.failing_together():
+            yield weights
+            weights.wait(ENDED)
+
+
+class GroupWeights:
+    """The tensors of a model's files, which a group receives.
+
+    Parameters
+    ----------
+    call : GroupCall
+        The call of all ranks.
+    sent : list of SentShard
+        The files.
+    source : WeightSource or None
+        Reads them, on the rank that does.
+
+    Attributes
+    ----------
+    shards : list of Shard
+        The files.
+    entries : list of Entry
+        Their tensors.
+    """
+
+    def __init__(
+        self, call: GroupCall, sent: Sequence[SentShard], source: WeightSource | None
+    ) -> None:
+        self.shards: list[Shard] = []
+        self.entries: list[Entry] = []
+        self._homes: list[tuple[SentShard, SentRecord]] = []
+        self._places: dict[int, tuple[int, StorageView]] = {}  # by an entry's id
+        for each in sent:
+            shard = ReceivedShard(each.path, each.objects, each.metadata, self._read)
+            self.shards.append(shard)
+            first = len(self._homes)
+            for stored in each.entries:
+                name, shape, dtype, nbytes, stored_nbytes, record, view = stored
+                entry = Entry(name, shape, dtype, shard, nbytes, stored_nbytes)
+                self.entries.append(entry)
+                self._places[id(entry)] = (first + record, view)
+            self._homes += [(each, record) for record in each.records]
+        read = None if source is None else source.read
+        self._records = GroupRecords(call, len(self._homes), self._record, read, self._damaged)
+
+    def agree(self) -> None:
+        """Wait until all ranks have checked their models; an error if one does not fit."""
+        self.wait(CHECKED)
+
+    def wait(self, barrier: int) -> None:
+        """Wait for the others, as `GroupRecords.wait`."""
+        self._records.wait(barrier)
+
+    def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
+        """Return what fills a model; parameters as of `Filling`, though nothing is read here."""
+        return GroupFilling(self, progress)
+
+    def place_of(self, entry: Entry) -> tuple[int, StorageView]:
+        """Return the record of an entry that has elements, and where it is in that."""
+        return self._places[id(entry)]
+
+    def receive(
+        self, wanted: Mapping[int, Sequence[_Copy]], done: Callable[[int], None] | None
+    ) -> None:
+        """Receive records, and make the copies from each.
+
+        Parameters
+        ----------
+        wanted : mapping of int to sequence of _Copy
+            Copies by records.
+        done : callable, optional
+            Called with the number of a record behind its last byte.
+        """
+
+        def take(record: int, begin: int, part: Tensor) -> None:
+            with torch.no_grad():
+                set_grad_enabled(False)  # which a loader may have changed
+                for copy in wanted[record]:
+                    copy.take(part, begin)
+            if done is not None and begin + len(part) == self._homes[record][1].nbytes:
+                done(record)
+
+        self._records.receive(set(wanted), take, verify=True)
+
+    def _read(self, reads: Sequence[Read]) -> None:
+        """Receive tensors at once, while others wait or receive theirs."""
+        wanted: dict[int, list[_Copy]] = defaultdict(list)
+        for read in reads:
+            if read.entry.nbytes:
+                record, view = self.place_of(read.entry)
+                target = read.target.view(read.entry.shape)
+                wanted[record].append(_Copy(view, target))
+        self.receive(wanted, None)
+
+    def _record(self, number: int) -> GroupRecord:
+        _, record = self._homes[number]
+        return GroupRecord(record.nbytes, number, record.crc)
+
+    def _damaged(self, number: int, crc: int) -> Exception:
+        shard, record = self._homes[number]
+        first = number - shard.records.index(record)
+        names = [each.name for each in shard.entries if each.record + first == number]
+        more = ", ..." if len(names) > 8 else ""
+        return CorruptCheckpointError(
+            f"{shard.path}: record {record.name} at offset {record.offset} is damaged: its CRC-32 "
+            f"is {crc:08x}, not {record.crc:08x}; used by {', '.join(names[:8])}{more}. Restore "
+            "the file from a copy.",
+            path=shard.path,
+            record=record.name,
+            offset=record.offset,
+            entries=names,
+        )
+
+
+class GroupFilling:
+    """Fills a model's tensors on one rank: `Filling` for what a group receives.
+
+    Parameters
+    ----------
+    weights : GroupWeights
+        The files.
+    progress : ProgressCallback or None
+        Called with the bytes that have been delivered so far.
+    """
+
+    def __init__(self, weights: GroupWeights, progress: ProgressCallback | None) -> None:
+        self._weights = weights
+        self._progress = progress
+        self._nbytes_done = 0
+        self._memory = RecycledMemory(_MAX_STAGED_NBYTES)
+
+    def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
+        """Fill targets in the order of the files.
+
+        With `is_all` all ranks say first what they want, so that it goes around once.
+        """
+        direct, _ = divided(items)
+        in_place = {id(item) for item in direct if item.target.shape == item.part.shape}
+        wanted: dict[int, list[_Copy]] = defaultdict(list)
+        sizes: dict[int, int] = defaultdict(int)
+        empty: list[Item] = []
+        for item in items:
+            if not item.nbytes:
+                empty.append(item)
+                continue
+            record, whole = self._weights.place_of(item.entry)
+            view = _part_of(whole, item.part)
+            is_direct = id(item) in in_place
+            copy = _Copy(view, item.target) if is_direct else _Delivery(view, item, self._memory)
+            wanted[record].append(copy)
+            sizes[record] += item.nbytes
+
+        def done(record: int) -> None:
+            self._nbytes_done += sizes[record]
+            if self._progress is not None:
+                self._progress(self._nbytes_done)
+
+        if is_all:
+            self._weights.wait(PLANNED)
+        with torch.no_grad():
+            for item in empty:
+                put_into(item, torch.empty(item.part.shape, dtype=item.entry.dtype))
+        self._weights.receive(wanted, done)
+        note_changes([item.target for item in items if id(item) in in_place])
+
+
+class _Copy:
+    """A part of a record that is copied into a tensor of its shape as it arrives."""
+
+    def __init__(self, view: StorageView, target: Tensor) -> None:
+        self.view = view
+        self.target: Tensor | None = target
+        last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
+        self.begin = view.offset * view.dtype.itemsize
+        self.end = (view.offset + last + 1) * view.dtype.itemsize
+
+    def take(self, part: Tensor, begin: int) -> None:
+        """Take bytes of the record from `begin` on."""
+        if begin < self.end and self.begin < begin + len(part):
+            assert self.target is not None
+            self.view.copy_part(self.target, part, begin)
+
+
+class _Delivery(_Copy):
+    """A tensor that is put together in memory first, and then delivered."""
+
+    def __init__(self, view: StorageView, item: Item, memory: RecycledMemory) -> None:
+        if item.is_sliced:  # which may be expanded to any size
+            steps = zip(view.shape, view.stride, strict=True)
+            shape = tuple(1 if step == 0 else n for n, step in steps)
+            bits = (view.is_conj, view.is_neg)
+            view = StorageView(view.dtype, view.offset, shape, view.stride, *bits)
+        super().__init__(view, item.target)
+        self.target = None
+        self._item, self._memory = item, memory
+
+    def take(self, part: Tensor, begin: int) -> None:
+        if self.target is None and begin < self.end:
+            self.target = self._memory.tensor(torch.Size(self.view.shape), self.view.dtype)
+        super().take(part, begin)
+        if self.target is not None and self.end <= begin + len(part):
+            values, self.target = self.target, None
+            _deliver(self._item, values)
+
+
+def _deliver(item: Item, values: Tensor) -> None:
+    if not item.is_sliced:
+        put_into(item, values)
+        return
+    with closing(WeightSlice(item.entry, _InMemory(values.expand(item.entry.shape)))) as weight:
+        put_into(item, weight)
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """Gives a `WeightSlice` parts of a tensor that is in memory."""
+
+    values: Tensor
+
+    def read(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            read.target.copy_(self.values[read.index])
+
+
+def _part_of(view: StorageView, part: Part) -> StorageView:
+    """Return the view of a part of a tensor."""
+    if part.index is None:
+        return view
+    begins = zip(part.index, view.stride, strict=True)
+    offset = view.offset + sum(where.start * step for where, step in begins)
+    bits = (view.is_conj, view.is_neg)
+    return StorageView(view.dtype, offset, tuple(part.shape), view.stride, *bits)
