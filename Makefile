@@ -9,7 +9,9 @@ KILL_ROUNDS ?= 1000
 STRESS_SECONDS ?= 600
 PYTEST_ARGS ?=
 
-export PYTHON VENV JOBS
+PTSAVE_CMAKE_ARGS ?= -DPTSAVE_WERROR=ON
+
+export PYTHON VENV JOBS PTSAVE_CMAKE_ARGS
 
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
@@ -18,15 +20,15 @@ CTEST := $(BIN)/ctest --output-on-failure --no-tests=error
 SETUP_STAMP := $(VENV)/.setup-stamp
 INSTALL_STAMP := $(VENV)/.install-stamp
 
-CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPTSAVE_WERROR=ON
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 # gcc 12's ThreadSanitizer does not know the address layout of newer kernels.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-python test-accelerator test-torch test-all accelerator lint format asan tsan fuzz \
-        fuzz-short fuzz-parser fuzz-unpickler fuzz-unpickler-asan kill stress benchmark wheel clean \
-        lint-python lint-types lint-format lint-cpp
+.PHONY: help setup build demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator lint format asan tsan fuzz \
+        fuzz-short wheels fuzz-parser fuzz-unpickler fuzz-unpickler-asan fuzz-outline kill stress benchmark wheel clean \
+        lint-python lint-types lint-format lint-cpp asan-build tsan-build
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -35,7 +37,7 @@ help:  ## list the targets
 
 # What the goal needs of the system, all of it looked for before anything is downloaded.
 NEEDS := python
-test test-cpp test-all lint lint-cpp asan tsan: NEEDS := python tests
+test test-cpp test-all lint lint-cpp asan asan-build tsan tsan-build: NEEDS := python tests
 fuzz fuzz-parser: NEEDS := python fuzz
 benchmark: NEEDS := python benchmark
 
@@ -71,17 +73,34 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.optimizer_state
 	$(RUN) -m benchmarks.restore
 	$(RUN) -m benchmarks.archive
+	$(RUN) -m benchmarks.command
 	$(RUN) -m benchmarks.weights
 	$(RUN) -m benchmarks.async_save
 	$(RUN) -m benchmarks.convert
 	$(RUN) -m benchmarks.ranks
+	$(RUN) -m benchmarks.distributed
 	$(RUN) -m benchmarks.appending
 	$(RUN) -m benchmarks.capture
 	$(RUN) -m benchmarks.capture_diff
 	$(RUN) -m benchmarks.integrations
 
-wheel: $(SETUP_STAMP)  ## build a wheel into dist/
+# A warning is an error, and so is a reference that leads nowhere.
+docs: $(if $(BUILT),$(SETUP_STAMP),build)  ## the documentation, as pages in build/docs
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto docs build/docs
+
+wheel: $(SETUP_STAMP)  ## build a wheel for this torch, this Python and this system into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+
+# Hours and some 40 GB the first time: make wheels WHEELS="--python 3.11 --torch 2.13".
+wheels:  ## a wheel for each Python into dist/, with an engine for each torch; test all pairs
+	tools/system_packages.sh python
+	$(PYTHON) tools/wheels $(WHEELS)
+
+release-check: $(SETUP_STAMP)  ## what RELEASE.md wants checked, of the source distribution
+	rm -rf build/release && mkdir -p build/release
+	$(RUN) setup.py --quiet sdist --dist-dir build/release
+	$(BIN)/twine check --strict build/release/*
+	$(RUN) tools/release_check.py build/release/*.tar.gz
 
 # ------------------------------------------------------------------------------------------- tests
 
@@ -115,7 +134,7 @@ accelerator:  ## the same tests, and the benchmark, on this machine's accelerato
 	    $(PYTHON) -m pytest tests/accelerator/test_save.py tests/accelerator/test_load.py $(PYTEST_ARGS); \
 	else echo "compute-sanitizer is not installed: nothing was run under it"; fi
 
-# In a copy of the tree and an environment of its own, with PYTHON and CXX: README.md says what passes.
+# In a copy of the tree and an environment of its own, with PYTHON and CXX: docs/install.md says what passes.
 test-torch:  ## the Python tests with another torch: make test-torch TORCH=2.9.1
 	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.9.1" >&2; exit 2; }
 	tools/test_torch.sh $(TORCH) $(PYTEST_ARGS)
@@ -130,37 +149,44 @@ kill: build  ## kill a saving process KILL_ROUNDS times at random moments
 stress: build  ## many save to one path and read it, for STRESS_SECONDS
 	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) $(RUN) -m pytest tests/writing/test_stress.py $(PYTEST_ARGS)
 
-asan: $(SETUP_STAMP)  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: asan-build  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan --parallel $(JOBS)
+
+asan-build: $(SETUP_STAMP)
 	tools/system_packages.sh tests
 	$(CONFIGURE) -B build/asan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
 	  -DPTSAVE_SANITIZE=address,undefined
 	$(CMAKE) --build build/asan --parallel $(JOBS)
-	UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan --parallel $(JOBS)
 
-tsan: $(SETUP_STAMP)  ## C++ unit tests under ThreadSanitizer
+tsan: tsan-build  ## C++ unit tests under ThreadSanitizer
+	TSAN_OPTIONS=die_after_fork=0 $(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
+
+tsan-build: $(SETUP_STAMP)
 	tools/system_packages.sh tests
 	$(CONFIGURE) -B build/tsan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
 	  -DPTSAVE_SANITIZE=thread
 	$(NO_ASLR) $(CMAKE) --build build/tsan --parallel $(JOBS)
-	TSAN_OPTIONS=die_after_fork=0 $(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
 
-fuzz: fuzz-parser fuzz-unpickler  ## fuzz the archive parser and the unpickler, FUZZ_SECONDS together
+fuzz: fuzz-parser fuzz-unpickler fuzz-outline  ## fuzz parser, unpickler and outlines, FUZZ_SECONDS together
 
 fuzz-parser: $(SETUP_STAMP)
 	tools/system_packages.sh fuzz
 	$(CONFIGURE) -B build/fuzz -DPTSAVE_BUILD_FUZZERS=ON -DCMAKE_CXX_COMPILER=clang++
 	$(CMAKE) --build build/fuzz --parallel $(JOBS)
-	$(RUN) tools/fuzz.py build/fuzz $$(( $(FUZZ_SECONDS) / 2 ))
+	$(RUN) tools/fuzz.py build/fuzz $$(( $(FUZZ_SECONDS) / 3 ))
 
 fuzz-unpickler: build
-	$(RUN) tests/fuzz/unpickler_fuzzer.py $$(( $(FUZZ_SECONDS) / 2 )) build/fuzz
+	$(RUN) tests/fuzz/unpickler_fuzzer.py $$(( $(FUZZ_SECONDS) / 3 )) build/fuzz
+
+fuzz-outline: build
+	$(RUN) tests/fuzz/outline_fuzzer.py $$(( $(FUZZ_SECONDS) / 3 )) build/fuzz
 
 # Python is not compiled with the sanitizers, so their runtime is preloaded; what Python keeps until
 # it exits would be reported as leaks.
 fuzz-unpickler-asan: $(SETUP_STAMP)  ## fuzz the unpickler under ASan and UBSan
 	rm -rf build/asan-python && mkdir -p build/asan-python
 	cp -r ptsave csrc setup.py pyproject.toml CMakeLists.txt README.md build/asan-python/
-	rm -f build/asan-python/ptsave/_C*.so build/asan-python/ptsave/_core*.so
+	rm -rf build/asan-python/ptsave/engines/torch_* build/asan-python/ptsave/_core*.so
 	cd build/asan-python && PTSAVE_CMAKE_ARGS=-DPTSAVE_SANITIZE=address,undefined \
 	  $(abspath $(RUN)) setup.py --quiet build_ext --inplace
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
@@ -180,13 +206,16 @@ lint-python: $(SETUP_STAMP)
 	$(BIN)/ruff format --check .
 	$(RUN) tools/prose.py
 
-lint-types: build
+lint-types: $(SETUP_STAMP)
 	$(BIN)/mypy
 
 lint-format: $(SETUP_STAMP)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-lint-cpp: build build/core/build.ninja build/fake-accelerator/build.ninja
+# Beside running tests nothing may be built anew: make lint BUILT=1.
+BUILT ?=
+lint-cpp lint-types: $(if $(BUILT),,build)
+lint-cpp: build/core/build.ninja build/fake-accelerator/build.ninja
 	$(RUN) tools/clang_tidy.py
 
 format: $(SETUP_STAMP)  ## let ruff and clang-format rewrite what they can
@@ -195,4 +224,4 @@ format: $(SETUP_STAMP)  ## let ruff and clang-format rewrite what they can
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:  ## remove what was built, keep .venv
-	rm -rf build dist *.egg-info ptsave/_torch_build.py ptsave/_C*.so ptsave/_core*.so $(INSTALL_STAMP)
+	rm -rf build dist *.egg-info ptsave/_built.py ptsave/engines/torch_* ptsave/_core*.so $(INSTALL_STAMP)

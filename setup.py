@@ -1,25 +1,21 @@
-"""Build of the extension module: asks torch and Python where they are, then runs CMake.
+"""Build of the extension modules and of the wheel.
 
-Targets and flags are CMakeLists.txt's, metadata is pyproject.toml's; only what depends on the torch
-that is installed is decided here.
+Targets and flags are CMakeLists.txt's, metadata is pyproject.toml's; how to find torch and to run
+CMake is `ptsave.engines.building`'s.
 
-Environment: MAX_JOBS (compilers at once, default: usable cores), PTSAVE_CMAKE_ARGS (further CMake
-arguments, for example ``-DPTSAVE_WERROR=OFF``).
+Environment: as there, and PTSAVE_ENGINES (a folder with the engines that the wheel is to have, from
+tools/wheels; otherwise one is compiled for the torch that is installed).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import re
-import shlex
 import shutil
-import subprocess
 import sys
-import sysconfig
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
 
 from setuptools import Command, Extension, setup
@@ -27,120 +23,64 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-MINIMUM_TORCH = (2, 9)
 
 
-def torch_requirement() -> str:
-    """Return the requirement on torch: the minor series of the one found here."""
-    needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(
-            f"{needed}, and there is none in {sys.prefix}: "
-            "install torch first, and build with --no-build-isolation"
-        ) from None
-    match = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(a|b|rc|\.dev)?", version)
-    if match is None:
-        raise SystemExit(f"{needed}; cannot read its version {version!r}")
-    major, minor = int(match[1]), int(match[2])
-    if (major, minor) < MINIMUM_TORCH:
-        raise SystemExit(f"{needed}; found {version}")
-    prerelease = ".dev0" if match[3] else ""
-    return f"torch>={major}.{minor}{prerelease},<{major}.{minor + 1}"
+def unbuilt_package() -> ModuleType:
+    """Return a package ptsave whose modules can be imported before there is anything built."""
+    package = ModuleType("ptsave")
+    package.__path__ = [str(ROOT / "ptsave")]
+    return package
 
 
-def tool(name: str, bin_dir_attribute: str) -> str:
-    """Return the path of a program, from the Python package of that name or from PATH."""
-    search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-    if importlib.util.find_spec(name) is not None:
-        bin_dir = getattr(importlib.import_module(name), bin_dir_attribute, None)
-        search = f"{bin_dir}:{search}" if bin_dir else search
-    path = shutil.which(name, path=search)
-    if path is None:
-        raise SystemExit(f"ptsave needs {name} to build: pip install {name}")
-    return path
+sys.modules.setdefault("ptsave", unbuilt_package())
+building = importlib.import_module("ptsave.engines.building")
+names = importlib.import_module("ptsave.engines.names")
 
 
-def pybind11_include_dirs(torch_include_dirs: list[str]) -> list[str]:
-    """Return where pybind11 is: torch ships the version it was built with, which wins."""
-    if any((Path(folder) / "pybind11" / "pybind11.h").is_file() for folder in torch_include_dirs):
-        return []
-    import pybind11
+def long_description() -> str:
+    """Return README.md for an index page, which has no other file of the repository.
 
-    return [pybind11.get_include()]
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def run(command: list[str]) -> None:
-    """Run a build command; what went wrong is on its own output, so no traceback adds to it."""
-    if subprocess.run(command, check=False).returncode != 0:
-        raise SystemExit(f"ptsave: the build failed: {shlex.join(command)}")
-
-
-def torch_definitions() -> dict[str, str]:
-    """Return the CMake definitions that say where torch and Python are."""
-    import torch
-    from torch.utils import cpp_extension
-
-    torch_include_dirs = cpp_extension.include_paths()
-    include_dirs = torch_include_dirs + pybind11_include_dirs(torch_include_dirs)
-    return {
-        "PTSAVE_TORCH_INCLUDE_DIRS": ";".join(include_dirs),
-        "PTSAVE_TORCH_LIB_DIR": str(Path(torch.__file__).parent / "lib"),
-        "PTSAVE_TORCH_CXX11_ABI": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
-        "PTSAVE_PYTHON_INCLUDE_DIRS": sysconfig.get_path("include"),
-        "PTSAVE_PYTHON_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
-    }
-
-
-def run_cmake(build_dir: Path, option: str, target: str) -> None:
-    """Configure with ``option`` turned on, and build ``target``."""
-    definitions = {
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_MAKE_PROGRAM": tool("ninja", "BIN_DIR"),
-        option: "ON",
-        **torch_definitions(),
-    }
-    cmake = tool("cmake", "CMAKE_BIN_DIR")
-    run(
-        [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-        + [f"-D{name}={value}" for name, value in definitions.items()]
-        + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", ""))
-    )
-    jobs = os.environ.get("MAX_JOBS") or str(usable_cores())
-    run([cmake, "--build", str(build_dir), "--target", target, "--parallel", jobs])
+    Links to files lead into the repository if pyproject.toml has its address, as the project's URL
+    "Repository"; if not, their text stays.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    address = re.search(r'^Repository = "(.+?)/?"$', project, re.MULTILINE)
+    link = rf"[\1]({address[1]}/blob/HEAD/\2)" if address else r"\1"
+    return re.sub(r"\[([^\]\n]+)\]\((?!\w+:)([^)\s]+)\)", link, text)
 
 
 class CMakeBuildExt(build_ext):
-    """Build the modules with CMake and record the torch that ``ptsave._C`` was built against."""
+    """Build the modules with CMake, and note the version that they are of."""
 
     def build_extension(self, ext: Extension) -> None:
-        import torch
-
         build_dir = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
         name = ext.name.rpartition(".")[2]
-        run_cmake(build_dir, "PTSAVE_BUILD_PYTHON", name)
+        version = self.distribution.get_version()
+        built = building.build(build_dir, name, "PTSAVE_BUILD_PYTHON", version)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        built = build_dir / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
         self.copy_file(str(built), str(target))
-        self.write_torch_build(target.parent, torch.__version__)
 
     def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            Path(*ext.name.split(".")[:-1]).mkdir(exist_ok=True)
         super().copy_extensions_to_source()
-        name = Path("ptsave") / "_torch_build.py"
-        self.copy_file(str(Path(self.build_lib) / name), str(ROOT / name))
 
-    def write_torch_build(self, folder: Path, torch_version: str) -> None:
-        (folder / "_torch_build.py").write_text(
-            '"""The torch that this copy of ptsave was built against; written by setup.py."""\n\n'
+    def run(self) -> None:
+        super().run()
+        package = ROOT / "ptsave" if self.inplace else Path(self.build_lib) / "ptsave"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "_built.py").write_text(
+            '"""The version of this copy of ptsave; written by setup.py."""\n\n'
             f'VERSION = "{self.distribution.get_version()}"\n'
-            f'TORCH_VERSION = "{torch_version}"\n'
         )
+        if not self.inplace and "PTSAVE_ENGINES" in os.environ:
+            others = Path(os.environ["PTSAVE_ENGINES"])
+            for path in sorted(others.glob(f"torch_*/{names.FILE_NAME}")):
+                target = package / "engines" / path.relative_to(others)
+                target.parent.mkdir(exist_ok=True)
+                self.copy_file(str(path), str(target))
 
 
 class BuildFakeAccelerator(Command):
@@ -154,37 +94,45 @@ class BuildFakeAccelerator(Command):
 
     def run(self) -> None:
         build_dir = ROOT / "build" / "fake-accelerator"
-        run_cmake(build_dir, "PTSAVE_BUILD_FAKE_ACCELERATOR", "fake_accelerator")
+        version = self.distribution.get_version()
+        building.build(build_dir, "_fake_accelerator", "PTSAVE_BUILD_FAKE_ACCELERATOR", version)
 
 
-class CleanBuildPy(build_py):
-    """Leave no module of an earlier build in the wheel."""
+class BuildPyWithSource(build_py):
+    """Leave no module of an earlier build in the wheel; add what `ptsave.build_engine` compiles."""
 
     def run(self) -> None:
-        shutil.rmtree(Path(self.build_lib) / "ptsave", ignore_errors=True)
+        package = Path(self.build_lib) / "ptsave"
+        shutil.rmtree(package, ignore_errors=True)
         super().run()
+        if self.editable_mode:
+            return
+        for path in (ROOT / "CMakeLists.txt", *sorted(ROOT.glob("csrc/**/*.[ch]*"))):
+            target = package / "engines" / "source" / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(path), str(target), preserve_mode=False)
+
+
+def modules() -> list[Extension]:
+    """Return the modules to build, of which a source distribution has none."""
+    core = Extension("ptsave._core", sources=[])
+    if "sdist" in sys.argv or "egg_info" in sys.argv:
+        return [core]
+    building.check_platform()
+    engine = names.folder_name(building.installed_torch())
+    if "PTSAVE_ENGINES" in os.environ:
+        return [core]
+    return [Extension(f"ptsave.engines.{engine}._C", sources=[]), core]
 
 
 setup(
     license="MIT",
-    install_requires=[torch_requirement(), "click>=8.1", "tqdm"],
-    extras_require={
-        "safetensors": ["safetensors>=0.4"],  # load_model, save_model
-        "fsspec": ["fsspec"],  # URLs; a file system may need a library of its own (s3fs, gcsfs)
-        "plot": ["matplotlib>=3.7"],  # ptsave bench --plot
-        # ptsave.integrations
-        "lightning": ["lightning>=2.6"],
-        "pytorch-lightning": ["pytorch-lightning>=2.6"],
-        "accelerate": ["accelerate>=1.1", "safetensors>=0.4"],
-        "deepspeed": ["deepspeed>=0.18"],
-        "ignite": ["pytorch-ignite>=0.5"],
-        "torch-checkpointing": ["torch_checkpointing>=0.1.1", "safetensors>=0.4"],
-        "transformers": ["transformers>=5", "accelerate>=1.1", "safetensors>=0.4"],
-    },
-    ext_modules=[Extension("ptsave._C", sources=[]), Extension("ptsave._core", sources=[])],
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    ext_modules=modules(),
     cmdclass={
         "build_ext": CMakeBuildExt,
         "build_fake_accelerator": BuildFakeAccelerator,
-        "build_py": CleanBuildPy,
+        "build_py": BuildPyWithSource,
     },
 )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make sure that the system packages a target needs are there; install only what is missing.
 #
-# Usage: tools/system_packages.sh NEED...     NEED: python, tests, fuzz, benchmark
+# Usage: tools/system_packages.sh NEED...     NEED: python, tests, shells, fuzz, benchmark
 # Environment: PYTHON, the interpreter that .venv is made from (default python3).
 #
 # Installs as root, or by `sudo` where that asks no password; otherwise prints the command to run.
@@ -45,6 +45,10 @@ check() {
         need g++ command -v "$CXX"
         need libgtest-dev has_header gtest/gtest.h
         need zlib1g-dev has_header zlib.h
+        ;;
+      shells) # without them the tests of completion skip
+        need zsh command -v zsh
+        need fish command -v fish
         ;;
       fuzz)
         if command -v clang++ >/dev/null; then

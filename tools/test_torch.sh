@@ -19,7 +19,7 @@ mkdir -p "$tree"
 if ! [ -e "$venv/.complete" ]; then
   "$python" -m venv --clear "$venv"
   # The pins are Python 3.11's: where one of them is not to be had, any version has to do.
-  sed -e '/^torch==/d' -e '/^# Linters/,/^$/d' "$root/requirements-dev.txt" >"$place/pinned.txt"
+  sed -e '/^torch==/d' -e '/^# Linters/,/^$/d' -e '/^# Documentation/,/^$/d' "$root/requirements-dev.txt" >"$place/pinned.txt"
   sed -e '/^# What the above need/,$d' -e 's/==.*//' "$place/pinned.txt" >"$place/names.txt"
   pip="$venv/bin/python -m pip install --disable-pip-version-check --no-input --quiet"
   $pip "torch==$torch"

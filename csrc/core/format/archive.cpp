@@ -5,13 +5,13 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <memory_resource>
 #include <stdexcept>
 #include <unordered_set>
 #include <utility>
 
 #include "core/format/record_name.h"
 #include "core/format/zip.h"
+#include "core/memory/arena.h"
 
 namespace ptsave {
 namespace {
@@ -198,8 +198,10 @@ std::uint64_t hash_names(std::span<const std::string_view> names) {
   // torch folds the names in the iteration order of its std::unordered_set<std::string>.  That
   // order depends on hashes and on growth one by one; a set of views has the same of both, wherever
   // its nodes are.
-  std::pmr::monotonic_buffer_resource nodes;
-  std::pmr::unordered_set<std::string_view> written(&nodes);
+  Arena nodes;
+  std::unordered_set<std::string_view, std::hash<std::string_view>, std::equal_to<>,
+                     ArenaAllocator<std::string_view>>
+      written{ArenaAllocator<std::string_view>(nodes)};
   for (const std::string_view name : names) written.insert(name);
   std::uint64_t hash = 0;
   for (const std::string_view name : written) {

@@ -1,0 +1,24 @@
+// Included before everything else when a wheel for older systems is compiled (PTSAVE_PORTABLE):
+// the linker then takes the versions of these functions that glibc 2.28 and the libstdc++ of gcc 8
+// have, where newer systems would have it take their own. The rest is in definitions.cpp.
+#pragma once
+
+#if defined(__x86_64__)
+#define PTSAVE_OLDEST_GLIBC "GLIBC_2.2.5"
+#elif defined(__aarch64__)
+#define PTSAVE_OLDEST_GLIBC "GLIBC_2.17"
+#endif
+
+// NOLINTBEGIN(hicpp-no-assembler): only so can a version be named
+#define PTSAVE_SYMBOL(name, original, version) asm(".symver " name ", " original "@" version)
+PTSAVE_SYMBOL("hypot", "hypot", PTSAVE_OLDEST_GLIBC);                // 2.35
+PTSAVE_SYMBOL("pthread_once", "pthread_once", PTSAVE_OLDEST_GLIBC);  // 2.34
+PTSAVE_SYMBOL("__isoc23_strtol", "strtol", PTSAVE_OLDEST_GLIBC);     // 2.38, and so on
+PTSAVE_SYMBOL("__isoc23_strtoul", "strtoul", PTSAVE_OLDEST_GLIBC);
+PTSAVE_SYMBOL("__isoc23_strtoll", "strtoll", PTSAVE_OLDEST_GLIBC);
+PTSAVE_SYMBOL("__isoc23_strtoull", "strtoull", PTSAVE_OLDEST_GLIBC);
+PTSAVE_SYMBOL("_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE",
+              "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE", "GLIBCXX_3.4.11");
+#undef PTSAVE_SYMBOL
+#undef PTSAVE_OLDEST_GLIBC
+// NOLINTEND(hicpp-no-assembler)

@@ -1,0 +1,79 @@
+"""Compiles an engine for the torch that is installed: python -m ptsave.build_engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from ptsave.engines import building, choice
+from ptsave.engines.names import FILE_NAME, folder_name
+from ptsave.support.version import VERSION
+
+__all__ = ["main"]
+
+
+_HELP = """Compile an engine for the torch that is installed.
+
+A wheel of ptsave has engines for the releases of torch that there were when it was made. A newer
+torch, one that was built differently, or a nightly one, needs one that is compiled here: with a C++
+compiler, Python's headers, cmake and ninja. Nothing is fetched, and torch stays as it is.
+"""
+
+
+@click.command(help=_HELP)
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilers at once.  [default: the cores]")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Put it in this folder, to carry it elsewhere.  [default: where ptsave looks for it]",
+)
+def main(jobs: int | None, folder: Path | None) -> None:
+    """Compile, and print the path of the engine; raises SystemExit with the reason otherwise."""
+    building.check_platform()
+    torch_version = building.installed_torch()
+    target = _target(folder, torch_version)
+    click.echo(f"compiling an engine for torch {torch_version}: some minutes", err=True)
+    with tempfile.TemporaryDirectory(prefix="ptsave-engine-") as build_dir:
+        built = building.build(Path(build_dir), "_C", "PTSAVE_BUILD_PYTHON", VERSION, jobs)
+        with _replacement(target) as temporary:
+            temporary.write_bytes(built.read_bytes())
+    click.echo(target)
+
+
+def _target(folder: Path | None, torch_version: str) -> Path:
+    """Return the file to write; its folder is there, and can be written to."""
+    candidates = [folder] if folder is not None else choice.own_folders()
+    refusals = []
+    for candidate in candidates:
+        target = candidate / folder_name(torch_version) / FILE_NAME
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refusals.append(str(error))
+            continue
+        if os.access(target.parent, os.W_OK):
+            return target
+        refusals.append(f"{target.parent} cannot be written to")
+    raise SystemExit(f"ptsave: no folder for the engine: {'; '.join(refusals)}")
+
+
+@contextmanager
+def _replacement(target: Path) -> Iterator[Path]:
+    """Yield a path beside a file, which becomes the file; others may be loading that."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog_name="python -m ptsave.build_engine"))

@@ -1,0 +1,135 @@
+"""Compiles extension modules with CMake, against the torch and the Python that run this.
+
+Targets and flags are CMakeLists.txt's.  setup.py uses this, too, where ptsave cannot be imported
+yet.
+
+Environment: MAX_JOBS (compilers at once, default: usable cores), PTSAVE_CMAKE_ARGS (further CMake
+arguments, for example ``-DPTSAVE_WERROR=ON``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+__all__ = ["MINIMUM_TORCH", "build", "check_platform", "installed_torch", "source_folder"]
+
+MINIMUM_TORCH = (2, 9)
+_MACHINES = ("x86_64", "aarch64")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def source_folder() -> Path:
+    """Return where CMakeLists.txt and csrc are: in a wheel, or in a checkout."""
+    for folder in (_PACKAGE / "engines" / "source", _PACKAGE.parent):
+        if (folder / "CMakeLists.txt").is_file() and (folder / "csrc").is_dir():
+            return folder
+    raise SystemExit(f"ptsave: its C++ files are missing in {_PACKAGE}: install it again")
+
+
+def check_platform() -> None:
+    """Raise SystemExit where ptsave cannot be built."""
+    if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
+        raise SystemExit(
+            f"ptsave is for Linux on {' and '.join(_MACHINES)}, not {sys.platform} on "
+            f"{platform.machine()}: there, use torch.save and torch.load"
+        )
+
+
+def installed_torch() -> str:
+    """Return the version of the torch to compile against."""
+    needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            f"{needed}, and there is none in {sys.prefix}: "
+            "install torch first, and then ptsave with `pip install --no-build-isolation`"
+        ) from None
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise SystemExit(f"{needed}; cannot read its version {version!r}")
+    if (int(match[1]), int(match[2])) < MINIMUM_TORCH:
+        raise SystemExit(f"{needed}; found {version}")
+    return version
+
+
+def build(build_dir: Path, target: str, option: str, version: str, jobs: int | None = None) -> Path:
+    """Configure with an option turned on, build a target, and return the file.
+
+    Raises
+    ------
+    SystemExit
+        It cannot be built; its message says why.
+    """
+    definitions = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_MAKE_PROGRAM": _tool("ninja", "BIN_DIR"),
+        option: "ON",
+        "PTSAVE_VERSION": version,
+        **_torch_definitions(),
+    }
+    cmake = _tool("cmake", "CMAKE_BIN_DIR")
+    _run(
+        [cmake, "-S", str(source_folder()), "-B", str(build_dir), "-G", "Ninja"]
+        + [f"-D{name}={value}" for name, value in definitions.items()]
+        + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", ""))
+    )
+    n_jobs = str(jobs or os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    _run([cmake, "--build", str(build_dir), "--target", target, "--parallel", n_jobs])
+    return build_dir / f"{target}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _tool(name: str, bin_dir_attribute: str) -> str:
+    """Return the path of a program, from the Python package of that name or from PATH."""
+    search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    if importlib.util.find_spec(name) is not None:
+        bin_dir = getattr(importlib.import_module(name), bin_dir_attribute, None)
+        search = f"{bin_dir}:{search}" if bin_dir else search
+    path = shutil.which(name, path=search)
+    if path is None:
+        raise SystemExit(f"ptsave needs {name} to build: pip install {name}")
+    return path
+
+
+def _run(command: list[str]) -> None:
+    """Run a build command; what went wrong is on its own output, so no traceback adds to it."""
+    if subprocess.run(command, check=False).returncode != 0:
+        raise SystemExit(f"ptsave: the build failed: {shlex.join(command)}")
+
+
+def _torch_definitions() -> dict[str, str]:
+    """Return the CMake definitions that say where torch and Python are."""
+    import torch
+    from torch.utils import cpp_extension
+
+    torch_include_dirs = cpp_extension.include_paths()
+    include_dirs = torch_include_dirs + _pybind11_include_dirs(torch_include_dirs)
+    return {
+        "PTSAVE_TORCH_INCLUDE_DIRS": ";".join(include_dirs),
+        "PTSAVE_TORCH_LIB_DIR": str(Path(torch.__file__).parent / "lib"),
+        "PTSAVE_TORCH_CXX11_ABI": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
+        "PTSAVE_PYTHON_INCLUDE_DIRS": sysconfig.get_path("include"),
+        "PTSAVE_PYTHON_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+    }
+
+
+def _pybind11_include_dirs(torch_include_dirs: list[str]) -> list[str]:
+    """Return where pybind11 is: torch ships the version it was built with, which wins."""
+    if any((Path(folder) / "pybind11" / "pybind11.h").is_file() for folder in torch_include_dirs):
+        return []
+    if importlib.util.find_spec("pybind11") is None:
+        raise SystemExit("ptsave needs pybind11 to build: pip install pybind11")
+    import pybind11
+
+    return [pybind11.get_include()]

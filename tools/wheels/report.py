@@ -1,0 +1,71 @@
+"""Record of the pairs that ran, on this system and on others, as a page of the documentation."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+from environments import BUILD, run
+from pairs import PLATFORM, Pair
+
+RECORDS = BUILD / "records.json"
+HEADER = f"""# Tested releases
+
+Made by `make wheels`: one wheel for each Python, `{PLATFORM}` according to auditwheel,
+with an engine for each torch. Each pair was installed into a fresh environment, where those tests
+ran that compare with this torch.
+
+| Python | torch | compiled and tested on | |
+|---|---|---|---|
+"""
+
+
+class Report:
+    """Rows by Python, torch and system; those of earlier runs stay until they are run again."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    @property
+    def _rows(self) -> dict[str, list[str]]:
+        """The rows so far; another system's run may add some meanwhile."""
+        return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+
+    def tested(self, pair: Pair, summary: str) -> None:
+        python, torch = pair.versions
+        self._add(pair.wheel.version, pair.torch, python, torch, summary.partition(" in ")[0])
+
+    def skipped(self, python: str, torch: str, reason: str) -> None:
+        self._add(python, torch, python, torch or "all", f"not run: {reason}")
+
+    def left_out(self, python: str, torch: str) -> None:
+        """Name a pair that was not asked for, if no earlier run has anything to say of it."""
+        if f"{python} {torch} {_system()}" not in self._rows:
+            self.skipped(python, torch, "left out")
+
+    def failed(self, python: str, torch: str, reason: str) -> None:
+        self.failures += 1
+        self._add(python, torch, python, torch or "all", f"**failed**: {reason}")
+
+    def _add(self, key: str, torch_key: str, python: str, torch: str, outcome: str) -> None:
+        row = [python, torch, _system(), outcome.replace("|", "/")]
+        print(*row, sep=" | ", flush=True)
+        rows = {**self._rows, f"{key} {torch_key} {_system()}": row}
+        RECORDS.write_text(json.dumps(rows, indent=1))
+
+    def write(self, path: Path) -> None:
+        rows = sorted(self._rows.values(), key=lambda row: [number(each) for each in row[:2]])
+        path.write_text(HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+
+
+def number(version: str) -> list[int]:
+    parts = version.partition("+")[0].split(".")
+    return [int(part) if part.isdigit() else 0 for part in parts]
+
+
+def _system() -> str:
+    name = platform.freedesktop_os_release()
+    compiler = run("c++", "-dumpfullversion").strip()
+    glibc = platform.libc_ver()[1]
+    return f"{name['NAME'].split()[0]} {name['VERSION_ID']}, gcc {compiler}, glibc {glibc}"
