@@ -1,12 +1,14 @@
 """How long the ``ptsave`` command takes as a whole process, from its start to its end.
 
-    python -m benchmarks.command                     15 rounds
-    python -m benchmarks.command --rounds 5
+    python -m benchmarks.command                     5 rounds
+    python -m benchmarks.command --rounds 15
     python -m benchmarks.command --output benchmarks/results/command.md
 
 In each round every command runs once, in a shuffled order, in a fresh process with its output in a
-pipe; files are in the page cache.  "python" is ``python -c pass``, "python -I -S" the same without
-site-packages: the floor of all others.  Seconds are medians.
+pipe; files are in the page cache, and modules are compiled.  "python" is ``python -c pass``,
+"python -I -S" the same without site-packages: the floor of all others.  "import ptsave" is the
+statement behind ``import torch``, "and its save, load" also the first use of these two, timed
+within a process.  Seconds are medians.
 """
 
 from __future__ import annotations
@@ -24,10 +26,17 @@ from tqdm import tqdm
 
 from benchmarks._program import Program, table
 from benchmarks.archive import yes_or_no
+from ptsave.cli.shells import LINE
 
 N_TENSORS = 100_000
 START = "import sys; sys.argv[0] = 'ptsave'; from ptsave.cli.main import main; main()"
 PTSAVE = [sys.executable, "-c", START]
+# Prints how long a statement takes in a process that has torch.
+TIMED = "import time, torch; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
+IMPORTS = {
+    "import ptsave": "import ptsave",
+    "import ptsave, and its save, load": "import ptsave; ptsave.save, ptsave.load",
+}
 COMPLETE = {"_PTSAVE_COMPLETE": "bash_complete"}
 
 # Name, command, variables, and the seconds it may take.
@@ -37,15 +46,18 @@ Case = tuple[list[str], dict[str, str], float | None]
 def cases(folder: Path) -> dict[str, Case]:
     """Return what is measured, by name."""
     many, few = str(folder / "many.pt"), str(folder / "few.pt")
-    words = {"COMP_WORDS": f"ptsave ls {few} ", "COMP_CWORD": "3"}
     return {
         "python -I -S": ([sys.executable, "-I", "-S", "-c", "pass"], {}, None),
         "python": ([sys.executable, "-c", "pass"], {}, None),
         "import torch": ([sys.executable, "-c", "import torch"], {}, None),
+        **{
+            name: ([sys.executable, "-c", TIMED.format(statement)], {}, limit)
+            for (name, statement), limit in zip(IMPORTS.items(), (0.025, None), strict=True)
+        },
         "--version": ([*PTSAVE, "--version"], {}, 0.15),
         "--help": ([*PTSAVE, "--help"], {}, 0.15),
-        "Tab: commands": (PTSAVE, {**COMPLETE, "COMP_WORDS": "ptsave ", "COMP_CWORD": "1"}, 0.15),
-        "Tab: entries": (PTSAVE, {**COMPLETE, **words}, 0.2),
+        "Tab: commands": (PTSAVE, {**COMPLETE, LINE: "ptsave "}, 0.15),
+        "Tab: entries": (PTSAVE, {**COMPLETE, LINE: f"ptsave ls {few} "}, 0.2),
         "ls, 2 tensors": ([*PTSAVE, "ls", few], {}, None),
         "verify, 2 tensors": ([*PTSAVE, "verify", few], {}, None),
         "globals, 2 tensors": ([*PTSAVE, "globals", few], {}, None),
@@ -54,12 +66,14 @@ def cases(folder: Path) -> dict[str, Case]:
     }
 
 
-def seconds_of(case: Case) -> float:
-    """Run a command, and return how long that took."""
+def seconds_of(name: str, case: Case) -> float:
+    """Run a command, and return how long that took, or how long it says."""
     command, variables, _ = case
+    environment = {**os.environ, **variables}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode
     begin = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, **variables})
-    return time.perf_counter() - begin
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    return float(done.stdout) if name in IMPORTS else time.perf_counter() - begin
 
 
 def report(_: list[str], rounds: int, folder: Path) -> str:
@@ -68,19 +82,19 @@ def report(_: list[str], rounds: int, folder: Path) -> str:
     torch.save(many, folder / "many.pt")
     found = cases(folder)
     figures: dict[str, list[float]] = {name: [] for name in found}
-    for case in found.values():
-        seconds_of(case)  # modules are compiled, and files read
+    for name, case in found.items():
+        seconds_of(name, case)  # modules are compiled, and files read
     for _round in tqdm(range(rounds), leave=False, disable=None):
         for name in random.sample([*found], len(found)):
-            figures[name].append(seconds_of(found[name]))
+            figures[name].append(seconds_of(name, found[name]))
     rows = []
     for name, case in found.items():
         goal = case[2]
         seconds = median(figures[name])
-        spread = f"{min(figures[name]):.3f} - {max(figures[name]):.3f}"
+        spread = f"{min(figures[name]):.4f} - {max(figures[name]):.4f}"
         met = "" if goal is None else yes_or_no(seconds <= goal)
-        limit = "" if goal is None else f"{goal:.2f}"
-        rows.append([name, f"{seconds:.3f}", spread, limit, met])
+        limit = "" if goal is None else f"{goal:.3f}"
+        rows.append([name, f"{seconds:.4f}", spread, limit, met])
     return table(["process", "seconds", "min - max", "goal", "met"], rows)
 
 

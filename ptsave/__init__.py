@@ -1,101 +1,82 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte.
 
 Importing this package imports nothing else, so that what needs no torch does not wait for it: the
-command line shows help and lists files in a tenth of the time.  The first use of a public name
-imports all of `ptsave.public`, and torch with it.  If torch is there already, that is done at once.
+command line shows help and lists files in a tenth of the time.  A public name imports its module,
+and torch with it, when it is used first; `preload` imports all of them.  If torch is there already,
+one that ptsave has no engine for is refused at once.
 """
 
 import sys as _sys
-import typing as _typing
 from importlib import import_module as _import_module
+from typing import Any as _Any
 
 from ptsave.support.version import VERSION as __version__  # refuses a copy that is not built
 
-if _typing.TYPE_CHECKING:
-    from ptsave import distributed as distributed
-    from ptsave.public import *
+# The modules of the public names, which __init__.pyi has for type checkers.
+_NAMES = {
+    "appending.archive_writer": "ArchiveWriter",
+    "background.async_save": "async_save release_staging_memory",
+    "background.save_future": "SaveFuture",
+    "capturing.capture": "Capture capture",
+    "comparison.captures": "CaptureComparison CapturedDifference compare_captures",
+    "comparison.compare": "Comparison compare",
+    "contents.archive": "Archive open",
+    "contents.tensor_info": "TensorInfo",
+    "conversion.compacting": "Compaction compact",
+    "conversion.converting": "Conversion convert",
+    "errors": "CheckpointWarning CorruptCheckpointError EntryNotFoundError NotCheckpointError "
+    "SaveError StagingFullError UnsupportedSourceError UnsupportedUrlError",
+    "installation": "install installed uninstall",
+    "models.default_loader": "default_weight_loader",
+    "models.iterating": "iter_weights",
+    "models.load_model": "load_model",
+    "models.save_model": "save_model",
+    "models.weight_plan": "LoadedWeights",
+    "models.weight_slices": "WeightSlice",
+    "preloading": "preload",
+    "serialization": "load save",
+    "state.lazy_buffers": "register_lazy_buffer",
+    "state.modules": "IncompatibleKeys load_state_dict",
+    "state.optimizer_groups": "UnmatchedParameters",
+    "state.optimizers": "load_optimizer_state_dict",
+    "state.prefixes": "add_prefix strip_prefix",
+    "state.unsaved": "unsaved_tensors",
+    "training.checkpoint": "load_checkpoint load_into save_checkpoint",
+    "training.checkpointer": "AsyncCheckpointer",
+    "training.restored": "RestoredEntries",
+    "tree.capture_schema": "CapturedCall CapturedValue",
+    "tree.captured_summary": "CaptureSummary",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "Archive",
-    "ArchiveWriter",
-    "AsyncCheckpointer",
-    "Capture",
-    "CaptureComparison",
-    "CaptureSummary",
-    "CapturedCall",
-    "CapturedDifference",
-    "CapturedValue",
-    "CheckpointWarning",
-    "Compaction",
-    "Comparison",
-    "Conversion",
-    "CorruptCheckpointError",
-    "EntryNotFoundError",
-    "IncompatibleKeys",
-    "LoadedWeights",
-    "NotCheckpointError",
-    "RestoredEntries",
-    "SaveError",
-    "SaveFuture",
-    "StagingFullError",
-    "TensorInfo",
-    "UnmatchedParameters",
-    "UnsupportedSourceError",
-    "UnsupportedUrlError",
-    "WeightSlice",
-    "__version__",
-    "add_prefix",
-    "async_save",
-    "capture",
-    "compact",
-    "compare",
-    "compare_captures",
-    "convert",
-    "default_weight_loader",
-    "install",
-    "installed",
-    "iter_weights",
-    "load",
-    "load_checkpoint",
-    "load_into",
-    "load_model",
-    "load_optimizer_state_dict",
-    "load_state_dict",
-    "open",
-    "register_lazy_buffer",
-    "release_staging_memory",
-    "save",
-    "save_checkpoint",
-    "save_model",
-    "strip_prefix",
-    "uninstall",
-    "unsaved_tensors",
-]
+__all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - strings, too
 
 
-if not _typing.TYPE_CHECKING:  # or every name would be one for type checkers
-
-    def __getattr__(name: str) -> _typing.Any:
-        if name == "_C":  # linked with the libraries of torch, which has to be the right one
-            _import_module("ptsave.support.torch_version")
-            return _import_module("ptsave._C")
-        if name.startswith("_"):
-            raise AttributeError(f"module 'ptsave' has no attribute {name!r}", name=name)
-        if name in __all__:
-            public = _import_module("ptsave.public")
-            globals().update((each, getattr(public, each)) for each in public.__all__)
-            return globals()[name]
-        try:
-            return _import_module(f"ptsave.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"ptsave.{name}":
-                raise
-            raise AttributeError(f"module 'ptsave' has no attribute {name!r}", name=name) from None
+def __getattr__(name: str) -> _Any:
+    if name == "_C" or _MODULES.get(name, "errors") != "errors":
+        _refuse_another_torch()
+    if name in _MODULES:
+        value = getattr(_import_module(f"ptsave.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name.startswith("_") and name != "_C":
+        raise AttributeError(f"module 'ptsave' has no attribute {name!r}", name=name)
+    try:
+        return _import_module(f"ptsave.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"ptsave.{name}":
+            raise
+        raise AttributeError(f"module 'ptsave' has no attribute {name!r}", name=name) from None
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not _typing.TYPE_CHECKING and "torch" in _sys.modules:
-    __getattr__("load")  # nobody waits for it: all is there at once, or this torch is refused
+def _refuse_another_torch() -> None:
+    """Raise ImportError under a torch for which there is no engine."""
+    _import_module("ptsave.support.torch_version")
+
+
+if hasattr(_sys.modules.get("torch"), "__version__"):  # it may be in the middle of its own import
+    _refuse_another_torch()

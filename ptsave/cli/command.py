@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from ptsave.cli.interrupts import INTERRUPTED, raise_when_interrupted
+from ptsave.cli.terminal import colors_by_environment
 from ptsave.errors import MINIZ_ADVICE, CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.sources.urls import is_url
 from ptsave.support.text import printable
@@ -26,9 +27,11 @@ __all__ = [
     "Settings",
     "exits_if_unwritable",
     "note",
+    "one_line",
     "report_error",
     "result",
     "shows_progress",
+    "with_json",
     "with_recovery",
 ]
 
@@ -77,6 +80,9 @@ class Command(click.Command):
             for line in self._examples.strip().splitlines():
                 formatter.write(f"{'':{formatter.current_indent}}{line.strip()}\n")
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        return super().make_context(*args, **{"color": colors_by_environment(), **kwargs})
+
     def invoke(self, ctx: click.Context) -> Any:
         raise_when_interrupted()
         try:
@@ -116,7 +122,7 @@ def exits_if_unwritable() -> Iterator[None]:
         sys.exit(_PIPE_CLOSED)
     except OSError as error:
         _discard_unwritten()
-        _say(one_line(error))
+        _say(one_line(error), color="red")
         sys.exit(FAILED)
 
 
@@ -185,11 +191,12 @@ def report_error(ctx: click.Context, error: Exception) -> None:
 
         traceback.print_exception(error)
     else:
-        _say(one_line(error))
+        _say(one_line(error), color="red")
 
 
-def _say(text: str) -> None:
-    click.echo(f"ptsave: {printable(text)}", err=True)
+def _say(text: str, color: str | None = None) -> None:
+    begin = click.style("ptsave:", fg=color, bold=True) if color else "ptsave:"
+    click.echo(f"{begin} {printable(text)}", err=True, color=colors_by_environment())
 
 
 def note(ctx: click.Context, text: str) -> None:
@@ -217,6 +224,8 @@ def result(ctx: click.Context, text: str) -> None:
     if not ctx.ensure_object(Settings).quiet:
         click.echo(printable(text))
 
+
+with_json = click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 
 with_recovery = click.option(
     "--recover",

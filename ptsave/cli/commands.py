@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 import ptsave
+import ptsave.cli.shells  # the shells' completion
+from ptsave.cli.terminal import colors_by_environment
 
 __all__ = ["commands"]
 
@@ -29,6 +32,9 @@ _COMMANDS = {
 
 class _Commands(click.Group):
     """A group whose commands are imported when they are asked for."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        return super().make_context(*args, **{"color": colors_by_environment(), **kwargs})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_COMMANDS]

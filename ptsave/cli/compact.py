@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, result, shows_progress
-from ptsave.cli.completing import FILE
+from ptsave.cli.command import Command, result, shows_progress, with_json
+from ptsave.cli.completing import FILE, SOURCE
+from ptsave.cli.standard_input import STANDARD_INPUT
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.support.text import size_text
+from ptsave.support.text import count_text, size_text
 
 _EXAMPLES = """
 ptsave compact checkpoint.pt --dry-run
@@ -22,12 +24,13 @@ ptsave compact path/to/model -o small   # a directory of shards
 @click.command(
     "compact", cls=Command, short_help="A file without unused bytes.", examples=_EXAMPLES
 )
-@click.argument("file", type=FILE)
+@click.argument("file", type=SOURCE)
 @click.option("-o", "--output", type=FILE, metavar="OUT", help="Where to write the compact file.")
 @click.option("--in-place", is_flag=True, help="Replace FILE, if that makes it smaller.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be saved.")
 @click.option("-f", "--force", is_flag=True, help="Replace OUT if it is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@with_json
 @with_storage_options("FILE")
 @with_storage_options("OUT", "target")
 @click.pass_context
@@ -40,6 +43,7 @@ def command(
     dry_run: bool,
     force: bool,
     fsync: bool,
+    as_json: bool,
     storage_options: dict[str, Any] | None,
     target_storage_options: dict[str, Any] | None,
 ) -> None:
@@ -50,7 +54,14 @@ def command(
 
     A view that was saved has taken its whole storage along.  Views that overlap go on sharing
     memory; those of one storage that are a KiB or more apart share none afterwards.
+
+    With --json: an object with path, tensors (how many), storages (how many have unused bytes),
+    nbytes_before, nbytes and written (whether there is a new file).
     """
+    if output == "-":
+        raise click.UsageError("OUT is a file or a directory: ./- if it is called -")
+    if in_place and file == STANDARD_INPUT:
+        raise click.UsageError("Standard input cannot be replaced: pass --output OUT")
     from ptsave.conversion.compacting import compact
 
     if in_place == (output is not None) and not (dry_run and output is None and not in_place):
@@ -65,6 +76,12 @@ def command(
         storage_options=storage_options,
         target_storage_options=target_storage_options,
     )
+    if as_json:
+        found = {"path": done.path, "tensors": done.n_tensors, "storages": done.n_storages}
+        found |= {"nbytes_before": done.nbytes_before, "nbytes": done.nbytes}
+        found |= {"written": done.is_written}
+        click.echo(json.dumps(found))
+        return
     saved = done.nbytes_before - done.nbytes
     where = f"wrote {done.path}" if done.is_written else file
     if done.n_storages == 0:
@@ -74,6 +91,6 @@ def command(
         result(ctx, f"{where}: nothing to save: it gets no smaller")
         return
     change = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}"
-    parts = f"{done.n_storages} storage{'' if done.n_storages == 1 else 's'}"
+    parts = count_text(done.n_storages, "storage")
     could = "saved" if done.is_written else "could be saved"
     result(ctx, f"{where}: {change}, {size_text(saved)} {could} in {parts}")

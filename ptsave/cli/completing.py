@@ -1,17 +1,19 @@
-"""Completions for shells: names of files, and of entries in them."""
+"""Arguments that are files, and completions for shells: their names, and entries in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from ptsave.cli.standard_input import path_of_standard_input
+
 if TYPE_CHECKING:
     from ptsave.inspection.listing import FileListing
 
-__all__ = ["FILE", "complete_names"]
+__all__ = ["FILE", "SOURCE", "complete_names"]
 
 _MAX_NAMES = 1000
 
@@ -27,7 +29,17 @@ class _File(click.ParamType):  # type: ignore[type-arg]  # not generic before cl
         return [CompletionItem(incomplete, type=self.name)]
 
 
+class _Source(_File):
+    """A file that is read; ``-`` is standard input."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value != "-" or ctx is None or ctx.resilient_parsing:
+            return value
+        return path_of_standard_input(ctx)
+
+
 FILE = _File()
+SOURCE = _Source()
 
 
 def complete_names(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, note, result, shows_progress, with_recovery
-from ptsave.cli.completing import FILE
+from ptsave.cli.command import Command, note, result, shows_progress, with_json, with_recovery
+from ptsave.cli.completing import FILE, SOURCE
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.support.text import size_text
+from ptsave.support.text import count_text, size_text
 
 _EXAMPLES = """
 ptsave convert pytorch_model.bin model.safetensors
@@ -26,7 +27,7 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 
 
 @click.command("convert", cls=Command, short_help="A file in another format.", examples=_EXAMPLES)
-@click.argument("source", type=FILE)
+@click.argument("source", type=SOURCE)
 @click.argument("target", type=FILE)
 @click.option(
     "--format",
@@ -45,6 +46,7 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("-f", "--force", is_flag=True, help="Replace what is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@with_json
 @with_recovery
 @with_storage_options("SOURCE")
 @with_storage_options("TARGET", "target")
@@ -60,6 +62,7 @@ def command(
     drop: bool,
     force: bool,
     fsync: bool,
+    as_json: bool,
     recover: bool,
     storage_options: dict[str, Any] | None,
     target_storage_options: dict[str, Any] | None,
@@ -70,7 +73,11 @@ def command(
     torch.distributed.checkpoint.  TARGET is a file (.pt, .pth, .bin, .ckpt, .safetensors) or, with
     no suffix or a slash at its end, a directory of shards.
     Bytes are copied from file to file, and compared with their checksums on the way.
+
+    With --json: an object with path, tensors (how many), nbytes, seconds and remarks.
     """
+    if target == "-":
+        raise click.UsageError("TARGET is a file or a directory: ./- if it is called -")
     from ptsave.conversion.converting import convert
 
     begin = time.perf_counter()
@@ -89,8 +96,13 @@ def command(
         target_storage_options=target_storage_options,
     )
     seconds = time.perf_counter() - begin
+    if as_json:
+        found = {"path": conversion.path, "tensors": conversion.n_tensors}
+        found |= {"nbytes": conversion.nbytes, "seconds": seconds, "remarks": conversion.remarks}
+        click.echo(json.dumps(found))
+        return
     for remark in conversion.remarks:
         note(ctx, remark)
-    what = f"{conversion.n_tensors} tensor{'' if conversion.n_tensors == 1 else 's'}"
+    what = count_text(conversion.n_tensors, "tensor")
     size = size_text(conversion.nbytes)
     result(ctx, f"wrote {conversion.path}: {what}, {size} in {seconds:.2f} s")

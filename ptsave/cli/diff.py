@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ptsave.cli.command import FAILED, NEGATIVE, Command, note, shows_progress
-from ptsave.cli.completing import FILE
+from ptsave.cli.completing import SOURCE
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.support.text import printable
 
@@ -33,8 +33,8 @@ ptsave diff run.pt model.pt --capture --step 0  # the parameters of a step
 @click.command(
     "diff", cls=Command, short_help="In what two checkpoints differ.", examples=_EXAMPLES
 )
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
+@click.argument("a", type=SOURCE)
+@click.argument("b", type=SOURCE)
 @click.option("--rtol", type=float, help="Relative tolerance, to values in B.")
 @click.option("--atol", type=float, help="Absolute tolerance.")
 @click.option("--names-only", is_flag=True, help="Compare names and types only.")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, note, with_recovery
-from ptsave.cli.completing import FILE, complete_names
+from ptsave.cli.command import Command, result, with_json, with_recovery
+from ptsave.cli.completing import FILE, SOURCE, complete_names
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support.text import printable
+from ptsave.support.text import count_text, printable, size_text
 
 __all__ = ["command"]
 
@@ -22,13 +23,14 @@ ptsave extract checkpoint.pt model.embed.weight -o embed.npy
 ptsave extract checkpoint.pt epoch optimizer.param_groups -o some.pt
 ptsave extract s3://bucket/checkpoint.pt model.head    # reads only that
 ptsave extract damaged.pt model.embed.weight --no-verify
+ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 """
 
 
 @click.command(
     "extract", cls=Command, examples=_EXAMPLES, short_help="Parts of a file as a new one."
 )
-@click.argument("file", type=FILE)
+@click.argument("file", type=SOURCE)
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_names)
 @click.option(
     "-o",
@@ -48,6 +50,7 @@ ptsave extract damaged.pt model.embed.weight --no-verify
     help="Of a .safetensors or .npy file, in which expanded tensors are written in full. "
     "Default: 8 times their storages, at least 1GiB.",
 )
+@with_json
 @with_recovery
 @with_storage_options("FILE")
 @with_storage_options("OUTPUT", "target")
@@ -61,6 +64,7 @@ def command(
     force: bool,
     verify: bool,
     max_size: str | None,
+    as_json: bool,
     recover: bool,
     storage_options: dict[str, Any] | None,
     target_storage_options: dict[str, Any] | None,
@@ -70,12 +74,22 @@ def command(
     NAMEs are as `ptsave ls` shows them, with dots between the levels: tensors, containers such as
     model, or other values. One is written as it is, several as a dict. Nothing else is read. A name
     that may mean several entries is written as Python's tuple: "('a.b', 0)".
+
+    With --json: an object with path, entries (the names), tensors and
+    values (how many) and nbytes (of the tensors).
     """
-    from ptsave.inspection.extraction import default_output, read_entries, write_entries
+    from ptsave.inspection.extraction import (
+        count_entries,
+        default_output,
+        read_entries,
+        write_entries,
+    )
 
     if output is None and len(names) > 1:
         raise click.UsageError("Several entries need a name for the file: -o OUT")
     target = default_output(names[0]) if output is None else output
+    if target == "-" and as_json:
+        raise click.UsageError("--json and the checkpoint cannot both go to standard output")
     if target == "-" and sys.stdout.isatty():
         raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
     try:
@@ -93,5 +107,13 @@ def command(
         max_size=max_size,
         storage_options=target_storage_options,
     )
-    if output is None:
-        note(ctx, f"wrote {printable(target)}")
+    counts = count_entries(entries)
+    if as_json:
+        found = {"path": target, "entries": [*entries], **counts._asdict()}
+        click.echo(json.dumps(found))
+        return
+    parts = [count_text(counts.tensors, "tensor")] if counts.tensors else []
+    parts += [count_text(counts.values, "value")] if counts.values else []
+    parts += [size_text(counts.nbytes)] if counts.tensors else []
+    if target != "-":
+        result(ctx, f"wrote {printable(target)}: {', '.join(parts) or 'nothing'}")

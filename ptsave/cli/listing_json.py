@@ -14,10 +14,11 @@ A file is an object with
 - ``values``: the other leaves, with ``name``, ``path``, ``type`` and, where JSON has it,
   ``value``;
 - ``totals`` of the whole file, whatever names were asked for: ``tensors``, ``tensor_nbytes``,
-  ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``.
+  ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``;
+- ``listed``: the first four of these for the tensors in the list.
 
 Unknown facts are null.  A directory is an object with ``path``, ``index`` (the path of the
-index, or null), ``files`` (a list of such objects) and ``totals``.
+index, or null), ``files`` (a list of such objects), ``totals`` and ``listed``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ptsave.inspection.listing import FileListing, Totals
+from ptsave.inspection.listing import FileListing, Totals, totals_of
 from ptsave.support.text import dtype_text
 from ptsave.tree.tree import Node, is_plain
 
@@ -51,16 +52,18 @@ def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
             {**_name_json(listing, number), **_value_json(nodes[number])} for number in values
         ],
         "totals": _totals_json(listing.totals),
+        "listed": _sums_json(totals_of(listing, numbers)),
     }
 
 
 def directory_json(path: str, index_path: str, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON object for a directory of shards."""
-    totals: dict[str, int] = {}
+    sums: dict[str, dict[str, int]] = {"totals": {}, "listed": {}}
     for file in files:
-        for key, value in file["totals"].items():
-            totals[key] = totals.get(key, 0) + value
-    return {"path": path, "index": index_path or None, "files": list(files), "totals": totals}
+        for kind, found in sums.items():
+            for key, value in file[kind].items():
+                found[key] = found.get(key, 0) + value
+    return {"path": path, "index": index_path or None, "files": list(files), **sums}
 
 
 def _tensor_json(listing: FileListing, number: int) -> dict[str, Any]:
@@ -110,12 +113,18 @@ def _is_json(value: Any) -> bool:
     return value is None or type(value) in (str, int, bool)
 
 
-def _totals_json(totals: Totals) -> dict[str, int]:
+def _sums_json(totals: Totals) -> dict[str, int]:
     return {
         "tensors": totals.n_tensors,
         "tensor_nbytes": totals.tensor_nbytes,
         "storages": totals.n_storages,
         "storage_nbytes": totals.storage_nbytes,
+    }
+
+
+def _totals_json(totals: Totals) -> dict[str, int]:
+    return {
+        **_sums_json(totals),
         "unused_nbytes": totals.unused_nbytes,
         "file_nbytes": totals.file_nbytes,
     }

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ptsave.inspection.listing import FileListing, Totals
+from ptsave.cli.terminal import PLAIN, Terminal
+from ptsave.inspection.listing import FileListing, Totals, totals_of
 from ptsave.support.text import (
     count_text,
+    cut,
+    cut_in_the_middle,
     dtype_text,
     n_columns,
     padded,
@@ -29,7 +32,9 @@ __all__ = ["lines_by_size", "parts_text", "totals_lines", "tree_lines"]
 _MAX_VALUE_LENGTH = 60
 _MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
 _N_SHOWN = 3  # from each end of a long list
-_INDENT = "  "
+_INDENT = _GAP = "  "
+_MIN_NAME_WIDTH = 16
+_MIN_REMARK_WIDTH = 12  # of which less would say nothing
 _AT_HOME = {None, "cpu"}
 
 
@@ -39,6 +44,7 @@ def tree_lines(
     max_depth: int | None,
     *,
     with_chunks: bool = False,
+    terminal: Terminal = PLAIN,
 ) -> list[str]:
     """Return the lines for some nodes, each container in front of its contents.
 
@@ -52,6 +58,8 @@ def tree_lines(
         Number of levels to show.
     with_chunks : bool, default False
         Whether each part of a tensor that ranks have written has a line of its own.
+    terminal : Terminal
+        Lines are cut to its width: long names in their middle, all else at the end.
     """
     nodes = listing.tree.nodes
     if max_depth is not None:
@@ -60,7 +68,7 @@ def tree_lines(
     names = [
         "" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers
     ]
-    lines = _Table(listing).lines(numbers, names)
+    lines = _Table(listing, terminal).lines(numbers, names)
     return _with_chunks(listing, numbers, lines) if with_chunks else lines
 
 
@@ -70,13 +78,18 @@ def _key_text(key: str) -> str:
 
 
 def lines_by_size(
-    listing: FileListing, numbers: Sequence[int], *, with_chunks: bool = False
+    listing: FileListing,
+    numbers: Sequence[int],
+    *,
+    with_chunks: bool = False,
+    terminal: Terminal = PLAIN,
 ) -> list[str]:
     """Return the lines for the tensors among some nodes, the largest first."""
     nodes, facts = listing.tree.nodes, listing.facts
     numbers = [number for number in numbers if nodes[number].tensor >= 0]
     numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
-    lines = _Table(listing).lines(numbers, [printable(nodes[i].name) for i in numbers])
+    names = [printable(nodes[i].name) for i in numbers]
+    lines = _Table(listing, terminal).lines(numbers, names)
     return _with_chunks(listing, numbers, lines) if with_chunks else lines
 
 
@@ -115,8 +128,9 @@ def parts_text(chunks: Sequence[ChunkInfo]) -> str:
 class _Table:
     """The columns behind the names; facts that many tensors share are written once."""
 
-    def __init__(self, listing: FileListing) -> None:
+    def __init__(self, listing: FileListing, terminal: Terminal) -> None:
         self._listing = listing
+        self._terminal = terminal
         self._tree = listing.tree
         self._sizes = _sizes_before(listing.tree, listing.facts)
 
@@ -138,6 +152,8 @@ class _Table:
         is_ascii = "".join(names).isascii()  # the usual case, in which len() will do
         width = min(max(map(len if is_ascii else n_columns, names), default=0), _MAX_NAME_WIDTH)
         pad = str.ljust if is_ascii else padded
+        if self._terminal != PLAIN:
+            return self._fitted(numbers, names, [texts[key] for key in keys], width, widths)
         lines = [
             f"{pad(name, width)}  {stripped[key]}" for name, key in zip(names, keys, strict=True)
         ]
@@ -145,6 +161,46 @@ class _Table:
             remarks = self._remarks(nodes[numbers[at]])
             lines[at] = f"{pad(names[at], width)}  {texts[keys[at]]}{remarks}"
         return lines
+
+    def _fitted(
+        self,
+        numbers: Sequence[int],
+        names: Sequence[str],
+        texts: Sequence[str],
+        name_width: int,
+        widths: Sequence[int],
+    ) -> list[str]:
+        """Return lines for a terminal: of its width, and in colours."""
+        nodes, terminal = self._tree.nodes, self._terminal
+        remarkable = self._remarkable([nodes[number].tensor for number in numbers])
+        remarks = {at: self._remarks(nodes[numbers[at]]) for at in remarkable}
+        if terminal.width is not None:
+            room = terminal.width - sum(widths) - 3 * len(_GAP)
+            name_width = min(name_width, max(room, _MIN_NAME_WIDTH))
+        lines = []
+        for at, (number, name, text) in enumerate(zip(numbers, names, texts, strict=True)):
+            shown, rest = name, text.rstrip()
+            if terminal.width is not None:
+                shown = cut_in_the_middle(name, name_width)
+                rest = cut(rest, terminal.width - name_width - len(_GAP))
+            if at in remarks:
+                rest = self._with_remark(text, rest, remarks[at], name_width)
+            shown = padded(shown, name_width)
+            if nodes[number].tensor >= 0:
+                rest = terminal.paint(rest[: widths[0]], "cyan") + rest[widths[0] :]
+            elif self._tree.is_container(number) and nodes[number].again is None:
+                shown = terminal.paint(shown, bold=True)
+            lines.append(f"{shown}{_GAP}{rest}")
+        return lines
+
+    def _with_remark(self, text: str, cut_text: str, remark: str, name_width: int) -> str:
+        """Return the columns of a tensor and as much of its remark as there is room for."""
+        if self._terminal.width is None:
+            return f"{text}{remark}"
+        free = self._terminal.width - name_width - len(_GAP) - n_columns(text)
+        if free < _MIN_REMARK_WIDTH:
+            return cut_text
+        return f"{text}{cut(remark, free)}"
 
     def _remarkable(self, tensors: Sequence[int]) -> list[int]:
         """Return where in a list are tensors with a remark: shared, in parts, of a device."""
@@ -270,14 +326,20 @@ def _cut(text: str) -> str:
     return printable(shown)
 
 
-def totals_lines(totals: Totals) -> list[str]:
-    """Return the lines with the totals of a file."""
+def totals_lines(
+    listings: Sequence[FileListing], chosen: Sequence[Sequence[int]], terminal: Terminal = PLAIN
+) -> list[str]:
+    """Return the lines with the totals of some nodes of each file."""
+    pairs = zip(listings, chosen, strict=True)
+    totals = sum((totals_of(listing, numbers) for listing, numbers in pairs), Totals())
+    n_tensors = sum(listing.totals.n_tensors for listing in listings)
+    rest = "" if totals.n_tensors == n_tensors else f"of {count_text(n_tensors, 'tensor')}; "
     sums = (
         f"{count_text(totals.n_tensors, 'tensor')}, {size_text(totals.tensor_nbytes)}",
         f"{count_text(totals.n_storages, 'storage')}, {size_text(totals.storage_nbytes)}",
-        f"file: {size_text(totals.file_nbytes)}",
+        f"{rest}file: {size_text(totals.file_nbytes)}",
     )
-    lines = ["; ".join(sums)]
+    lines = [terminal.paint("; ".join(sums), bold=True)]
     if totals.unused_nbytes:
         lines.append(
             f"{size_text(totals.unused_nbytes)} of the storages are in no tensor: `ptsave compact` "

@@ -6,17 +6,20 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from ptsave.cli.command import Command, note, with_recovery
-from ptsave.cli.completing import FILE, complete_names
+from ptsave.cli.completing import SOURCE, complete_names
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
 from ptsave.cli.storage_options import with_storage_options
+from ptsave.cli.terminal import Terminal, terminal
 from ptsave.contents.checkpoint_files import find_files
-from ptsave.inspection.listing import FileListing, Totals, list_files, select
+from ptsave.contents.shard_files import ShardFiles
+from ptsave.inspection.listing import FileListing, list_files, select
 from ptsave.support.text import printable
 from ptsave.tree.capture_schema import is_capture
 
@@ -39,7 +42,7 @@ ptsave ls run.pt --stats --step 3 'layers.*.mlp'
 
 
 @click.command("ls", cls=Command, examples=_EXAMPLES, short_help="What a file holds.")
-@click.argument("file", type=FILE)
+@click.argument("file", type=SOURCE)
 @click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_names)
 @click.option("--depth", type=click.IntRange(1), help="How many levels to show.")
 @click.option(
@@ -96,7 +99,8 @@ def command(
     if stats:
         from ptsave.cli.ls_statistics import statistics_text
 
-        sys.stdout.write(f"{statistics_text(files, recover, names, depth, step, as_json)}\n")
+        text = statistics_text(files, recover, names, depth, step, as_json)
+        _write(text)
         return
     listings = list(list_files(files, recover=recover))
     _keep_until_exit(listings)
@@ -107,11 +111,25 @@ def command(
         text = json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
     else:
         text = "\n".join(
-            _lines(listings, chosen, depth, sort, with_paths=is_set, with_chunks=chunks)
+            _lines(
+                listings,
+                chosen,
+                terminal(),
+                depth,
+                sort,
+                headings=_headings(files) if is_set else {},
+                with_chunks=chunks,
+            )
         )
         if any(is_capture(listing.tree.obj) for listing in listings):
             note(ctx, "this is a capture: --stats lists its modules and their statistics")
-    sys.stdout.write(f"{text}\n")
+    _write(text)
+
+
+def _write(text: str) -> None:
+    """Print text that may be long: click would look for colours in it."""
+    if sys.stdout is not None:  # None if it was closed before Python started
+        sys.stdout.write(f"{text}\n")
 
 
 def _check_options(sort: str, step: int | None, stats: bool) -> None:
@@ -128,22 +146,34 @@ def _keep_until_exit(listings: list[FileListing]) -> None:
     gc.freeze()
 
 
+def _headings(files: ShardFiles) -> dict[str, str]:
+    """Return what is said of each file behind its name."""
+    keys = files.ranks or ((),) * len(files.paths)
+    return {
+        path: f" ({'.'.join(names)})" if names else ""
+        for path, names in zip(files.paths, keys, strict=True)
+    }
+
+
 def _lines(
     listings: list[FileListing],
     chosen: list[list[int]],
+    shown_on: Terminal,
     depth: int | None,
     sort: str,
     *,
-    with_paths: bool,
+    headings: Mapping[str, str],
     with_chunks: bool,
 ) -> list[str]:
     lines: list[str] = []
     for listing, numbers in zip(listings, chosen, strict=True):
-        if with_paths:
-            lines.append(f"{printable(os.path.basename(listing.path))}:")
+        if headings:
+            name = printable(os.path.basename(listing.path))
+            heading = f"{name}{printable(headings.get(listing.path, ''))}:"
+            lines.append(shown_on.paint(heading, bold=True))
         if sort == "size":
-            lines += lines_by_size(listing, numbers, with_chunks=with_chunks)
+            lines += lines_by_size(listing, numbers, with_chunks=with_chunks, terminal=shown_on)
         else:
-            lines += tree_lines(listing, numbers, depth, with_chunks=with_chunks)
+            lines += tree_lines(listing, numbers, depth, with_chunks=with_chunks, terminal=shown_on)
         lines.append("")
-    return [*lines, *totals_lines(sum((listing.totals for listing in listings), Totals()))]
+    return [*lines, *totals_lines(listings, chosen, shown_on)]

@@ -12,11 +12,12 @@ from ptsave.archive.recovery import recovered
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import totals_lines
 from ptsave.cli.statistics_json import add_statistics, run_json
-from ptsave.cli.statistics_text import entry_lines, module_lines, terminal_width
+from ptsave.cli.statistics_text import entry_lines, module_lines
+from ptsave.cli.terminal import terminal
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_each
 from ptsave.contents.shard_files import ShardFiles
-from ptsave.inspection.listing import FileListing, Totals, listing_of, select
+from ptsave.inspection.listing import FileListing, listing_of, select
 from ptsave.inspection.statistics import ModuleStatistics, entry_statistics, module_statistics
 from ptsave.support.text import count_text, printable
 from ptsave.tree.capture_schema import is_capture
@@ -60,7 +61,7 @@ def _statistics_of_run(
     modules = module_statistics(run, step=step, patterns=names)
     if as_json:
         return json.dumps(run_json(run, modules))
-    lines = module_lines(modules, depth, terminal_width())
+    lines = module_lines(modules, depth, terminal())
     totals = _totals_of(modules, step) if names or step is not None else _totals_of_run(run)
     return "\n".join([*lines, "", totals, *_remarks_on(run)])
 
@@ -102,6 +103,6 @@ def _statistics_of_files(
         nodes = listing.tree.nodes
         shown = [number for number in numbers if depth is None or nodes[number].depth < depth]
         found = entry_statistics(each, listing, shown)
-        yield from entry_lines(listing, shown, found, terminal_width())
+        yield from entry_lines(listing, shown, found, terminal())
         yield ""
-    yield from totals_lines(sum((listing.totals for listing in listings), Totals()))
+    yield from totals_lines(listings, chosen, terminal())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ptsave.cli.terminal import Terminal
 from ptsave.inspection.listing import FileListing
 from ptsave.inspection.statistics import ModuleStatistics, ValueStatistics
 from ptsave.support.text import (
@@ -22,7 +20,7 @@ from ptsave.support.text import (
 )
 from ptsave.tree.pooled_statistics import PooledStatistics
 
-__all__ = ["entry_lines", "module_lines", "terminal_width"]
+__all__ = ["entry_lines", "module_lines"]
 
 _INDENT = "  "
 _MIN_NAME_WIDTH = 16
@@ -35,17 +33,11 @@ class _Line(NamedTuple):
     name: str
     cells: Mapping[str, str]
     remark: str
-
-
-def terminal_width() -> int | None:
-    """Return the number of columns of the terminal; None if the output goes elsewhere."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size().columns
-    return None
+    is_alarming: bool = False  # it has NaN or infinities
 
 
 def module_lines(
-    modules: Sequence[ModuleStatistics], max_depth: int | None, width: int | None
+    modules: Sequence[ModuleStatistics], max_depth: int | None, terminal: Terminal
 ) -> list[str]:
     """Return the lines of modules with their values.
 
@@ -55,14 +47,14 @@ def module_lines(
         Each in front of those in it.
     max_depth : int or None
         Number of levels of modules to show.
-    width : int or None
-        Columns of the terminal: where they do not suffice, some statistics are left out.
+    terminal : Terminal
+        Where its columns do not suffice, some statistics are left out.
     """
     lines: list[_Line] = []
     for module in modules:
         if max_depth is None or module.depth < max_depth:
             lines += _lines_of_module(module)
-    return list(_table(lines, width))
+    return list(_table(lines, terminal))
 
 
 def _lines_of_module(module: ModuleStatistics) -> Iterator[_Line]:
@@ -80,7 +72,7 @@ def entry_lines(
     listing: FileListing,
     numbers: Sequence[int],
     statistics: Mapping[int, ValueStatistics],
-    width: int | None,
+    terminal: Terminal,
 ) -> list[str]:
     """Return the lines of some entries of a checkpoint: containers, and tensors in them.
 
@@ -92,7 +84,7 @@ def entry_lines(
         Numbers of nodes, in order.
     statistics : mapping
         Those of the tensors among them.
-    width : int or None
+    terminal : Terminal
         As of `module_lines`.
     """
     lines = []
@@ -106,7 +98,7 @@ def entry_lines(
             lines.append(line._replace(cells={**line.cells, **cells}))
         elif listing.tree.is_container(number) and node.again is None:
             lines.append(_Line(name, {}, ""))
-    return list(_table(lines, width))
+    return list(_table(lines, terminal))
 
 
 def _line_of(name: str, value: ValueStatistics) -> _Line:
@@ -119,7 +111,8 @@ def _line_of(name: str, value: ValueStatistics) -> _Line:
     if found is None:
         return _Line(name, cells, "".join(note))
     numbers = {key: _number_text(getattr(found, key)) for key in _COLUMNS[2:]}
-    return _Line(name, {**cells, **numbers}, ", ".join([*_remarks(found), *note]))
+    remarks = [*_remarks(found)]
+    return _Line(name, {**cells, **numbers}, ", ".join([*remarks, *note]), bool(remarks))
 
 
 def _first_of(texts: Sequence[str]) -> str:
@@ -146,7 +139,8 @@ def _number_text(number: complex) -> str:
 # ----------------------------------------------------------------------------------------- table
 
 
-def _table(lines: Sequence[_Line], width: int | None) -> Iterator[str]:
+def _table(lines: Sequence[_Line], terminal: Terminal) -> Iterator[str]:
+    width = terminal.width
     head = _Line("", {name: name for name in _COLUMNS}, "")
     columns = [name for name in _COLUMNS if any(line.cells.get(name) for line in lines)]
     if not columns:
@@ -164,7 +158,12 @@ def _table(lines: Sequence[_Line], width: int | None) -> Iterator[str]:
     for line in (head, *lines):
         text = f"{padded(cut(line.name, name_width), name_width)}{_cells(line, widths)}"
         text = f"{text}  {line.remark}" if line.remark else text
-        yield (text if width is None else cut(text.rstrip(), width)).rstrip()
+        text = (text if width is None else cut(text.rstrip(), width)).rstrip()
+        if line is head or not line.cells:
+            text = terminal.paint(text, bold=True)
+        elif line.is_alarming:
+            text = terminal.paint(text, "red")
+        yield text
 
 
 def _fitted(widths: dict[str, int], name_width: int, width: int) -> int:

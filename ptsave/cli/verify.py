@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from ptsave.cli.command import (
-    FAILED,
-    NEGATIVE,
-    Command,
-    note,
-    report_error,
-    shows_progress,
-    with_recovery,
-)
-from ptsave.cli.completing import FILE
+from ptsave.cli.command import Command, shows_progress, with_json, with_recovery
+from ptsave.cli.completing import SOURCE
 from ptsave.cli.storage_options import with_storage_options
+from ptsave.cli.verify_report import Report
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.rank_directories import nbytes_of_ranks
 from ptsave.contents.shard_files import ShardFiles
@@ -28,7 +19,6 @@ from ptsave.inspection.whole_files import whole_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
 from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
-from ptsave.support.text import count_text, printable, size_text
 
 __all__ = ["command"]
 
@@ -38,20 +28,24 @@ ptsave verify --list checkpoint.pt   # names every damaged tensor, and every one
 ptsave verify *.pt && rm -r backup
 ptsave verify .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
 ptsave verify path/to/checkpoint-500 # every checkpoint in a directory, shards with their index
+ptsave verify --json *.pt | jq -r '.arguments[].files[] | select(.state == "damaged").path'
+curl -s https://example.org/model.pt | ptsave verify -
 """
-_N_SHOWN = 5
 
 
 @click.command("verify", cls=Command, examples=_EXAMPLES, short_help="Whether files are whole.")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=SOURCE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
+@with_json
 @with_recovery
 @with_storage_options("a FILE")
 @click.pass_context
 def command(
     ctx: click.Context,
     files: tuple[str, ...],
+    *,
     list_all: bool,
+    as_json: bool,
     recover: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
@@ -65,25 +59,24 @@ def command(
     and which are whole. Files without checksums (safetensors, torch before 1.6) are checked as far
     as that goes.
     """
-    codes = [0]
+    report = Report(ctx, list_all, as_json)
     found = []
     for file in files:
+        argument = report.begin(file)
         try:
-            found.append(checkpoint_files(file, storage_options))
-            for each in found[-1].sets:
+            checkpoints = checkpoint_files(file, storage_options)
+            for each in checkpoints.sets:
                 each.close()  # of many files each descriptor counts
+            found.append((argument, checkpoints, _sizes_of(checkpoints)))
         except Exception as error:
-            codes.append(FAILED)
-            report_error(ctx, error)
-    sizes = [_sizes_of(checkpoints) for checkpoints in found]
-    nbytes = sum(sum(map(sum, each)) for each in sizes)
+            report.fail(argument, error)
+    nbytes = sum(sum(map(sum, sizes)) for _, _, sizes in found)
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
-        for checkpoints, own in zip(found, sizes, strict=True):
-            progress = progress_from(bar, done)
-            codes.append(_verify_all(ctx, checkpoints, own, list_all, recover, progress))
-            done += sum(map(sum, own))
-    ctx.exit(max(codes))
+        for argument, checkpoints, sizes in found:
+            _verify_all(report, argument, checkpoints, sizes, recover, progress_from(bar, done))
+            done += sum(map(sum, sizes))
+    report.end()
 
 
 def _sizes_of(found: CheckpointFiles) -> list[list[int]]:
@@ -92,15 +85,14 @@ def _sizes_of(found: CheckpointFiles) -> list[list[int]]:
 
 
 def _verify_all(  # noqa: PLR0917
-    ctx: click.Context,
+    report: Report,
+    argument: dict[str, Any],
     checkpoints: CheckpointFiles,
     sizes: list[list[int]],
-    list_all: bool,
     recover: bool,
     progress: ProgressCallback | None,
-) -> int:
-    """Print the findings about one argument; return the exit code."""
-    codes = [0]
+) -> None:
+    """Report the findings about one argument."""
     problems = [Problem(text) for text in checkpoints.problems]
     done = 0
     for files, file_sizes in zip(checkpoints.sets, sizes, strict=True):
@@ -109,20 +101,14 @@ def _verify_all(  # noqa: PLR0917
             try:
                 found = _verify(path, files, recover, progress_from(progress, done))
             except Exception as error:
-                codes.append(FAILED)
-                report_error(ctx, error)
+                report.fail(argument, error, path)
             else:
                 shards.append(found)
-                codes.append(NEGATIVE if found.problems else 0)
-                _print(ctx, found, list_all)
+                report.add(argument, found)
             done += nbytes
         problems += compare_with_index(files, shards)
-    for problem in problems:
-        click.echo(f"{printable(checkpoints.path)}: DAMAGED: {printable(problem.reason)}")
-        codes.append(NEGATIVE)
-    if rest := _rest_of(checkpoints):
-        click.echo(f"{printable(checkpoints.path)}: not looked at: {_some(rest, list_all)}")
-    return max(codes)
+    report.add_problems(argument, checkpoints.path, problems)
+    report.add_rest(argument, checkpoints.path, _rest_of(checkpoints))
 
 
 def _verify(
@@ -143,12 +129,6 @@ def _rest_of(files: CheckpointFiles) -> list[str]:
     return ignored + [f"{name}/" for name in files.directories]
 
 
-def _some(names: list[str], list_all: bool) -> str:
-    shown = names if list_all else names[:_N_SHOWN]
-    more = f" and {len(names) - len(shown):,} more (--list shows all)" if names != shown else ""
-    return ", ".join(map(printable, shown)) + more
-
-
 def _file_nbytes(files: ShardFiles, path: str) -> int:
     try:
         if is_url(path):
@@ -156,44 +136,3 @@ def _file_nbytes(files: ShardFiles, path: str) -> int:
         return os.stat(path).st_size + nbytes_of_ranks(path)
     except OSError:
         return 0  # which is said when it is read
-
-
-def _print(ctx: click.Context, found: Verification, list_all: bool) -> None:
-    path = printable(found.path)
-    for remark in found.remarks:
-        note(ctx, f"{path}: {printable(remark)}")
-    records = [count_text(found.n_records, "record")] if found.n_records else []
-    n_tensors = [] if found.tensors is None else [count_text(len(found.tensors), "tensor")]
-    facts = ", ".join([*records, *n_tensors, size_text(found.nbytes)])
-    if not found.problems:
-        state = "whole" if found.has_checksums else "no checksums"
-        click.echo(f"{path}: {'unfinished, but ' if found.is_unfinished else ''}{state} ({facts})")
-        return
-    click.echo(f"{path}: DAMAGED ({facts})")
-    click.echo("\n".join(_lines(found, list_all)))
-
-
-def _lines(found: Verification, list_all: bool) -> Iterator[str]:
-    for problem in found.problems:
-        where = "" if problem.record is None else f"record {problem.record}: "
-        at = "" if problem.offset is None else f" (at offset {problem.offset})"
-        yield f"  {printable(where + problem.reason)}{at}"
-        yield from _names("damaged:", problem.entries, list_all)
-    if found.whole is None or found.tensors is None:
-        return
-    yield f"  {len(found.whole):,} of {count_text(len(found.tensors), 'tensor')} can be read"
-    if list_all:
-        yield from _names("whole:", found.whole, list_all)
-    is_named = found.is_unfinished or found.problems[0].record is not None
-    if found.whole and found.n_records and is_named:
-        option = "--recover " if found.is_unfinished else ""
-        path = shlex.quote(printable(found.path))
-        yield f"  read them with: ptsave extract {option}{path} NAME..."
-
-
-def _names(label: str, names: list[str], list_all: bool) -> Iterator[str]:
-    shown = names if list_all else names[:_N_SHOWN]
-    for name in shown:
-        yield f"    {label} {printable(name)}"
-    if len(names) > len(shown):
-        yield f"    {label} and {len(names) - len(shown):,} more (--list shows all)"

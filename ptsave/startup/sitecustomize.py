@@ -74,10 +74,10 @@ def _install() -> None:
     root = str(_FOLDER.parent.parent)
     if importlib.util.find_spec("ptsave") is None and root not in sys.path:
         sys.path.append(root)  # ptsave is not installed, but run from its directory
-    from ptsave.installation import install
+    from ptsave.installation import install_while_importing
     from ptsave.support.config import install_options
 
-    install(**install_options())
+    install_while_importing(install_options())
 
 
 def _import_the_next_one() -> None:

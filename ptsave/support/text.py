@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "count_text",
     "cut",
+    "cut_in_the_middle",
     "dtype_text",
     "n_columns",
     "padded",
@@ -94,6 +95,23 @@ def cut(text: str, width: int) -> str:
     while n_columns(kept) > width - 2:
         kept = kept[:-1]
     return f"{kept}.."
+
+
+def cut_in_the_middle(text: str, width: int) -> str:
+    """Return text, or its beginning and end with two dots between them.
+
+    >>> cut_in_the_middle("model.layers.10.self_attn.q_proj.weight", 24)
+    'model.layer..proj.weight'
+    """
+    if n_columns(text) <= width:
+        return text
+    half = (width - 2) // 2
+    begin, end = text[:half], text[-half:]
+    while n_columns(begin) > half:
+        begin = begin[:-1]
+    while n_columns(end) > half:
+        end = end[1:]
+    return f"{begin}..{end}"
 
 
 def padded(text: str, width: int) -> str:

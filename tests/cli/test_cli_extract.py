@@ -20,6 +20,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
+from ptsave.cli.shells import LINE
 from ptsave.inspection.extraction import write_entries
 
 # The tests run in a folder of their own.
@@ -53,7 +54,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_container_and_value(path: Path) -> None:
     expected = stock_load(path)
     result = extract(path, "model")
-    assert (result.exit_code, result.stderr) == (0, "ptsave: wrote model.pt\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == "wrote model.pt: 3 tensors, 108 B\n"
     assert_same_object(stock_load("model.pt"), expected["model"])
     assert extract(path, "epoch", "-o", "epoch.pt").exit_code == 0
     assert stock_load("epoch.pt") == 3
@@ -248,12 +250,14 @@ def test_completion_of_names(path: Path) -> None:
     environment = {
         **ENVIRONMENT,
         "_PTSAVE_COMPLETE": "bash_complete",
-        "COMP_WORDS": f"ptsave extract {path} model.a",
-        "COMP_CWORD": "3",
+        LINE: f"ptsave extract {path} model.a",
     }
     command = [sys.executable, "-c", "from ptsave.cli.main import main; main()"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["plain,model.a.weight", "plain,model.a.bias"]
-    environment |= {"COMP_WORDS": "ptsave extract che", "COMP_CWORD": "2"}
+    assert result.stdout.splitlines() == [
+        "plain\tmodel.a.weight\t",
+        "plain\tmodel.a.bias\t",
+    ]
+    environment |= {LINE: "ptsave extract che"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["file,che"]  # which bash completes itself
+    assert result.stdout.splitlines() == ["file\tche\t"]  # which the shell completes itself

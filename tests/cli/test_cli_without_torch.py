@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 import ptsave
-import ptsave.public
 from ptsave.cli.commands import commands
+from ptsave.cli.shells import LINE
 
 NAMES = commands.list_commands(click.Context(commands))
 # Runs the command, and says at its end which of these modules it has imported.
@@ -60,15 +60,14 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("words", ["ptsave ", "ptsave l", "ptsave diff --", "ptsave ls --so"])
 def test_completion_imports_no_torch(words: str) -> None:
-    position = len(words.split(" ")) - 1
-    variables = {
-        "_PTSAVE_COMPLETE": "bash_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(position),
-    }
-    result = run(**variables)
+    result = run(_PTSAVE_COMPLETE="bash_complete", **{LINE: words})
     assert result.stderr == "imported:\n"
     assert result.stdout
+
+
+def test_completion_of_what_is_no_text() -> None:
+    result = run(_PTSAVE_COMPLETE="bash_complete", **{LINE: "ptsave ls b\udcff"})
+    assert (result.stdout, result.stderr) == ("file\tb?\t\n", "imported:\n")
 
 
 def test_help_says_what_the_commands_say() -> None:
@@ -140,10 +139,6 @@ def test_the_package_imports_nothing() -> None:
 )
 def test_first_use(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_all_public_names() -> None:
-    assert sorted([*ptsave.public.__all__, "__version__"]) == sorted(ptsave.__all__)
 
 
 @pytest.mark.parametrize("first", ["import torch; import ptsave", "import ptsave; ptsave.load"])

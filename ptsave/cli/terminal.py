@@ -1,0 +1,66 @@
+"""The terminal that text is for: how wide it is, and whether it has colours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import click
+
+__all__ = ["PLAIN", "Terminal", "colors_by_environment", "terminal"]
+
+_MIN_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """The place where lines are shown.
+
+    Attributes
+    ----------
+    width : int or None
+        Number of columns that lines may take; None if they are not cut, as in a file.
+    has_colors : bool
+        Whether text is coloured.
+    """
+
+    width: int | None = None
+    has_colors: bool = False
+
+    def paint(self, text: str, color: str | None = None, *, bold: bool = False) -> str:
+        r"""Return text in a colour, if there are colours.
+
+        >>> Terminal(has_colors=True).paint("whole", "green")
+        '\x1b[32mwhole\x1b[0m'
+        """
+        return click.style(text, fg=color, bold=bold or None) if self.has_colors else text
+
+
+PLAIN = Terminal()
+
+
+def colors_by_environment() -> bool | None:
+    """Return whether the user wants colours; None if that depends on where the text goes.
+
+    NO_COLOR (https://no-color.org) comes first, then FORCE_COLOR, then TERM; set to nothing they
+    count as not set.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return False if os.environ.get("TERM") in ("dumb", "unknown") else None
+
+
+def terminal() -> Terminal:
+    """Return the kind of standard output: a terminal, a file or a pipe."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    wanted = colors_by_environment()
+    has_colors = is_terminal if wanted is None else wanted
+    # Whoever sets COLUMNS for a pipe means it.
+    if not is_terminal and not os.environ.get("COLUMNS"):
+        return Terminal(None, has_colors)
+    import shutil
+
+    return Terminal(max(shutil.get_terminal_size().columns, _MIN_WIDTH), has_colors)

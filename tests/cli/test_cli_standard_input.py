@@ -1,0 +1,87 @@
+"""`-` is standard input: a file, from its beginning, or a pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ptsave.cli.commands import commands
+
+START = f"{sys.executable} -c 'from ptsave.cli.main import main; main()'"
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"a": torch.ones(3)}, "epoch": 3}, "a.pt")
+    return tmp_path / "a.pt"
+
+
+def run(line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell, in which ``ptsave`` is the command."""
+    return subprocess.run(
+        ["sh", "-c", f'ptsave() {{ {START} "$@"; }}\n{line}'],
+        check=False,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptsave {} - < a.pt",
+        "cat a.pt | ptsave {} -",
+        "(echo x; cat a.pt) | (read x; ptsave {} -)",
+        "(echo x; cat a.pt) > more; (read x; ptsave {} -) < more",
+    ],
+)
+def test_files_and_pipes(line: str) -> None:
+    assert "\n  a    float32    [3]  12 B\n" in run(line.format("ls")).stdout
+    assert run(line.format("verify")).stdout.startswith("/dev/stdin: whole (")
+
+
+def test_other_commands() -> None:
+    done = run("ptsave extract a.pt model -o - | ptsave extract - a -o b.npy")
+    assert (done.returncode, done.stdout) == (0, "wrote b.npy: 1 tensor, 12 B\n")
+    done = run("ptsave diff - a.pt < a.pt")
+    assert (done.returncode, done.stdout[:6]) == (0, "equal:")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ptsave ls - <&-", "Standard input is closed"),
+        ("ptsave ls - < /dev/null", "it is empty"),
+        ("ptsave diff - - < a.pt", "one argument only"),
+        ("ptsave compact --in-place - < a.pt", "cannot be replaced"),
+        ("ptsave convert a.pt -", "./- if it is called -"),
+        ("ptsave compact a.pt -o -", "./- if it is called -"),
+    ],
+)
+def test_refusals(line: str, message: str) -> None:
+    done = run(line)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir() == ["a.pt"]
+
+
+@pytest.mark.parametrize("command", ["ls", "ls --stats", "verify", "globals"])
+def test_standard_output_that_is_closed(command: str) -> None:
+    """Whoever closes it wants to know the exit code only."""
+    done = run(f"ptsave {command} a.pt >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_file_of_that_name(path: Path) -> None:
+    path.rename("-")
+    result = CliRunner().invoke(commands, ["verify", "./-"])
+    assert result.stdout.startswith("./-: whole")

@@ -1,0 +1,106 @@
+"""Public names are imported when they are used; preload() imports all that can be wanted later."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ptsave
+
+# A program that can read no module any more once it has imported ptsave's.
+_LOCKED = """
+import io, os, sys, torch, ptsave
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ptsave.preload()
+class Locked:
+    def find_spec(self, name, path=None, target=None):
+        raise ImportError(f"{name} is imported late")
+sys.meta_path.insert(0, Locked())
+os.chdir(sys.argv[1])
+"""
+_OPERATIONS = [
+    "ptsave.save(model.state_dict(), 'a.pt', fsync=True)",
+    "ptsave.load('a.pt')",
+    "ptsave.save({'model': model}, 'module.pt')",
+    "ptsave.load('module.pt', weights_only=False)",
+    "ptsave.async_save(model.state_dict(), 'b.pt').result()",
+    "ptsave.save_checkpoint('c.pt', model=model, optimizer=optimizer)",
+    "ptsave.load_checkpoint('c.pt', model=model, optimizer=optimizer)",
+    "ptsave.load_into('a.pt', model)",
+    "ptsave.open('a.pt').verify()",
+    "ptsave.save_model(model, 'published')",
+    "ptsave.load_model(model, 'published')",
+    "ptsave.convert('published', 'd.pt')",
+    "ptsave.convert('d.pt', 'e.safetensors')",
+    "ptsave.convert('d.pt', 'dcp', format='dcp')",
+    "ptsave.open('dcp')['weight']",
+    "ptsave.compact('d.pt', 'f.pt')",
+    "ptsave.compare('d.pt', 'e.safetensors')",
+    "with ptsave.capture(model, 'run.pt') as run: model(torch.ones(3)); run.step()",
+    "ptsave.open('run.pt').summary()",
+    "ptsave.compare_captures('run.pt', 'run.pt')",
+    "with ptsave.ArchiveWriter('g.pt') as writer: writer.add('a', torch.ones(3))",
+    "with ptsave.AsyncCheckpointer('h') as run: run.save(1, model=model)",
+    "with ptsave.installed(safetensors=True): torch.save([1], io.BytesIO())",
+]
+
+
+def test_nothing_is_imported_late(tmp_path: Path) -> None:
+    """As if the program had given up its rights."""
+    lines = [_LOCKED]
+    for operation in _OPERATIONS:
+        lines += ["try:", f"    {operation}", "except Exception as error:"]
+        lines += [f"    print({operation!r}, error)"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join(lines), str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_each_name_has_its_module() -> None:
+    """What type checkers see is what there is."""
+    stub = Path(ptsave.__file__).with_suffix(".pyi").read_text()
+    imported = {
+        alias.asname: (node.module, alias.name)
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported.pop("distributed") == ("ptsave", "distributed")
+    assert sorted(name for name in imported if name) == sorted(ptsave.__all__)
+    for name, (module, original) in imported.items():
+        assert getattr(ptsave, str(name)) is getattr(sys.modules[str(module)], original)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import torch, ptsave", "version"),
+        ("import ptsave; ptsave.CorruptCheckpointError", ""),
+        ("import torch, ptsave; ptsave.strip_prefix", "version"),
+    ],
+)
+def test_an_import_imports_little(code: str, expected: str) -> None:
+    code += "\nimport sys\nprint('torch' in sys.modules, 'ptsave._C' in sys.modules, end=' ')\n"
+    code += "print('version' if 'ptsave.support.torch_version' in sys.modules else '')"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{bool(expected)} False {expected}".strip()
+
+
+def test_ptsave_may_be_imported_while_torch_is(tmp_path: Path) -> None:
+    """As by a hook of a .pth file: torch does not know its version yet."""
+    (tmp_path / "torch.py").write_text("import ptsave\n__version__ = 'none'\n")
+    home = Path(ptsave.__file__).parent.parent
+    path = os.pathsep.join([str(tmp_path), str(home)])
+    subprocess.run(
+        [sys.executable, "-c", "import torch"], check=True, env={**os.environ, "PYTHONPATH": path}
+    )
