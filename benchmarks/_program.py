@@ -12,12 +12,49 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import draw_report
+from ptsave.bench.plot import require_matplotlib
 from ptsave.bench.report import TIMES_STOCK, table
 from ptsave.bench.system import describe_machine
 
-__all__ = ["TIMES_STOCK", "Program", "table"]
+__all__ = [
+    "TIMES_STOCK",
+    "Program",
+    "add_report_options",
+    "check_options",
+    "table",
+    "write_report",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `check_options` checks and `write_report` takes."""
+    parser.add_argument("--output", type=Path, help="write a report with the machine's data too")
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="draw the tables of the report (SVG) there"
+    )
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse plots that cannot be drawn, before anything is measured."""
+    if options.plots is None:
+        return
+    if options.output is None:
+        sys.exit("--plots draws the tables of a report: name one with --output report.md, too")
+    try:
+        require_matplotlib()
+    except ImportError as error:
+        sys.exit(str(error))
+
+
+def write_report(text: str, output: Path, plots: Path | None) -> None:
+    """Write a report, and a plot for each of its tables."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text)
+    if plots is not None:
+        draw_report(output, plots)
 
 
 @dataclass(frozen=True)
@@ -61,6 +98,7 @@ class Program:
 
     def main(self) -> None:
         options = self._parser().parse_args()
+        check_options(options)
         if options.task:
             print(json.dumps(self.measure(**json.loads(options.task))))
             return
@@ -78,7 +116,8 @@ class Program:
         parts.append(start + notes.rstrip())
         print(parts[-1])
         if options.output is not None:
-            options.output.write_text("\n\n".join([f"# {self.title}", machine, *parts]) + "\n")
+            text = "\n\n".join([f"# {self.title}", machine, *parts]) + "\n"
+            write_report(text, options.output, options.plots)
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
@@ -93,8 +132,6 @@ class Program:
         parser.add_argument(
             "--dir", type=Path, default=self.folder, help="where files are written and read"
         )
-        parser.add_argument(
-            "--output", type=Path, help="write a report with the machine's data too"
-        )
+        add_report_options(parser)
         parser.add_argument("--task", help=argparse.SUPPRESS)
         return parser
