@@ -48,6 +48,9 @@ _ENVIRONMENT = (
     "PTSAVE_INSTALL",
     "PTSAVE_VERIFY",
     "PTSAVE_DIRECT_IO",
+    "COLUMNS",  # which pytest-xdist sets
+    "FORCE_COLOR",
+    "NO_COLOR",
 )
 
 
@@ -72,6 +75,15 @@ def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert now == functions, "the test has left ptsave installed"
     assert not serialization._serialization_tls.skip_data
     serialization._serialization_tls.map_location = None  # torch forgets to when a load fails
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Keep small models on one thread: a pool waits for processors, and does not outlive a fork."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture

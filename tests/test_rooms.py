@@ -14,9 +14,10 @@ import ptsave
 ROOT = Path(ptsave.__file__).parent
 # Each may import from those before it, and none from those behind it (ARCHITECTURE.md).
 ROOMS = (
+    "_built",
+    "engines",
     "_C",
     "_core",
-    "_torch_build",
     "errors",
     "support",
     "tree",
@@ -40,9 +41,10 @@ ROOMS = (
     "installation",
     "integrations",
     "lazy_buffers",
-    "public",
     "__init__",
+    "preloading",
     "startup",
+    "build_engine",
     "bench",
     "cli",
     "__main__",
@@ -53,7 +55,7 @@ CSRC = Path(__file__).parent.parent / "csrc"
 CPP_ROOMS = {
     "core/base": "",
     "core/crc": "",
-    "core/format": "base",
+    "core/format": "base memory",
     "core/memory": "base",
     "core/pipeline": "",
     "core/io": "base memory pipeline",
@@ -94,7 +96,7 @@ def imports_of(name: str, path: Path) -> Iterator[str]:
                 continue
             # A module, a name in one, or a name in a package or at the top.
             for candidate in (rest, rest.rpartition(".")[0]):
-                if candidate in known or candidate in ("_C", "_core", "_torch_build"):
+                if candidate in known or candidate in ("_built", "_core"):
                     yield candidate
                     break
                 if f"{candidate}.__init__" in known:
@@ -110,7 +112,7 @@ def room_of(module: str) -> str:
 
 
 def test_every_room_is_listed() -> None:
-    found = {room_of(name) for name in modules()} | {"_C", "_core", "_torch_build"}
+    found = {room_of(name) for name in modules()} | {"_built", "_core"}
     assert found == set(ROOMS)
 
 
@@ -166,7 +168,7 @@ PUBLIC = """
     UnmatchedParameters UnsupportedSourceError UnsupportedUrlError WeightSlice __version__
     add_prefix async_save capture compact compare compare_captures convert
     default_weight_loader install installed iter_weights load load_checkpoint load_into
-    load_model load_optimizer_state_dict load_state_dict open register_lazy_buffer
+    load_model load_optimizer_state_dict load_state_dict open preload register_lazy_buffer
     release_staging_memory save save_checkpoint save_model strip_prefix uninstall
     unsaved_tensors
 """
