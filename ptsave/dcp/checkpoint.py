@@ -179,7 +179,7 @@ class DcpCheckpoint:
             self.path = files_beside(self._remote)
         for _ in range(_MAX_READS):
             self._read_metadata = None if self._remote else ReadMetadata.of(metadata_path)
-            metadata = load_metadata(metadata_path, is_hostile=True, data=self._metadata_bytes())
+            metadata = load_metadata(metadata_path, data=self._metadata_bytes())
             self._infos: dict[Any, Any] = metadata.storage_data
             self.sizes = {name: self._size_of(name) for name in self._file_names()}
             if min(self.sizes.values(), default=0) >= 0 or not self._was_replaced():

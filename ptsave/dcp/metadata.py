@@ -27,6 +27,7 @@ from ptsave import _C
 from ptsave.dcp.metadata_pickle import pickled_metadata
 from ptsave.dcp.pickle_sizes import refuse_huge_claims
 from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.kinds import regular_only
 from ptsave.support import torch_dcp
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
@@ -141,16 +142,13 @@ def _guarded_classes() -> Iterator[None]:
             raise pickle.UnpicklingError(f"it changes the class {changed[0].__qualname__}")
 
 
-def load_metadata(path: str, *, is_hostile: bool = False, data: bytes | None = None) -> Metadata:
+def load_metadata(path: str, *, data: bytes | None = None) -> Metadata:
     """Read the metadata of a checkpoint; nothing in it is run.
 
     Parameters
     ----------
     path : str
         The file.
-    is_hostile : bool, default False
-        Whether to look first for numbers that make Python allocate memory, which takes about as
-        long as the rest.
     data : bytes, optional
         What is in the file, if it is no local one.
 
@@ -166,16 +164,15 @@ def load_metadata(path: str, *, is_hostile: bool = False, data: bytes | None = N
         data[:-_TRAILER_NBYTES]
     ):
         raise CorruptCheckpointError(f"{path}: damaged: its checksum differs", path=path)
-    if is_hostile:
-        try:
-            refuse_huge_claims(data)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{path}: damaged: {error}", path=path) from None
+    try:
+        refuse_huge_claims(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: damaged: {error}", path=path) from None
     return _unpickled(io.BytesIO(data), path)
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as stream:
+    with open(path, "rb", opener=regular_only) as stream:  # a pipe would never end
         return stream.read()
 
 

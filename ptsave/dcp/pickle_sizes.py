@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickletools
 import re
+from functools import lru_cache
 
 __all__ = ["refuse_huge_claims"]
 
@@ -38,24 +39,33 @@ _FRAME, _LONG_BINPUT, _PUT, _STOP = 0x95, ord("r"), ord("p"), ord(".")
 _MAX_SHORT_NBYTES = 64
 
 
-def _common_opcodes() -> re.Pattern[bytes]:
-    """Return a pattern of runs of opcodes with short arguments, of which a pickle is made."""
+@lru_cache(maxsize=8)
+def _common_opcodes(n_numbers: int) -> re.Pattern[bytes]:
+    """Return a pattern of runs of opcodes of which a pickle is made, with short arguments.
+
+    The numbers of memo entries in it are below `n_numbers`, whose last 16 bits are 0.
+    """
     by_size: dict[int, bytes] = {}
-    counted = b""
+    counted: dict[int, bytes] = {}
     for code, (fixed, n, lines) in _SIZES.items():
-        if n == 1:
-            counted += bytes([code])
+        if n in (1, 4):
+            counted[n] = counted.get(n, b"") + bytes([code])
         elif not n and not lines and code not in (_FRAME, _LONG_BINPUT, _STOP):
             by_size[fixed] = by_size.get(fixed, b"") + bytes([code])
     kinds = [
-        b"[%b]%b" % (re.escape(codes), b"." * fixed) for fixed, codes in sorted(by_size.items())
+        b"[%b]%b" % (re.escape(codes), b"." * fixed if fixed else b"+")
+        for fixed, codes in sorted(by_size.items())
     ]
-    strings = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(_MAX_SHORT_NBYTES))
-    kinds.append(b"[%b](?:%b)" % (re.escape(counted), strings))
+    for n, codes in counted.items():
+        strings = b"|".join(
+            re.escape(size.to_bytes(n, "little")) + b".{%d}" % size
+            for size in range(_MAX_SHORT_NBYTES)
+        )
+        kinds.append(b"[%b](?:%b)" % (re.escape(codes), strings))
+    if n_numbers:
+        last = re.escape(bytes([min(n_numbers >> 16, 256) - 1]))
+        kinds.append(b"%c..[\\x00-%b]\\x00" % (_LONG_BINPUT, last))
     return re.compile(b"(?:%b){1,1000}" % b"|".join(kinds), re.DOTALL)
-
-
-_COMMON = _common_opcodes()
 
 
 def refuse_huge_claims(data: bytes) -> None:
@@ -73,8 +83,9 @@ def refuse_huge_claims(data: bytes) -> None:
     ValueError: it numbers a value 2147483647, and has 9 bytes
     """
     at, end = 0, len(data)
+    common = _common_opcodes(min(end, 1 << 24) >> 16 << 16)
     while at < end:
-        if found := _COMMON.match(data, at):
+        if found := common.match(data, at):
             at = found.end()
             continue
         code = data[at]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -261,7 +263,10 @@ class RankFiles:
                 raise
             raise replaced(self.path) from None
         self._stack.callback(os.close, descriptor)
-        return descriptor, os.fstat(descriptor).st_size
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.file(name))
+        return descriptor, found.st_size
 
     def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
         """Bring parts of a file, each from one offset to another, where the engine reads them."""

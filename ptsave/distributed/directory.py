@@ -111,7 +111,8 @@ class CheckpointDirectory:
                 raise SaveError(
                     5,
                     "another save to this directory has replaced the checkpoint meanwhile, and "
-                    "removed a file of this one"
+                    "removed this file, or the rank that wrote it has another directory at this "
+                    "path: all ranks have to save to one that they share"
                     if found < 0
                     else "the file has changed its size",
                     path,

@@ -11,7 +11,16 @@ from ptsave.sources.opening import FsspecFolder
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url, is_url_source, options_of
 
-__all__ = ["accepts", "local_path", "remote_metadata"]
+__all__ = ["accepts", "directory_name", "local_path", "remote_metadata"]
+
+
+def directory_name(path: str | os.PathLike[str]) -> str:
+    """Return a path as text; an empty one is the current directory, as in torch's classes.
+
+    >>> directory_name(""), directory_name("checkpoint/")
+    ('.', 'checkpoint/')
+    """
+    return os.fsdecode(path) or os.curdir
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -22,7 +31,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     UnsupportedUrlError
         If it is a URL.
     """
-    name = os.fspath(path)
+    name = directory_name(path)
     if isinstance(path, str) and is_url(name):
         raise UnsupportedUrlError.of(name)
     return name

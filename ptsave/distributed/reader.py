@@ -33,7 +33,7 @@ from ptsave.dcp.rank_files import Box, RankFiles
 from ptsave.dcp.replacement import ReadMetadata, replaced
 from ptsave.dcp.stock_items import stored_tensor
 from ptsave.distributed.item_lists import with_item_list
-from ptsave.distributed.paths import accepts, remote_metadata
+from ptsave.distributed.paths import accepts, directory_name, remote_metadata
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url_source
@@ -107,7 +107,7 @@ class StorageReader(storage.StorageReader):
     ) -> None:
         check_flags(verify=verify, weights_only=weights_only)
         is_url_source(path, storage_options)  # or options for a local directory are an error
-        self._path = os.fspath(path)
+        self._path = directory_name(path)
         self._storage_options = storage_options
         self._remote: FsspecFile | None = None
         self._verify = verify
@@ -124,7 +124,7 @@ class StorageReader(storage.StorageReader):
         self._metadata = None
         if checkpoint_id:
             is_url_source(checkpoint_id, self._storage_options)
-            self._path = os.fspath(checkpoint_id)
+            self._path = directory_name(checkpoint_id)
         self._load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -32,7 +32,7 @@ import ptsave
 from ptsave.cli.commands import commands
 from ptsave.dcp.metadata import load_metadata
 from ptsave.dcp.pickle_sizes import refuse_huge_claims
-from ptsave.distributed import StorageWriter
+from ptsave.distributed import StorageReader, StorageWriter
 from ptsave.inspection.verification import verify_directory, verify_file
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
@@ -527,9 +527,34 @@ def test_metadata_that_asks_for_memory(folder: Path, data: bytes) -> None:
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(ptsave.CorruptCheckpointError, match=r"\.metadata: damaged: it"):
         ptsave.open(folder)
+    with pytest.raises(ptsave.CorruptCheckpointError, match=r"\.metadata: damaged: it"):
+        StorageReader(folder).read_metadata()
 
 
-def test_whole_metadata_asks_for_nothing() -> None:
+@pytest.mark.parametrize("n", [300, 30_000])
+def test_whole_metadata_asks_for_nothing(n: int) -> None:
+    values = {"k" * (i % 500) + str(i): (i, 1.5, b"x", 10 ** (i % 99), [None]) for i in range(n)}
     for protocol in range(6):
-        values = {"k" * n: (n, 1.5, b"x" * n, 10**n, [None]) for n in range(300)}
         refuse_huge_claims(pickle.dumps(values, protocol=protocol))
+
+
+@pytest.mark.parametrize("size", [100, 70_000, 140_000, 17_000_000])
+def test_numbers_as_large_as_the_metadata(size: int) -> None:
+    for number, is_too_large in ((size - 1, False), (size, True), (size | 0xFFFF, True)):
+        data = b"\x80\x02" + b"N0" * (size // 2 - 9)
+        data += b"Nr" + number.to_bytes(4, "little") + b"."
+        data = data.ljust(size, b".")
+        if is_too_large:
+            with pytest.raises(ValueError, match=f"it numbers a value {number}"):
+                refuse_huge_claims(data)
+        else:
+            refuse_huge_claims(data)
+
+
+def test_metadata_that_is_a_pipe(folder: Path) -> None:
+    """Nobody waits for a writer."""
+    (folder / ".metadata").unlink(missing_ok=True)
+    os.mkfifo(folder / ".metadata")
+    for read in (ptsave.open, lambda path: StorageReader(path).read_metadata()):
+        with pytest.raises(OSError, match="it is a pipe"):
+            read(folder)

@@ -56,12 +56,12 @@ DTYPES = [
 ]
 
 
-def save(state: dict[str, Any], folder: Path, **options: Any) -> Metadata:
+def save(state: dict[str, Any], folder: Any, **options: Any) -> Metadata:
     saved: Metadata = dcp.save(state, storage_writer=StorageWriter(folder, **options))
     return saved
 
 
-def load(state: dict[str, Any], folder: Path, reader: Any = StorageReader, **options: Any) -> Any:
+def load(state: dict[str, Any], folder: Any, reader: Any = StorageReader, **options: Any) -> Any:
     dcp.load(state, storage_reader=reader(folder, **options))
     return state
 
@@ -292,6 +292,34 @@ def test_saving_two_jobs_to_one_path(tmp_path: Path) -> None:
     assert torch.equal(load(zeros(), tmp_path)["large"], state(3.0)["large"])
 
 
+def test_a_directory_that_another_rank_does_not_see(tmp_path: Path) -> None:
+    """As on a host of its own: torch's writer calls that a checkpoint."""
+
+    class Elsewhere(StorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            (tmp_path / "of-0").mkdir()
+            self.reset(tmp_path / "of-0")
+            super().finish(metadata, results)
+
+    with pytest.raises(CheckpointException, match="all ranks have to save to one that they share"):
+        dcp.save(state(1.0), storage_writer=Elsewhere(tmp_path / "of-1"))
+    assert not list((tmp_path / "of-0").iterdir())
+
+
+def test_names_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("", "one/", "./two//deep/", Path("three"), str(tmp_path / "four")):
+        save(state(2.0), path)
+        for reader in (StorageReader, dcp.FileSystemReader):
+            assert torch.equal(load(zeros(), path, reader)["large"], state(2.0)["large"])
+    assert (tmp_path / ".metadata").exists()
+    kinds: tuple[Any, ...] = (StorageReader, StorageWriter)
+    for kind in kinds:
+        assert kind(b"bytes").checkpoint_id == "bytes"
+        with pytest.raises(TypeError):
+            kind(5)
+
+
 # ----------------------------------------------------------------------------------- asynchronous
 
 
@@ -396,6 +424,11 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         load(zeros(), tmp_path)
     assert isinstance(cause(caught.value), FileNotFoundError)
+    assert file.name in str(cause(caught.value))
+    file.mkdir()
+    with pytest.raises(CheckpointException) as caught:
+        load(zeros(), tmp_path)
+    assert isinstance(cause(caught.value), IsADirectoryError)
     assert file.name in str(cause(caught.value))
 
 
