@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import time
@@ -20,12 +21,13 @@ from torch.nn import Parameter
 
 from ptsave import _C
 from ptsave.dcp.blocks import BLOCK_NBYTES, table_nbytes
-from ptsave.dcp.metadata import CheckedFile, set_checked_files
+from ptsave.dcp.metadata import CheckedFile, metadata_name, set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
 from ptsave.distributed.item_lists import ItemList, with_item_list
 from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
+from ptsave.errors import SaveError
 from ptsave.support import torch_dcp
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
@@ -67,11 +69,12 @@ class StorageWriter(storage.StorageWriter):
     Notes
     -----
     Saves raise :class:`SaveError` (in DCP's ``CheckpointException``, which names the rank) where a
-    file cannot be written, and :class:`RuntimeError` with ``overwrite=False``; the checkpoint that
-    was there stays then.  ``async_save`` waits until there is room for its copy, beside those of
-    unfinished saves: half of the memory that this process may use, or ``PTSAVE_MAX_STAGED_BYTES``;
-    a state dict that never fits is a :class:`StagingFullError`.  Objects of this class can be
-    pickled, and used for one save after another.
+    file cannot be written, or ``use_collectives=False`` finds a checkpoint of all ranks, and
+    :class:`RuntimeError` with ``overwrite=False``; the checkpoint that was there stays then.
+    ``async_save`` waits until there is room for its copy, beside those of unfinished saves: half of
+    the memory that this process may use, or ``PTSAVE_MAX_STAGED_BYTES``; a state dict that never
+    fits is a :class:`StagingFullError`.  Objects of this class can be pickled, and used for one
+    save after another.
 
     Examples
     --------
@@ -121,6 +124,15 @@ class StorageWriter(storage.StorageWriter):
             None if self._use_collectives else self._rank
         ):
             raise RuntimeError(f"Checkpoint already exists and overwrite=False: {self._path}")
+        if not self._use_collectives and directory.has_checkpoint(None):
+            # DCP's loads look for that one first.
+            raise SaveError(
+                errno.EEXIST,
+                f"a checkpoint of all ranks is there, which loads would go on to take for the one "
+                f"that rank {self._rank} saves by itself: save to another directory, or with "
+                "use_collectives=True",
+                directory.file(metadata_name(None)),
+            )
         return with_item_list(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

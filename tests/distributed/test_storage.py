@@ -251,6 +251,17 @@ def test_without_collectives(tmp_path: Path) -> None:
         assert torch.equal(load(zeros(), tmp_path, reader)["large"], state(2.0)["large"])
 
 
+def test_without_collectives_beside_a_checkpoint_of_all_ranks(tmp_path: Path) -> None:
+    """Which loads would take for the new one."""
+    save(state(1.0), tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ptsave.SaveError, match="rank 0 saves by itself") as caught:
+        dcp.save(state(2.0), storage_writer=StorageWriter(tmp_path), use_collectives=False)
+    assert caught.value.filename == str(tmp_path / ".metadata")
+    assert sorted(tmp_path.iterdir()) == before
+    assert torch.equal(load(zeros(), tmp_path)["large"], state(1.0)["large"])
+
+
 def test_cached_plans(tmp_path: Path) -> None:
     for scale in (1.0, 2.0, 3.0):
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
