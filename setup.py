@@ -119,7 +119,7 @@ def modules() -> list[Extension]:
     if "sdist" in sys.argv or "egg_info" in sys.argv:
         return [core]
     building.check_platform()
-    engine = names.folder_name(building.installed_torch())
+    engine = names.folder_name(building.installed_torch(building.OF_PIP))
     if "PTSAVE_ENGINES" in os.environ:
         return [core]
     return [Extension(f"ptsave.engines.{engine}._C", sources=[]), core]

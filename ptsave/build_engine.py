@@ -31,12 +31,13 @@ compiler, Python's headers, cmake and ninja. Nothing is fetched, and torch stays
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Put it in this folder, to carry it elsewhere.  [default: where ptsave looks for it]",
+    help="Put it in this folder, to carry it to where ptsave looks for it on another machine, "
+    f"{Path('share', 'ptsave', 'engines', VERSION)} below the environment.  [default: there]",
 )
 def main(jobs: int | None, folder: Path | None) -> None:
     """Compile, and print the path of the engine; raises SystemExit with the reason otherwise."""
     building.check_platform()
-    torch_version = building.installed_torch()
+    torch_version = building.installed_torch(f"{sys.prefix} has none: install torch first")
     target = _target(folder, torch_version)
     click.echo(f"compiling an engine for torch {torch_version}: some minutes", err=True)
     with tempfile.TemporaryDirectory(prefix="ptsave-engine-") as build_dir:

@@ -22,9 +22,22 @@ import sys
 import sysconfig
 from pathlib import Path
 
-__all__ = ["MINIMUM_TORCH", "build", "check_platform", "installed_torch", "source_folder"]
+__all__ = [
+    "MINIMUM_TORCH",
+    "OF_PIP",
+    "build",
+    "check_platform",
+    "installed_torch",
+    "source_folder",
+]
 
 MINIMUM_TORCH = (2, 9)
+# To install ptsave from source; pip hides torch from a build in an environment of its own.
+OF_PIP = (
+    "this build sees none. pip hides it without --no-build-isolation: "
+    "`pip install torch pybind11 ninja cmake setuptools wheel`, "
+    "and then `pip install --no-build-isolation` and what is to be installed"
+)
 _MACHINES = ("x86_64", "aarch64")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -46,16 +59,24 @@ def check_platform() -> None:
         )
 
 
-def installed_torch() -> str:
-    """Return the version of the torch to compile against."""
+def installed_torch(remedy: str) -> str:
+    """Return the version of the torch to compile against.
+
+    Parameters
+    ----------
+    remedy : str
+        The end of the message that there is none.
+
+    Raises
+    ------
+    SystemExit
+        There is none, or one that is too old.
+    """
     needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(
-            f"{needed}, and there is none in {sys.prefix}: "
-            "install torch first, and then ptsave with `pip install --no-build-isolation`"
-        ) from None
+        raise SystemExit(f"{needed}, and {remedy}") from None
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise SystemExit(f"{needed}; cannot read its version {version!r}")
@@ -80,13 +101,19 @@ def build(build_dir: Path, target: str, option: str, version: str, jobs: int | N
         **_torch_definitions(),
     }
     cmake = _tool("cmake", "CMAKE_BIN_DIR")
+    _check_python_headers()
     _run(
         [cmake, "-S", str(source_folder()), "-B", str(build_dir), "-G", "Ninja"]
         + [f"-D{name}={value}" for name, value in definitions.items()]
-        + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", ""))
+        + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", "")),
+        "it needs gcc 12 or clang 14, or a later one; the variable CXX names another than c++",
     )
     n_jobs = str(jobs or os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
-    _run([cmake, "--build", str(build_dir), "--target", target, "--parallel", n_jobs])
+    _run(
+        [cmake, "--build", str(build_dir), "--target", target, "--parallel", n_jobs],
+        "it needs gcc 12 or clang 14, or a later one (the variable CXX names it), and memory for "
+        f"{n_jobs} compilers at once (MAX_JOBS=1: for one)",
+    )
     return build_dir / f"{target}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -102,10 +129,22 @@ def _tool(name: str, bin_dir_attribute: str) -> str:
     return path
 
 
-def _run(command: list[str]) -> None:
+def _check_python_headers() -> None:
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        raise SystemExit(
+            f"ptsave needs Python's headers to build, and {folder} has none: install them "
+            "(python3-dev on Debian, python3-devel on Fedora), or use a Python that has them"
+        )
+
+
+def _run(command: list[str], needs: str) -> None:
     """Run a build command; what went wrong is on its own output, so no traceback adds to it."""
     if subprocess.run(command, check=False).returncode != 0:
-        raise SystemExit(f"ptsave: the build failed: {shlex.join(command)}")
+        raise SystemExit(
+            f"ptsave: this command failed: {shlex.join(command)}\n"
+            f"ptsave: the build failed, for the reason above: {needs}"
+        )
 
 
 def _torch_definitions() -> dict[str, str]:

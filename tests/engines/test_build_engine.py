@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def test_sources_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         building.source_folder()
 
 
+def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda *_, **__: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"needs Python's headers to build, .* python3-dev"):
+        building.build(tmp_path, "_C", "PTSAVE_BUILD_PYTHON", "0")
+
+
+def test_missing_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr("importlib.metadata.version", fail)
+    done = run()
+    assert f"and {sys.prefix} has none: install torch first" in str(done.exception)
+    assert "pip" not in str(done.exception)
+
+
 def test_compiler_that_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ptsave.build_engine", "--folder", str(tmp_path)]
     environment = {
@@ -107,7 +124,9 @@ def test_compiler_that_fails(tmp_path: Path) -> None:
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
-    assert "ptsave: the build failed" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ptsave: the build failed, for the reason above: it needs gcc 12")
+    assert "the variable CXX names another" in last
     assert "Traceback" not in done.stderr
     assert not [*tmp_path.glob("**/*.so")]
 
