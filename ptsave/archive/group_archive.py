@@ -7,6 +7,7 @@ ranks say which storages they want: `GroupRecords`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Collection, Iterator
@@ -208,13 +209,23 @@ def group_archive(
             source.close()
 
 
+_OTHERS = (
+    "load_model(process_group=) takes safetensors files, and directories of shards as well, and "
+    "without process_group every rank can load them by itself"
+)
+
+
 def _opened(f: Any, verify: bool, storage_options: Any) -> RecordReader:
-    source = open_source(f, storage_options)
+    try:
+        source = open_source(f, storage_options)
+    except IsADirectoryError as error:
+        words = f"{error.strerror}: process_group is for one file of torch.save here: {_OTHERS}"
+        raise IsADirectoryError(errno.EISDIR, words, error.filename) from None
     with source.closed_on_error():
         if source.kind != "zip":
             raise UnsupportedSourceError(
-                f"{source.name}: process_group is for one archive of torch.save, of torch 1.6 or "
-                "later: every rank can load this file by itself, without process_group"
+                f"{source.name}: process_group is for one archive of torch.save here, of torch 1.6 "
+                f"or later: {_OTHERS}"
             )
         reader = open_source_archive(source, verify=verify)
         if reader.engine.find("constants.pkl") is not None:

@@ -76,6 +76,7 @@ FORMATS = {
 _PARALLEL_PART = re.compile(r"consolidated\.\d+\.pth(?:$|[?#:])")
 # <item>_<rank>.pt of torch_checkpointing, and the files of DeepSpeed's ZeRO.
 _FILE_OF_RANK = re.compile(r"(?P<item>.+)_\d+\.pt")
+_STEP_OF_RANK = re.compile(r"step-\d+\..+\.rank-\d+-of-\d+\.pt")
 _ZERO_FILE = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)")
 
@@ -270,6 +271,12 @@ def refuse_files_of_ranks(files: ShardFiles) -> None:
             f"{files.path or files.paths[0]} is a DeepSpeed ZeRO checkpoint of {len(names)} files, "
             "in which each rank has its part of flattened tensors: make one file of it with the "
             "zero_to_fp32.py beside it, or look into its files one by one, by their paths"
+        )
+    if all(map(_STEP_OF_RANK.fullmatch, names)):
+        raise ValueError(
+            f"{files.path or files.paths[0]} holds {len(names)} files in which ranks have saved "
+            "their parts with ptsave.AsyncCheckpointer: let its restore() load them on as many "
+            "ranks, look into all with ptsave.open(), or pass the path of one"
         )
     ranks = [match for match in map(_FILE_OF_RANK.fullmatch, names) if match is not None]
     items = sorted({match["item"] for match in ranks})

@@ -144,7 +144,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
         missing = tmp_path / "missing.pt"
         refused(missing, FileNotFoundError, str(missing))
-        refused(tmp_path / "folder", OSError, "folder")
+        refused(tmp_path / "folder", IsADirectoryError, r"load_model\(process_group.*folder")
         refused(tmp_path / "text.pt", ValueError, "text.pt.*without process_group")
         refused(tmp_path / "old.pt", ValueError, "old.pt.*without process_group")
         refused(path if rank else open(path, "rb"), ValueError, "pass the same path")

@@ -116,6 +116,14 @@ def test_what_is_damaged_or_missing(tmp_path: Path, write: Any) -> None:
         ptsave.open(folder)
 
 
+def test_loads_of_a_step_say_what_does_it(tmp_path: Path) -> None:
+    parts_of_steps(tmp_path)
+    with pytest.raises(ValueError, match=r"holds \d files in which ranks.*restore\(\)"):
+        ptsave.load(tmp_path)
+    with pytest.raises(ValueError, match=r"holds \d files in which ranks.*restore\(\)"):
+        ptsave.load_into(tmp_path, torch.nn.Linear(20, 30))
+
+
 def test_names_that_only_look_like_ranks(tmp_path: Path) -> None:
     for number in (10, 20):
         torch.save({"weight": torch.ones(number)}, tmp_path / f"epoch_{number}.pt")
