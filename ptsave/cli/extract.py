@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, result, with_json, with_recovery
+from ptsave.cli.command import Command, note, result, with_json, with_recovery
 from ptsave.cli.completing import FILE, SOURCE, complete_names
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support.text import count_text, printable, size_text
+from ptsave.support.text import count_text, printable, size_text, some_of
 
 __all__ = ["command"]
+
+_N_SHOWN = 8
 
 _EXAMPLES = """
 ptsave extract checkpoint.pt model                     # the state dict alone: model.pt
@@ -22,6 +25,7 @@ ptsave extract checkpoint.pt model -o model.safetensors
 ptsave extract checkpoint.pt model.embed.weight -o embed.npy
 ptsave extract checkpoint.pt epoch optimizer.param_groups -o some.pt
 ptsave extract s3://bucket/checkpoint.pt model.head    # reads only that
+ptsave extract damaged.pt --whole -o rest.pt           # all that is not damaged
 ptsave extract damaged.pt model.embed.weight --no-verify
 ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 """
@@ -31,12 +35,17 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
     "extract", cls=Command, examples=_EXAMPLES, short_help="Parts of a file as a new one."
 )
 @click.argument("file", type=SOURCE)
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_names)
 @click.option(
     "-o",
     "--output",
     type=FILE,
     help="A .pt, .safetensors or .npy file, or - for standard output. Default: NAME.pt, here.",
+)
+@click.option(
+    "--whole",
+    is_flag=True,
+    help="In place of NAMEs: everything but the tensors that are damaged, which are named.",
 )
 @click.option("-f", "--force", is_flag=True, help="Replace the file if it is there.")
 @click.option(
@@ -61,6 +70,7 @@ def command(
     file: str,
     names: tuple[str, ...],
     output: str | None,
+    whole: bool,
     force: bool,
     verify: bool,
     max_size: str | None,
@@ -76,12 +86,18 @@ def command(
     that may mean several entries is written as Python's tuple: "('a.b', 0)".
 
     With --json: an object with path, entries (the names), tensors and
-    values (how many) and nbytes (of the tensors).
+    values (how many) and nbytes (of the tensors); with --whole left_out, too.
     """
+    if whole is bool(names):
+        raise click.UsageError("Names of entries, or --whole for all that are not damaged")
+    if whole and output is None:
+        raise click.UsageError("--whole needs a name for the file: -o OUT")
+    if whole and not verify:
+        raise click.UsageError("--whole finds damage by checksums, which --no-verify turns off")
     from ptsave.inspection.extraction import (
         count_entries,
         default_output,
-        read_entries,
+        read_whole,
         write_entries,
     )
 
@@ -92,14 +108,13 @@ def command(
         raise click.UsageError("--json and the checkpoint cannot both go to standard output")
     if target == "-" and sys.stdout.isatty():
         raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
-    try:
-        entries = read_entries(
-            file, names, verify=verify, recover=recover, storage_options=storage_options
-        )
-    except CorruptCheckpointError as error:
-        words = str(error).replace("pass verify=False to", "use --no-verify to")
-        error.args = (words, *error.args[1:])
-        raise
+    lost: list[str] = []
+    if whole:
+        rest, lost = read_whole(file, recover=recover, storage_options=storage_options)
+        entries, written = {"": rest}, [*rest]  # one is written as it is
+    else:
+        entries = _read_named(file, names, verify=verify, recover=recover, options=storage_options)
+        written = [*entries]
     write_entries(
         entries,
         sys.stdout.buffer if target == "-" else target,
@@ -109,11 +124,27 @@ def command(
     )
     counts = count_entries(entries)
     if as_json:
-        found = {"path": target, "entries": [*entries], **counts._asdict()}
+        found = {"path": target, "entries": written, **counts._asdict()}
+        found |= {"left_out": lost} if whole else {}
         click.echo(json.dumps(found))
         return
+    if lost:
+        note(ctx, f"left out, as damaged: {some_of(lost, _N_SHOWN)}")
     parts = [count_text(counts.tensors, "tensor")] if counts.tensors else []
     parts += [count_text(counts.values, "value")] if counts.values else []
     parts += [size_text(counts.nbytes)] if counts.tensors else []
     if target != "-":
         result(ctx, f"wrote {printable(target)}: {', '.join(parts) or 'nothing'}")
+
+
+def _read_named(
+    file: str, names: Sequence[str], *, verify: bool, recover: bool, options: Any
+) -> dict[str, Any]:
+    from ptsave.inspection.extraction import read_entries
+
+    try:
+        return read_entries(file, names, verify=verify, recover=recover, storage_options=options)
+    except CorruptCheckpointError as error:
+        words = str(error).replace("pass verify=False to", "use --no-verify to")
+        error.args = (words, *error.args[1:])
+        raise

@@ -57,7 +57,7 @@ def _damages(found: Verification, list_all: bool) -> Iterator[str]:
     if found.whole and found.n_records and is_named:
         option = "--recover " if found.is_unfinished else ""
         path = shlex.quote(printable(found.path))
-        yield f"  read them with: ptsave extract {option}{path} NAME..."
+        yield f"  read them with: ptsave extract {option}{path} --whole -o OUT"
 
 
 def _names(label: str, names: Sequence[str], list_all: bool) -> Iterator[str]:

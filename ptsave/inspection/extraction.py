@@ -5,25 +5,37 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
+from ptsave.archive.recovery import recovered
 from ptsave.contents.archive import Archive
 from ptsave.contents.archive import open as open_archive
+from ptsave.contents.opening import open_contents
 from ptsave.errors import EntryNotFoundError
+from ptsave.inspection.verification import verify_file
 from ptsave.serialization import save
 from ptsave.sources.local import position_kept
 from ptsave.streaming.streamed_files import write_bytes, write_safetensors
-from ptsave.tree.entry_reading import require_picklable
+from ptsave.tree.containers import attributes_of, items_of, set_attributes
+from ptsave.tree.entry_reading import read_entry, require_picklable
 from ptsave.tree.expansion import check_expansion
-from ptsave.tree.paths import path_in
+from ptsave.tree.paths import MAX_DEPTH, path_in
 from ptsave.tree.tree import EntryTree
 from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 
-__all__ = ["Counts", "count_entries", "default_output", "read_entries", "write_entries"]
+__all__ = [
+    "Counts",
+    "count_entries",
+    "default_output",
+    "read_entries",
+    "read_whole",
+    "write_entries",
+]
 
 
 def read_entries(
@@ -75,6 +87,101 @@ def read_entries(
     }
     with position_kept(file), open_archive(file, **options) as archive:
         return {name: _entry(archive, name) for name in names}
+
+
+def read_whole(
+    file: Any, *, recover: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Read everything in a damaged file that is whole.
+
+    Parameters
+    ----------
+    file : str, os.PathLike or file-like
+        As for :func:`ptsave.open`, whose errors it raises.
+    recover : bool, default False
+        As for :func:`ptsave.open`.
+    storage_options : mapping, optional
+        For the file system of a URL.
+
+    Returns
+    -------
+    entries : dict
+        The object of the file without what is damaged.
+    lost : list of str
+        Names of what was left out: damaged tensors, and lists and tuples that hold one, because
+        the places of the others would change.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If more is damaged than tensors.
+    TypeError
+        If the file holds no dict.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "checkpoint.pt")
+    ...     ptsave.save({"model": {"a": torch.ones(2), "b": torch.zeros(2)}, "epoch": 3}, path)
+    ...     with ptsave.open(path) as archive:
+    ...         offset = archive.info("model.a").offset
+    ...     with open(path, "r+b") as opened:
+    ...         _ = opened.seek(offset), opened.write(b"damage")
+    ...     read_whole(path)
+    ({'model': {'b': tensor([0., 0.])}, 'epoch': 3}, ['model.a'])
+    """
+    found = verify_file(file, recover=recover, storage_options=storage_options)
+    with position_kept(file):
+        localize = recovered if recover else None
+        contents = open_contents(file, storage_options, verify=True, localize=localize)
+        if not isinstance(contents.obj, Mapping):
+            kind = type(contents.obj).__name__
+            raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")
+        if found.problems and found.whole is None:
+            contents.verify(progress=False)  # raises
+        rest = _Rest(set(found.tensors or ()) - set(found.whole or ()))
+        entries = rest.of(contents.obj)
+        return read_entry(entries, lambda tensors: contents.read(tensors, True)), rest.lost
+
+
+class _Rest:
+    """Copies of containers without some tensors.
+
+    Attributes
+    ----------
+    lost : list of str
+        Names of what was left out.
+    """
+
+    def __init__(self, damaged: set[str]) -> None:
+        self.lost: list[str] = []
+        self._damaged = damaged
+        self._made: dict[int, Any] = {}
+
+    def of(self, container: Any, prefix: str = "", depth: int = 0) -> Any:
+        """Return a copy of a mapping; one that is met again is the same copy."""
+        if id(container) in self._made:
+            return self._made[id(container)]
+        made = OrderedDict[str, Any]() if type(container) is OrderedDict else {}
+        self._made[id(container)] = made
+        set_attributes(made, attributes_of(container))
+        for key, value in items_of(container):
+            name = f"{prefix}{key}"
+            inner = value
+            if type(value) in (dict, OrderedDict) and value and depth < MAX_DEPTH:
+                inner = self.of(value, f"{name}.", depth + 1)
+                if not inner:  # all of it is damaged
+                    continue
+            elif name in self._damaged or self._holds_damaged(value, name):
+                self.lost.append(name)
+                continue
+            made[key] = inner
+        return made
+
+    def _holds_damaged(self, value: Any, name: str) -> bool:
+        is_other = isinstance(value, (list, tuple, set, frozenset, Mapping))
+        return is_other and any(each.startswith(f"{name}.") for each in self._damaged)
 
 
 def _entry(archive: Archive, name: str) -> Any:

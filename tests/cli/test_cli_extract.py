@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch import Tensor
 import ptsave
 from ptsave.cli.commands import commands
 from ptsave.cli.shells import LINE
-from ptsave.inspection.extraction import write_entries
+from ptsave.inspection.extraction import read_whole, write_entries
 
 # The tests run in a folder of their own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}
@@ -231,6 +232,58 @@ def test_damaged_tensor(path: Path) -> None:
     bias: Tensor = stock_load("bias.pt")
     assert bias[1:].tolist() == [0.0, 0.0]
     assert bias[0] != 0
+
+
+def test_everything_that_is_whole(path: Path) -> None:
+    expected = stock_load(path)
+    flip(path, offset_of(path, "model.a.bias"))
+    result = extract(path, "--whole", "-o", "rest.pt")
+    assert (result.exit_code, result.stderr) == (0, "ptsave: left out, as damaged: model.a.bias\n")
+    del expected["model"]["a.bias"]
+    rest = stock_load("rest.pt")
+    assert torch.equal(rest.pop("view"), expected["view"])  # without the rest of its storage
+    assert_same_object(rest, {name: expected[name] for name in rest})
+    done = extract(path, "--whole", "-o", "rest.pt", "--force", "--json")
+    found = json.loads(done.stdout)
+    assert (found["entries"], found["left_out"]) == ([*expected], ["model.a.bias"])
+
+
+def test_what_is_whole_of_other_containers(tmp_path: Path) -> None:
+    """A list keeps its places or goes; state dicts keep their attributes."""
+    path = tmp_path / "c.pt"
+    net = torch.nn.Linear(2, 2)
+    loop: dict[str, Any] = {"x": torch.ones(1)}
+    loop["self"] = loop
+    obj = {
+        "net": net.state_dict(),
+        "pair": [torch.ones(3), {"deep": torch.zeros(3)}],
+        "all of it": {"only": torch.full((5,), 5.0)},
+        "loop": loop,
+        "n": 1,
+    }
+    torch.save(obj, path)
+    for name in ("net.bias", "pair.1.deep", "all of it.only"):
+        flip(path, offset_of(path, name))
+    entries, lost = read_whole(path)
+    assert lost == ["net.bias", "pair", "all of it.only"]
+    assert list(entries) == ["net", "loop", "n"]
+    assert list(entries["net"]) == ["weight"]
+    assert entries["net"]._metadata == obj["net"]._metadata  # type: ignore[attr-defined]
+    assert entries["loop"]["self"] is entries["loop"]
+    torch.save([torch.ones(2)], path)
+    with pytest.raises(TypeError, match="holds list, not a dict"):
+        read_whole(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["model", "--whole", "-o", "x.pt"], ["--whole"], ["--whole", "--no-verify", "-o", "x.pt"]],
+    ids=" ".join,
+)
+def test_names_or_all_that_is_whole(path: Path, arguments: list[str]) -> None:
+    result = extract(path, *arguments)
+    assert result.exit_code == 2
+    assert "--whole" in result.stderr
 
 
 def test_url_and_shards(path: Path, tmp_path: Path) -> None:
