@@ -10,13 +10,14 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ptsave.dcp.metadata import dump_metadata, load_metadata, metadata_name
 from ptsave.errors import CorruptCheckpointError, SaveError
+from ptsave.sources.kinds import regular_only
 from ptsave.streaming.streamed_files import write_bytes
 from ptsave.support.syncing import sync_path
 from ptsave.writing.folders import LocalFolder
@@ -88,6 +89,24 @@ class CheckpointDirectory:
             if fsync:
                 sync_path(self.path)
             self._remove_others(set(sizes), rank)
+
+    def remove_unnamed(self, names: Iterable[str], rank: int) -> None:
+        """Remove files that a rank has written, as far as no metadata names them."""
+        there = [name for name in names if os.path.lexists(self.file(name))]
+        if not there:
+            return
+        with self._alone():
+            metadata = [*map(self._bytes_of, (metadata_name(None), metadata_name(rank)))]
+            for name in there:
+                if not any(name.encode() in data for data in metadata):
+                    self._folder.remove(name)
+
+    def _bytes_of(self, name: str) -> bytes:
+        try:
+            with open(self.file(name), "rb", opener=regular_only) as stream:
+                return stream.read()
+        except FileNotFoundError:
+            return b""
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from ptsave import _C
 from ptsave.dcp.blocks import BLOCK_NBYTES, table_nbytes
 from ptsave.dcp.metadata import CheckedFile, metadata_name, set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
+from ptsave.distributed.failed_saves import note_written, remove_failed
 from ptsave.distributed.item_lists import ItemList, with_item_list
 from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import RankFile
@@ -209,6 +210,7 @@ class StorageWriter(storage.StorageWriter):
         places = [file.add_bytes(each) for each in data[:n_whole]]
         offsets, lengths = file.add_tensors(data[n_whole:], alike[n_whole:])
         directory = CheckpointDirectory(self._path)
+        remove_failed(directory, self._rank)
         place = {
             "relative_path": directory.new_name(self._rank),
             "offset": [offset for offset, _ in places] + offsets,
@@ -218,6 +220,7 @@ class StorageWriter(storage.StorageWriter):
         infos = _C.instances(torch_dcp.StorageInfo, place)
         _describe_all(infos, items, data, alike)
         written = file.write(directory.file(infos[0].relative_path), fsync=self._fsync)
+        note_written(directory, self._rank, infos[0].relative_path)
         setattr(infos[0], _FILE, (written.nbytes, written.crcs))
         result = {
             "index": [item.index for item in items],

@@ -12,10 +12,12 @@ import random
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as _dcp
 from dcp_states import differences, run_ranks, state_of
@@ -48,8 +50,13 @@ def fail_on_last_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     if rank == world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointException) as caught:
-        save_state(folder, world_size)
+    for _ in range(3):
+        with pytest.raises(CheckpointException) as caught:
+            save_state(folder, world_size)
+        dist.barrier()
+        # The old file and that of the last save, which the others' errors have made useless.
+        assert len(list(folder.glob("__0_*.distcp"))) == 2
+        dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert list(caught.value.failures) == [world_size - 1]
     error = caught.value.failures[world_size - 1][0]
@@ -65,6 +72,33 @@ def fail_on_last_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     assert len(list(folder.glob("*.distcp"))) == world_size
     assert not list(folder.glob(".*.ptsave"))
+
+
+def fail_to_end(folder: Path) -> None:
+    class Failing(StorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            raise OSError(errno.EIO, "it cannot end")
+
+    with pytest.raises(CheckpointException, match="it cannot end"):
+        dcp.save({"x": torch.ones(9)}, storage_writer=Failing(folder), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_files_of_failed_saves(tmp_path: Path) -> None:
+    """They go with the next save of the process, unless another thread may still be at theirs."""
+    dcp.save({"x": torch.zeros(9)}, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    (old,) = tmp_path.glob("*.distcp")
+    for _ in range(3):
+        fail_to_end(tmp_path)
+        assert len(list(tmp_path.glob("*.distcp"))) == 2
+    thread = threading.Thread(target=fail_to_end, args=(tmp_path,))
+    thread.start()
+    thread.join()
+    assert len(list(tmp_path.glob("*.distcp"))) == 3  # one of the main thread, which may be saving
+    fail_to_end(tmp_path)
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    assert old.exists()
 
 
 def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
