@@ -45,6 +45,8 @@ _MAX_SCANNED = 100 * _MAX_LENGTH  # before blanks are taken out, and torch's C++
 _WEIGHTS_ONLY = "Weights only load failed"
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
+# Advice of the functions; --no-verify, which `ptsave extract` has in its place, is kept.
+_NO_OPTION_HERE = re.compile(r",? or pass verify=False to (?:load|read) it as it is")
 _CPP_FRAMES = "\nException raised from "  # behind the messages of torch's C++ part
 
 
@@ -166,7 +168,8 @@ def one_line(error: BaseException) -> str:
     else:
         text = str(error).replace(MINIZ_ADVICE, "") or type(error).__name__
         if type(error) is CorruptCheckpointError and not is_url(error.path):
-            text += " (`ptsave verify FILE` says what is whole)"
+            text = _NO_OPTION_HERE.sub("", text)
+            text += " (`ptsave verify FILE` says what is whole, `ptsave extract --whole` takes it)"
     shown = text[:_MAX_SCANNED].partition(_CPP_FRAMES)[0]
     line = printable(" ".join(shown.split()))
     return (

@@ -278,7 +278,7 @@ def _rest(found: CheckpointFiles) -> str:
     """Name the subdirectories, in which there could be a checkpoint after all."""
     if not found.directories:
         return ""
-    return f", whose subdirectories ({some_of(found.directories, 3)}) are not looked into"
+    return f"; subdirectories are not looked into: name one ({some_of(found.directories, 3)})"
 
 
 def _shards(folder: Folder, names: Iterable[str]) -> ShardFiles:

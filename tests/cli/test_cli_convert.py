@@ -461,6 +461,9 @@ def test_urls(tmp_path: Path) -> None:
     memory.pipe("/convert/damaged.pt", (tmp_path / "a.pt").read_bytes())
     message = fail("memory://convert/damaged.pt", tmp_path / "c.safetensors")
     assert "memory://convert/damaged.pt: record data/0" in message
+    message = fail(tmp_path / "a.pt", tmp_path / "c.safetensors")
+    assert "Restore the file from a copy. (`ptsave verify FILE` says" in message
+    assert "verify=False" not in message  # convert has no such option
     assert not (tmp_path / "c.safetensors").exists()
 
 

@@ -374,7 +374,7 @@ def test_directories_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("{}")
     result = verify(tmp_path)
     assert result.exit_code == 2
-    assert "subdirectories (unet) are not looked into" in result.stderr
+    assert "subdirectories are not looked into: name one (unet)" in result.stderr
     (tmp_path / ".metadata").write_bytes(b"x")
     assert "torch.distributed.checkpoint" in verify(tmp_path).stderr
 
