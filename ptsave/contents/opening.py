@@ -16,7 +16,11 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.metadata import metadata_of
-from ptsave.contents.rank_directories import is_metadata, require_files_beside
+from ptsave.contents.rank_directories import (
+    is_metadata,
+    refuse_file_of_rank,
+    require_files_beside,
+)
 from ptsave.contents.rank_sets import ranks_of_parts
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import (
@@ -149,6 +153,7 @@ def open_one(
 def open_file(source: RangeSource, *, verify: bool) -> Contents:
     """Open one file; errors as of `open_contents`."""
     try:
+        refuse_file_of_rank(source)
         if is_metadata(source):
             require_files_beside(source)
         with reporting_damage(source.name):

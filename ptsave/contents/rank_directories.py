@@ -19,12 +19,14 @@ __all__ = [
     "is_rank_file",
     "metadata_files",
     "nbytes_of_ranks",
+    "refuse_file_of_rank",
     "require_files_beside",
 ]
 
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _SUFFIX = ".distcp"
+_RANK_FILE = re.compile(r"__\d+_(?:[0-9a-f]{16}|\d+)\.distcp")
 
 
 def is_rank_file(name: str) -> bool:
@@ -44,6 +46,16 @@ def require_files_beside(source: RangeSource) -> None:
         raise UnsupportedSourceError(
             f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
             "beside it: pass its path or URL, or those of its directory"
+        )
+
+
+def refuse_file_of_rank(source: RangeSource) -> None:
+    """Raise UnsupportedSourceError for what one rank has saved: archives that lie end to end."""
+    folder, name = os.path.split(source.name)
+    if _RANK_FILE.fullmatch(name):
+        raise UnsupportedSourceError(
+            f"{source.name} is what one rank has saved of a distributed checkpoint, which only the "
+            f"metadata beside it describes: pass the directory, {folder or os.curdir}"
         )
 
 

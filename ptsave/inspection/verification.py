@@ -22,7 +22,11 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
-from ptsave.contents.rank_directories import is_metadata, require_files_beside
+from ptsave.contents.rank_directories import (
+    is_metadata,
+    refuse_file_of_rank,
+    require_files_beside,
+)
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
@@ -193,6 +197,7 @@ def _as_one(found: DirectoryVerification) -> Verification:
 def _verify_source(
     source: RangeSource, progress: ProgressCallback | None, *, recover: bool = False
 ) -> Verification:
+    refuse_file_of_rank(source)
     recovery = recovery_of(source) if recover else None
     if recovery is not None:
         return _verify_recovery(source, recovery, progress)

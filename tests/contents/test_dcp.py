@@ -217,6 +217,18 @@ def test_other_tools_say_what_to_do(folder: Path) -> None:
 # ------------------------------------------------------------------------------------- verifying
 
 
+def test_the_file_of_a_rank_alone(folder: Path) -> None:
+    """It is no damaged archive, of which `verify` finds the last."""
+    (file,) = folder.glob("*.distcp")
+    for command in (["ls"], ["verify"], ["convert", "--force"]):
+        arguments = [*command, str(file), *(["x.pt"] if "convert" in command else [])]
+        result = CliRunner().invoke(commands, arguments)
+        assert result.exit_code == 2
+        words = " ".join(result.output.split())
+        assert "one rank" in words, words
+        assert f"pass the directory, {folder}" in words, words
+
+
 def test_a_whole_checkpoint_is_whole(folder: Path) -> None:
     found = verify_directory(folder)
     assert not found.is_damaged
