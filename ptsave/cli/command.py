@@ -169,7 +169,9 @@ def one_line(error: BaseException) -> str:
         text = str(error).replace(MINIZ_ADVICE, "") or type(error).__name__
         if type(error) is CorruptCheckpointError and not is_url(error.path):
             text = _NO_OPTION_HERE.sub("", text)
-            text += " (`ptsave verify FILE` says what is whole, `ptsave extract --whole` takes it)"
+            is_storage = (error.record or "").startswith("data/")
+            taken = ", `ptsave extract --whole` takes it" if is_storage and error.entries else ""
+            text += f" (`ptsave verify FILE` says what is whole{taken})"
     shown = text[:_MAX_SCANNED].partition(_CPP_FRAMES)[0]
     line = printable(" ".join(shown.split()))
     return (

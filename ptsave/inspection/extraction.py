@@ -138,11 +138,9 @@ def read_whole(
         if not isinstance(contents.obj, Mapping):
             kind = type(contents.obj).__name__
             raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")
-        if found.problems and found.whole is None:
-            contents.verify(progress=False)  # raises
-        rest = _Rest(set(found.tensors or ()) - set(found.whole or ()))
+        rest = _Rest({name for problem in found.problems for name in problem.entries})
         entries = rest.of(contents.obj)
-        return read_entry(entries, lambda tensors: contents.read(tensors, True)), rest.lost
+        return read_entry(entries, lambda tensors: contents.read(tensors, None)), rest.lost
 
 
 class _Rest:

@@ -248,6 +248,21 @@ def test_everything_that_is_whole(path: Path) -> None:
     assert (found["entries"], found["left_out"]) == ([*expected], ["model.a.bias"])
 
 
+def test_everything_of_shards_that_is_whole(tmp_path: Path) -> None:
+    """A safetensors file has no checksums: all of it counts as whole."""
+    tensors = {"a": torch.ones(3), "b": torch.zeros(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries, lost = read_whole(tmp_path)
+    assert lost == []
+    assert_same_object(entries, tensors)
+    (tmp_path / "model.safetensors").unlink()
+    for name, tensor in tensors.items():
+        torch.save({name: tensor}, tmp_path / f"pytorch_model-{name}.bin")
+    flip(tmp_path / "pytorch_model-b.bin", offset_of(tmp_path / "pytorch_model-b.bin", "b"))
+    entries, lost = read_whole(tmp_path)
+    assert (list(entries), lost) == (["a"], ["b"])
+
+
 def test_what_is_whole_of_other_containers(tmp_path: Path) -> None:
     """A list keeps its places or goes; state dicts keep their attributes."""
     path = tmp_path / "c.pt"
