@@ -161,7 +161,7 @@ class _Rest:
         """Return a copy of a mapping; one that is met again is the same copy."""
         if id(container) in self._made:
             return self._made[id(container)]
-        made = OrderedDict[str, Any]() if type(container) is OrderedDict else {}
+        made: dict[Any, Any] = OrderedDict() if type(container) is OrderedDict else {}
         self._made[id(container)] = made
         set_attributes(made, attributes_of(container))
         for key, value in items_of(container):
