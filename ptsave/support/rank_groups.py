@@ -57,6 +57,8 @@ class GroupRanks:
     ----------
     group : torch.distributed.ProcessGroup
         The group.  This process belongs to it.
+    place : str
+        The directory that they save to, for errors.
 
     Notes
     -----
@@ -64,8 +66,9 @@ class GroupRanks:
     runs on when the interpreter ends may free what Python made, and takes the process along.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, place: str) -> None:
         self._group = weakref.ref(group)
+        self._place = place
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self.session = str(self.gather(new_token())[0])
@@ -75,7 +78,13 @@ class GroupRanks:
         if group is None:
             raise RuntimeError("the process group of this job has been destroyed")
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=group)
+        try:
+            distributed.all_gather_object(values, value, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._place}: rank {self.rank} of {self.size} could not go on: another rank has "
+                f"ended or does not answer: {error}"
+            ) from error
         return values
 
 

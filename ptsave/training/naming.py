@@ -162,10 +162,14 @@ class Parts:
 
     def own(self, name: str) -> str:
         """Return the name of this rank's part, given that of another."""
+        return self.of_rank(self._rank, name)
+
+    def of_rank(self, rank: int, name: str) -> str:
+        """Return the name of a rank's part, given that of another."""
         part = _part(name)
         if part is None or part.size != self._size:
             raise ValueError(f"{name!r} is not a part of {self._size} ranks")
-        return _name(part.save, self._rank, self._size)
+        return _name(part.save, rank, self._size)
 
     def save_of(self, name: str) -> str:
         """Return the beginning that the names of all parts of a save share."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import posixpath
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ from ptsave.support.ranks import check_rank_is_named, group_of_job
 from ptsave.training.naming import Parts
 
 __all__ = ["RankParts", "check_ranks", "rank_parts"]
+
+# So long the parts of an old checkpoint may go one after another.
+_REMOVAL_S, _PAUSE_S = 1.0, 0.02
 
 
 def check_ranks(directory: str, rank: int | None, world_size: int | None, group: Any) -> None:
@@ -65,7 +69,7 @@ def rank_parts(
     if world_size == 1:
         return None
     if world_size is None:
-        return RankParts(GroupRanks(group), place)
+        return RankParts(GroupRanks(group, str(place)), place)
     if isinstance(place, str):
         raise ValueError(
             f"{place}: ranks that have no process group meet in a directory, not at a URL: call "
@@ -166,7 +170,26 @@ class RankParts:
         lost = [name for name in saved if self.naming.save_of(name) in messages]
         known = {self.naming.save_of(name) for name, _ in failures}
         unknown = [message for save, message in messages.items() if save not in known]
+        complete = [name for name in saved if self.naming.save_of(name) not in messages]
+        if complete and not unknown and (apart := self._part_not_seen(complete[-1])):
+            unknown.append(apart)
         return lost, self._error(unknown[0]) if unknown else None
+
+    def _part_not_seen(self, name: str) -> str:
+        """Return a message if another rank's part of a complete save is not beside this rank's."""
+        if not isinstance(self._place, Path):
+            return ""
+        other = self._ranks.size - 1 if self.is_first else 0
+        theirs = self._place / self.naming.of_rank(other, name)
+        deadline = time.monotonic() + _REMOVAL_S
+        while not theirs.exists() and (self._place / name).exists():
+            if time.monotonic() > deadline:  # nobody is removing the checkpoint
+                return (
+                    f"the part of rank {other}, {theirs.name}, is not in this directory of rank "
+                    f"{self._ranks.rank}: all ranks have to save to one that they share"
+                )
+            time.sleep(_PAUSE_S)
+        return ""
 
     def _messages(self, everyone: list[Any]) -> dict[str, str]:
         """Return a message for each save that is not complete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -159,6 +160,19 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, in_group: bool) -> 
     assert one["damaged"].startswith("CorruptCheckpointError")
     assert "rank 1 could not restore its part: CorruptCheckpointError" in zero["damaged"]
     assert len(part_names(tmp_path / "run")) == 4
+
+
+def test_directories_that_are_not_shared(tmp_path: Path) -> None:
+    program = """
+    checkpointer = ptsave.AsyncCheckpointer(folder / f"of-{rank}", **options)
+    checkpointer.save(1, value=values(1))
+    attempt("wait", checkpointer.wait)
+    """
+    ranks = Ranks(tmp_path, MAKE + dedent(program), 2, in_group=True)
+    for rank, found in enumerate(ranks.found()):
+        words = f"part of rank {1 - rank}.*not in this directory of rank {rank}: all ranks have to"
+        assert re.search(words, str(found["wait"])), found
+        assert f"of-{rank}" in str(found["wait"])
 
 
 def test_a_second_job_is_refused(tmp_path: Path) -> None:
