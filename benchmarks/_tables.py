@@ -106,7 +106,11 @@ def _columns(table: Table) -> tuple[int, list[_Figures]]:
         len(headings),
     )
     figures = headings[n_labels:]
-    named = [each for each in figures if each.label in _COLUMNS and each.column != spread]
+    named = [
+        each
+        for each in figures
+        if each.label in _COLUMNS and each.column != spread and not _is_ratio(table, each.column)
+    ]
     if spread is not None:
         drawn = [headings[spread], *named] if headings[spread].label in _COLUMNS else []
         return n_labels, sorted(drawn, key=lambda each: each.column) or [headings[spread]]
@@ -119,6 +123,12 @@ def _columns(table: Table) -> tuple[int, list[_Figures]]:
     if n_labels == 0:
         return 0, same
     return n_labels, [figures[0], *(each for each in named if each is not figures[0])]
+
+
+def _is_ratio(table: Table, column: int) -> bool:
+    """Whether a column says how many times faster something is: "2.7 x"."""
+    cells = [cell for cell in table.column(column) if cell]
+    return bool(cells) and all(cell.endswith(" x") for cell in cells)
 
 
 def _cells(table: Table) -> Iterator[list[str]]:

@@ -66,10 +66,10 @@ def test_contenders_are_rows() -> None:
 
 def test_contenders_are_columns() -> None:
     table = of(
-        "workload | | torch | ptsave | min - max | of the limit",
-        "--- | --- | ---: | ---: | ---: | ---:",
-        "rows | seconds | 4 | 2 | 1 - 3 | 0.5",
-        "small | save, us | 30 |  |  |",
+        "workload | | torch | ptsave | min - max | limit | of the limit",
+        "--- | --- | ---: | ---: | ---: | ---: | ---:",
+        "rows | seconds | 4 | 2 | 1 - 3 | 4.0 x | 0.5",
+        "small | save, us | 30 |  |  |  |",
     )
     rows = [Bar("torch", 4, 4, 4, "4 s"), Bar("ptsave", 2, 1, 3, "2 s")]
     limit = Bar("limit", 1, 1, 1, "1 s", is_limit=True)
