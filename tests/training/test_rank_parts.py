@@ -101,8 +101,8 @@ def test_a_rank_that_dies_leaves_the_step_before(tmp_path: Path, in_group: bool)
             assert found["waited"].startswith("RuntimeError")
             assert found["s"] < 20
             assert found["steps"] == [1]
-            if not in_group:
-                assert "rank 1 of 3 has ended" in found["waited"]
+            words = f"rank {rank} of 3 could not go on" if in_group else "rank 1 of 3 has ended"
+            assert words in found["waited"]
     left = part_names(tmp_path / "run")
     assert len(left) == 5
     second = """
