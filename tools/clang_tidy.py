@@ -21,6 +21,7 @@ CORE_BUILD = ROOT / "build" / "core"
 FAKE_BUILD = ROOT / "build" / "fake-accelerator"
 CORE = ROOT / "csrc" / "core"
 BACKEND = ROOT / "tests" / "accelerator" / "backend"
+PORTABLE = ROOT / "csrc" / "portable"  # compiled for wheels only
 FOLDERS = (ROOT / "csrc", BACKEND)
 COMMANDS = ROOT / "build" / "clang-tidy"
 
@@ -40,6 +41,10 @@ def compile_commands() -> list[dict[str, str]]:
             source = Path(entry["file"])
             if any(folder in source.parents for folder in FOLDERS) and build_of(source) == build:
                 commands.setdefault(source, entry)
+    core, entry = next(each for each in commands.items() if CORE in each[0].parents)
+    for source in PORTABLE.glob("*.cpp"):
+        command = entry["command"].replace(str(core), str(source))
+        commands[source] = {**entry, "file": str(source), "command": command}
     return list(commands.values())
 
 

@@ -23,8 +23,8 @@ void append_number(std::string& bytes, std::int64_t number) {
   bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
 }
 
-// Flags, dtype, layout, device, shape and strides, as bytes.  Whether memory is pinned is asked of the
-// driver, and only if that is wanted.
+// Flags, dtype, layout, device, shape and strides, as bytes.  Whether memory is pinned is asked of
+// the driver, and only if that is wanted.
 std::string kind_of(const at::Tensor& tensor, bool with_pinned) {
   const bool is_strided = tensor.layout() == at::kStrided;
   std::string kind;
