@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from ptsave.support.torch_distributed import timeout_of_group
 
@@ -17,6 +19,9 @@ __all__ = ["host_group", "host_identity", "in_global_order"]
 
 # By the group, and the ranks of it: a group takes connections, and lives as long as that.
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+# Gloo waits for a rank to connect, which may have ended, so many times as long as for its data.
+_GLOO_CONNECTS = 5
+_MIN_CONNECTING = timedelta(seconds=5)
 
 
 def host_identity() -> str:
@@ -49,11 +54,23 @@ def host_group(group: Any, ranks: Sequence[int]) -> Any:
     made = _made.setdefault(group, {})
     key = tuple(ranks)
     if key not in made:
-        made[key] = distributed.new_group(
+        timeout = timeout_of_group(group)
+        backend = distributed.get_backend_config(group)
+        near = distributed.new_group(
             [distributed.get_global_rank(group, rank) for rank in ranks],
-            timeout=timeout_of_group(group),
-            backend=distributed.get_backend_config(group),
+            timeout=_connecting(timeout) if "gloo" in backend else timeout,
+            backend=backend,
             use_local_synchronization=True,
             group_desc="ptsave: the ranks of a host",
         )
+        if timeout is not None and "gloo" in backend:
+            distributed_c10d._set_pg_timeout(timeout, near)
+        made[key] = near
     return made[key]
+
+
+def _connecting(timeout: timedelta | None) -> timedelta | None:
+    """Return the timeout with which gloo ends to connect when another timeout is over."""
+    if timeout is None:
+        return None
+    return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,22 @@ def test_a_backend_whose_devices_are_not_here(
             call()
 
     ForkedRanks(tmp_path, load).join()
+
+
+def test_ranks_of_a_host_wait_for_data_as_long_as_the_group(tmp_path: Path) -> None:
+    """Gloo lets ranks connect for five times the timeout that a group is made with."""
+
+    def act(rank: int) -> None:
+        near = host_groups.host_group(distributed.group.WORLD, [0, 1])
+        assert torch_distributed.timeout_of_group(near) == timedelta(seconds=10)
+        if rank == 1:
+            time.sleep(6)
+        distributed.barrier(near)
+
+    ForkedRanks(tmp_path, act, timeout_s=10).join()
+
+
+@pytest.mark.parametrize(("timeout", "connecting"), [(1800, 360), (60, 12), (10, 5), (2, 2)])
+def test_ranks_of_a_host_connect_within_the_timeout(timeout: int, connecting: int) -> None:
+    found = host_groups._connecting(timedelta(seconds=timeout))
+    assert found == timedelta(seconds=connecting)
