@@ -137,7 +137,7 @@ class GroupArchive:
         self._records.receive(records, take, verify=verify, progress=self.reader.progress)
 
     def wait(self, barrier: int) -> None:
-        """Wait until all ranks have come to a barrier; what others receive meanwhile passes by.
+        """Wait until all ranks have come to a barrier; bytes for others pass by meanwhile.
 
         Raises
         ------

@@ -44,7 +44,7 @@ def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = 
         This rank's.
     waits : bool, default True
         Whether it is received when all ranks know what they want, so that it is read once; not
-        for ranks that have to check what they get first.
+        for ranks that have to check their bytes first.
     """
     reader = archive.reader
     if options.mmap:

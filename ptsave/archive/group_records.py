@@ -114,7 +114,7 @@ class GroupRecords:
         Parameters
         ----------
         records : collection of int
-            What this rank wants.
+            Those that this rank wants.
         take : callable
             Given the number of a record, the offset of a part of it, and that.
         verify : bool
@@ -128,7 +128,7 @@ class GroupRecords:
             self._transfer(wanted, taker, progress)
 
     def wait(self, barrier: int, progress: Callable[[int], None] | None = None) -> None:
-        """Wait until all ranks have come to a barrier; what others receive meanwhile passes by.
+        """Wait until all ranks have come to a barrier; bytes for others pass by meanwhile.
 
         Raises
         ------
@@ -227,7 +227,7 @@ def _bits(records: Collection[int], n_records: int) -> bytes:
 def _chunks(
     record_of: Callable[[int], GroupRecord], records: Collection[int]
 ) -> Iterator[list[_Part]]:
-    """Yield what is in each chunk; a record that fits into one is not divided."""
+    """Yield the contents of each chunk; a record that fits into one is not divided."""
     parts: list[_Part] = []
     at = 0
     wanted = sorted((record_of(i).place, i) for i in records)

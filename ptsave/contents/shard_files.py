@@ -222,7 +222,7 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
     Raises
     ------
     ValueError
-        The message says what to do.
+        The message says how to go on.
     """
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return
@@ -263,7 +263,7 @@ def refuse_files_of_ranks(files: ShardFiles) -> None:
     Raises
     ------
     ValueError
-        The message names what has written them, and says what to do.
+        The message names their writer, and says how to go on.
     """
     names = [path.rpartition("/")[2] for path in files.paths]
     if any(map(is_zero_file, names)):
@@ -418,7 +418,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
     sets: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):
         if match["stem"].endswith(".rank"):
-            continue  # what a rank of an AsyncCheckpointer has saved, of which the first is 0
+            continue  # a rank's part of an AsyncCheckpointer, of which the first is 0
         key = match["stem"], match["count"], match["suffix"], str(len(match["number"]))
         sets.setdefault(key, []).append(match[0])
     found = []

@@ -195,7 +195,7 @@ class RankFiles:
     verify : bool
         Whether checksums are compared.
     metadata : ReadMetadata, optional
-        What names them.  If it is another file when one of them is missing, the error says that
+        Metadata that names them.  If it is another file when one is missing, the error says that
         the checkpoint was replaced.
     """
 
@@ -272,7 +272,7 @@ class RankFiles:
         """Bring parts of a file, each from one offset to another, where the engine reads them."""
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
-        """Bring what boxes need of a file where the engine reads it."""
+        """Bring the bytes that boxes need of a file where the engine reads it."""
 
     def head_of(self, info: Any, name: str, nbytes: int) -> bytes:
         """Return the first bytes of an item."""
@@ -280,7 +280,7 @@ class RankFiles:
         return bytes(self.view(info.relative_path)[offset : offset + min(nbytes, length)])
 
     def archive_of(self, info: Any, name: str, path: str, *, verify: bool) -> RecordReader:
-        """Open an item that is an archive; `path` is what its errors call it."""
+        """Open an item that is an archive; its errors call it `path`."""
         offset, length = self.place_of(info, name)
         view = self.view(info.relative_path)[offset : offset + length]
         engine = _C.Reader.open_memory(view, name=path)

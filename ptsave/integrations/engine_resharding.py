@@ -1,6 +1,6 @@
 """Resharding of torch_checkpointing with all pieces in one pipeline, straight into the targets.
 
-The library's own resharder finds what to read, and reads it piece by piece, each file in a thread:
+The library's own resharder finds the pieces to read, and reads one by one, each file in a thread:
 of a piece of columns everything from its first element to its last.  Here the pieces of all files
 are handed to the engine at once, as rows with gaps.
 """
@@ -189,7 +189,7 @@ def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) 
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     offset = (begin or 0) + int(tensor.storage_offset()) * tensor.itemsize
     nbytes = tensor.untyped_storage().nbytes()
-    # The record's header is the last one before its payload.  0 is what some write for none.
+    # The record's header is the last one before its payload.  Some write 0 for none.
     at = bisect_left(crcs, (begin or 0, 0))
     of_record = (crcs[at - 1][1] or None) if at else None
     record = StoredTensor(

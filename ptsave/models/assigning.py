@@ -23,7 +23,7 @@ class Assignment:
     model : torch.nn.Module
         The model.
     plan : WeightPlan
-        What is read.
+        Tensors that are read.
     dtype : torch.dtype, optional
         Dtype of the new floating-point tensors; by default the file's.
 

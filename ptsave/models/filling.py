@@ -117,7 +117,7 @@ class _Piece:
 
 
 class Fills(Protocol):
-    """Fills tensors, from files or from what a group receives."""
+    """Fills tensors, from files or from the exchanges of a group."""
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None: ...
 
@@ -251,7 +251,7 @@ def _nbytes_by_shard(sizes: Iterable[tuple[Shard, int]]) -> dict[Shard, int]:
 
 
 def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Return what is read straight into place, so that no byte is written twice, and the rest."""
+    """Return the reads straight into place, so that no byte is written twice, and the rest."""
     direct: list[Item] = []
     others: list[Item] = []
     for item in items:

@@ -84,7 +84,7 @@ class SentShard(NamedTuple):
     entries : list of SentEntry
         Its tensors, as far as they count.
     records : list of SentRecord
-        What they are in.
+        Files that they are in.
     objects, metadata : mapping
         As of the shard.
     """
@@ -111,7 +111,7 @@ class WeightSource:
     Attributes
     ----------
     shards : list of SentShard
-        What the other ranks have to know.
+        Facts that the other ranks have to know.
     """
 
     def __init__(self, opened: OpenShards) -> None:

@@ -1,7 +1,7 @@
 """Weights that one rank of a process group reads, and that all ranks fill their models from.
 
-The reading rank opens the files and says what is in them; each rank plans for its own model, and
-all records that any of them wants go around once, in the order of the files.  What fits as it is
+The reading rank opens the files and lists their contents; each rank plans for its own model, and
+all records that any of them wants go around once, in the order of the files.  A record that fits
 goes from a chunk into its target; a ``weight_loader`` gets its tensor when the last byte is there.
 """
 
@@ -111,7 +111,7 @@ class GroupWeights:
         self._records.wait(barrier)
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
-        """Return what fills a model; parameters as of `Filling`, though nothing is read here."""
+        """Return the object that fills a model; parameters as of `Filling`, but nothing is read."""
         return GroupFilling(self, progress)
 
     def place_of(self, entry: Entry) -> tuple[int, StorageView]:
@@ -172,7 +172,7 @@ class GroupWeights:
 
 
 class GroupFilling:
-    """Fills a model's tensors on one rank: `Filling` for what a group receives.
+    """Fills a model's tensors on one rank: `Filling` for the exchanges of a group.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class GroupFilling:
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
         """Fill targets in the order of the files.
 
-        With `is_all` all ranks say first what they want, so that it goes around once.
+        With `is_all` all ranks name first the tensors they want, so that each goes around once.
         """
         direct, _ = divided(items)
         in_place = {id(item) for item in direct if item.target.shape == item.part.shape}

@@ -14,7 +14,7 @@
   only one.  If a loader keeps the tensor, which its storage's reference count tells, a copy takes
   the place of the mapping, at the same address, before the next is delivered: nobody ever sees the
   file change.
-* With a process group one rank reads, and the others receive what each wants: `GroupWeights`.
+* With a process group one rank reads, and the others receive the tensors they want: `GroupWeights`.
 * Tied tensors need one entry; of several the last one in the model's order is read, because
   ``load_state_dict`` would leave that one there.
 """
@@ -93,7 +93,7 @@ def load_model(
         ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
         a part of a packed parameter.  The tensor is on the CPU, as the file has it, and may be
         kept.  A loader with the attribute ``takes_slices = True`` gets a `WeightSlice` instead,
-        which reads no more than what is asked of it: ``weight[begin:end]``,
+        which reads no more than is asked of it: ``weight[begin:end]``,
         ``weight.narrow(dim, begin, length)``.  Of a DTensor (FSDP2, tensor parallelism) each rank
         reads its own part.
     path : str, os.PathLike or file-like
@@ -309,7 +309,7 @@ def _fill_by_code(
         load.finish()
     _warn_of_garbage([name for name in on_meta if not load.is_filled(name)])
     _renew_ties(tensors_in(model), tied_names)
-    if options.assign:  # what the file had, where it was read to
+    if options.assign:  # the file's tensors, where they were read to
         model.to(device=options.device, dtype=options.dtype)
 
 

@@ -39,7 +39,7 @@ class LocalWeights:
         """Do nothing: there are no others."""
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> Filling:
-        """Return what fills a model."""
+        """Return the object that fills a model."""
         return Filling(reader, progress)
 
 

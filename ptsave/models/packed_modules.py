@@ -137,7 +137,7 @@ class PackedModules:
         return next(self.candidates(name), [])
 
     def candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield what each of the names that match says, the best one first."""
+        """Yield the places that each matching name gives, the best one first."""
         for match in self._patterns.matches(name):
             yield [
                 Route(match.replaced_by(packed), shard_id, packed)
@@ -145,7 +145,7 @@ class PackedModules:
             ]
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield what names say that are found within components, the longest one first."""
+        """Yield the places of names that are found within components, the longest one first."""
         for match in self._patterns.loose_matches(name):
             yield [
                 Route(match.replaced_by(packed), shard_id, packed)

@@ -76,7 +76,7 @@ def read_ahead(
     reader : ShardReader
         Reads them.
     items : iterable of (object, int)
-        What is wanted, each with the bytes of its read.
+        Reads that are wanted, each with its bytes.
     stage : callable
         Returns the read of an item, with memory for it; None if there is nothing to read.  It is
         called by the thread that asks for the batches.

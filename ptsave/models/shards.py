@@ -406,7 +406,7 @@ def _loader_of(obj: Mapping[Any, Any]) -> str:
     return f"ptsave.load_checkpoint(path, {parts[0]}=model)"
 
 
-# What this process reads.
+# Bytes that this process reads.
 OpenShard = SafetensorsShard | FetchedShard | PickledShard
 
 

@@ -38,7 +38,7 @@ __all__ = [
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FLAT = (f"{_STATE}.", f"{_GROUPS}.")
-# What wrappers are called in the names of parameters, whatever wraps.
+# Names of wrappers in those of parameters, whatever wraps.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FLAT_PARAMETER = "_flat_param"  # of FSDP without use_orig_params
 
@@ -122,7 +122,7 @@ def names_in(state_dict: Mapping[str, Any]) -> list[str]:
 
 
 def bare_name(module: nn.Module, name: str) -> str:
-    """Return a parameter's name without what wrappers have put into it, as torch has it.
+    """Return a parameter's name without the additions of wrappers, as torch has it.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def best_names(candidates: Iterable[Named], params: Iterable[Tensor], saved: set
 
 
 def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
-    """Yield names as they are, without what wrappers have put into them, and without ``module.``.
+    """Yield names as they are, without the additions of wrappers, and without ``module.``.
 
     >>> one = Tensor()
     >>> [names[0][0] for names in ways_of_naming([("module._orig_mod.weight", one)])]

@@ -1,4 +1,4 @@
-"""A call that all ranks of a process group make at once: what fails on one fails on all."""
+"""A call that all ranks of a process group make at once: a failure of one is one of all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptsave.support.torch_distributed import device_of_group
 
 __all__ = ["GroupCall", "agree_on_file", "failing_together", "has_others"]
 
-# What an error of another rank is here: the first of these that it is.
+# Types for errors of other ranks: the first of these that one has.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -98,7 +98,7 @@ class GroupCall:
         Parameters
         ----------
         digest : callable
-            What a reader has opened, in short.
+            Of the contents that a reader has opened.
         """
         found = self.agree(digest() if self.is_divided and self.is_reader else None)
         if len({each for each in found if each is not None}) > 1:
@@ -110,7 +110,7 @@ class GroupCall:
         Parameters
         ----------
         value : object
-            What this rank has to say: anything that can be pickled.
+            This rank's part: anything that can be pickled.
         error : Exception, optional
             Why it cannot go on.
 
@@ -180,7 +180,7 @@ class GroupCall:
 
 
 class _Done:
-    """What is given to nobody."""
+    """A broadcast to nobody."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -244,7 +244,7 @@ def agree_on_file(call: GroupCall, f: Any) -> None:
 
 
 def _identity_of(path: str) -> tuple[Any, ...] | None:
-    """Return what a local file or directory has in common with its copies; None if it is not there.
+    """Return the facts that a local file or directory shares with its copies, or None.
 
     Two files of one host are on the same disk; those of several hosts may be copies.
     """
@@ -277,7 +277,7 @@ def _check_group(group: Any) -> None:
 
 
 def _described(error: Exception) -> tuple[str, str, dict[str, Any]]:
-    """Return the kind of an error, its words, and what else the other ranks' errors have."""
+    """Return the kind of an error, its words, and the details for the other ranks' errors."""
     if isinstance(error, CorruptCheckpointError):
         details = {name: getattr(error, name) for name in ("path", "record", "offset", "entries")}
         return "CorruptCheckpointError", str(error), details

@@ -10,7 +10,7 @@ __all__ = ["HeldLock", "try_lock"]
 
 
 class HeldLock:
-    """Has the descriptor of what is locked; a forked child, which would hold it too, closes it."""
+    """Has the descriptor of a locked file; a forked child, which would hold it too, closes it."""
 
     _descriptor: int | None = None
 

@@ -98,7 +98,7 @@ def token_of(folder: Path, rank: int, size: int) -> str:
 
 
 def last_word_of(folder: Path, rank: int, size: int) -> str | None:
-    """Return what a rank has left in its file, empty if it has ended without; None if it has not.
+    """Return a rank's last text in its file, empty if it has ended without; None if it has not.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def last_word_of(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _read(folder: Path, rank: int, size: int) -> tuple[bool, str]:
-    """Return whether a process holds a rank's file, and what is in it."""
+    """Return whether a process holds a rank's file, and its text."""
     try:
         descriptor = os.open(_path(folder, rank, size), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -65,7 +65,7 @@ rebuild_tensor_of_dtype: Any = private(torch._utils, "_rebuild_tensor_v3")
 # The module that finds a storage for a checkpoint_id, by names of its own.
 storage_setup_module = _storage_utils
 
-# What save() and load() call once their storage is set up, and the process group that these make.
+# Called by save() and load() once their storage is set up, and the process group that these make.
 save_state_dict: Any = private(state_dict_saver, "_save_state_dict")
 load_state_dict: Any = private(state_dict_loader, "_load_state_dict")
 DistWrapper: Any = private(utils, "_DistWrapper")
