@@ -41,7 +41,8 @@ class Report:
 
     def left_out(self, python: str, torch: str) -> None:
         """Name a pair that was not asked for, if no earlier run has anything to say of it."""
-        if f"{python} {torch} {_system()}" not in self._rows:
+        earlier = f"{python} {torch} {_system()}" if torch else f"{python} "
+        if not any(key.startswith(earlier) and key.endswith(_system()) for key in self._rows):
             self.skipped(python, torch, "left out")
 
     def failed(self, python: str, torch: str, reason: str) -> None:
@@ -52,6 +53,8 @@ class Report:
         row = [python, torch, _system(), outcome.replace("|", "/")]
         print(*row, sep=" | ", flush=True)
         rows = {**self._rows, f"{key} {torch_key} {_system()}": row}
+        if torch_key:
+            rows.pop(f"{key}  {_system()}", None)  # nothing was to be said of any of its pairs
         RECORDS.write_text(json.dumps(rows, indent=1))
 
     def write(self, path: Path) -> None:
