@@ -65,7 +65,15 @@ html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 # These pages are alone in their section.
-_ALONE = ("install", "tutorial", "troubleshooting", "limits", "benchmarks", "benchmark_results")
+_ALONE = (
+    "install",
+    "tested",
+    "tutorial",
+    "troubleshooting",
+    "limits",
+    "benchmarks",
+    "benchmark_results",
+)
 html_sidebars: dict[str, list[str]] = {page: [] for page in _ALONE}
 html_theme_options = {
     "header_links_before_dropdown": 9,

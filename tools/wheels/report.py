@@ -16,9 +16,16 @@ Made by `make wheels`: one wheel for each Python, `{PLATFORM}` according to audi
 with an engine for each torch. Each pair was installed into a fresh environment, where those tests
 ran that compare with this torch.
 
-| Python | torch | compiled and tested on | |
+| Python | torch | compiled and tested on | tests |
 |---|---|---|---|
 """
+NOT_RUN = """
+## Not run
+
+| Python | torch | system | why |
+|---|---|---|---|
+"""
+_NOT_RUN = "not run: "
 
 
 class Report:
@@ -37,7 +44,7 @@ class Report:
         self._add(pair.wheel.version, pair.torch, python, torch, summary.partition(" in ")[0])
 
     def skipped(self, python: str, torch: str, reason: str) -> None:
-        self._add(python, torch, python, torch or "all", f"not run: {reason}")
+        self._add(python, torch, python, torch or "all", f"{_NOT_RUN}{reason}")
 
     def left_out(self, python: str, torch: str) -> None:
         """Name a pair that was not asked for, if no earlier run has anything to say of it."""
@@ -59,7 +66,13 @@ class Report:
 
     def write(self, path: Path) -> None:
         rows = sorted(self._rows.values(), key=lambda row: [number(each) for each in row[:2]])
-        path.write_text(HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+        ran = [row for row in rows if not row[3].startswith(_NOT_RUN)]
+        others = [[*row[:3], row[3].removeprefix(_NOT_RUN)] for row in rows if row not in ran]
+        path.write_text(HEADER + _table(ran) + (NOT_RUN + _table(others) if others else ""))
+
+
+def _table(rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def number(version: str) -> list[int]:
