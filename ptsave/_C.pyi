@@ -27,6 +27,8 @@ class WriteOptions:
         chunk_nbytes: int,
         payloads_are_still: bool,
         max_pinned_nbytes: int,
+        n_direct_threads: int = 0,
+        direct_nbytes: int | None = None,
         in_background: bool = False,
     ) -> None: ...
 
@@ -78,7 +80,6 @@ class _FilePlan:
         display: bytes,
         *,
         durable: bool,
-        direct_nbytes: int,
         options: WriteOptions,
         progress: Progress,
     ) -> None: ...

@@ -61,14 +61,13 @@ void bind_file_plan(pybind11::class_<Plan>& plan) {
       .def(
           "write_file",
           [](Plan& self, std::string path, std::string display, bool durable,
-             std::uint64_t direct_nbytes, const WriteOptions& options, const py::object& callback) {
-            const FilePlan::Replacement target{std::move(path), std::move(display), durable,
-                                               direct_nbytes};
+             const WriteOptions& options, const py::object& callback) {
+            const FilePlan::Replacement target{std::move(path), std::move(display), durable};
             run_write(self, callback,
                       [&](const Poll& poll) { self.write_file(target, options, poll); });
           },
           py::arg("path"), py::arg("display"), py::kw_only(), py::arg("durable"),
-          py::arg("direct_nbytes"), py::arg("options"), py::arg("progress"))
+          py::arg("options"), py::arg("progress"))
       .def(
           "write_in_place",
           [](Plan& self, const std::string& path, std::optional<int> scratch, bool durable,

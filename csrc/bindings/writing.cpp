@@ -160,17 +160,22 @@ void bind_writing(py::module_& module) {
       py::arg("device"));
   py::class_<WriteOptions>(module, "WriteOptions")
       .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes,
-                       bool payloads_are_still, std::size_t max_pinned_nbytes, bool in_background) {
+                       bool payloads_are_still, std::size_t max_pinned_nbytes,
+                       std::size_t n_direct_threads, std::optional<std::uint64_t> direct_nbytes,
+                       bool in_background) {
              return WriteOptions{
                  .compute_crcs = compute_crcs,
                  .n_threads = n_threads,
                  .chunk_nbytes = chunk_nbytes,
                  .payloads_are_still = payloads_are_still,
+                 .n_direct_threads = n_direct_threads,
+                 .direct_nbytes = direct_nbytes,
                  .max_pinned_nbytes = max_pinned_nbytes,
                  .priority = in_background ? Priority::kBackground : Priority::kOfCaller};
            }),
            py::kw_only(), py::arg("compute_crcs"), py::arg("n_threads"), py::arg("chunk_nbytes"),
            py::arg("payloads_are_still"), py::arg("max_pinned_nbytes"),
+           py::arg("n_direct_threads") = 0, py::arg("direct_nbytes") = py::none(),
            py::arg("in_background") = false);
   bind_plan(module);
   module.def(

@@ -18,6 +18,7 @@ std::unique_ptr<Stager> AcceleratorPayloads::begin_write(WriteOptions& options) 
       sources_, AcceleratorStager::Buffers{nbytes, max_buffers});
   options.stager = stager.get();
   options.n_threads = std::min(options.n_threads, max_buffers);  // each holds one
+  options.n_direct_threads = std::min(options.n_direct_threads, max_buffers);
   return stager;
 }
 

@@ -7,6 +7,8 @@
   links, directories, owners and mounts, never from two looks at a file.
 * A save of 16 MiB or more goes past the page cache if it waits for the disk: with ``fsync``, or if
   it is larger than half of the dirty pages that the kernel holds before it makes writers wait.
+  Any other one goes through the cache until the cache turns out to be expensive (`CacheGauge` in
+  csrc/core/io/page_cache.h), and past it from there on.
 * The file of a URL is a stream: `url_targets` says how it becomes visible.
 """
 
@@ -270,14 +272,12 @@ class FileWriter:
         raise SaveError(errno.EINVAL, "not a regular file", path)
 
     def _replace(self, target: str, path: str) -> None:
-        n_direct = self._direct_nbytes()
         try:
             self._plan.write_file(
                 os.fsencode(target),
                 os.fsencode(path),
                 durable=self._fsync,
-                direct_nbytes=n_direct,
-                options=self._options(direct=n_direct > 0),
+                options=self._options(),
                 progress=self._progress,
             )
         except OSError as error:
@@ -313,18 +313,22 @@ class FileWriter:
             progress=self._progress,
         )
 
-    def _direct_nbytes(self) -> int:
+    def _direct_nbytes(self) -> int | None:
+        """Return how many bytes go past the page cache in any case; None: all go through it."""
         if not self._config.direct_io or self._plan.has_holes:
-            return 0
+            return None
+        if self._plan.nbytes < _MIN_DIRECT_NBYTES:
+            return None
         in_background = self._payloads_are_still  # they are copies
         return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
-    def _options(self, *, direct: bool = False) -> _C.WriteOptions:
-        n_threads = self._config.n_direct_writers if direct else self._config.n_threads
+    def _options(self) -> _C.WriteOptions:
         chunk_nbytes = self._config.write_chunk_nbytes
         return _C.WriteOptions(
             compute_crcs=self._compute_crcs,
-            n_threads=0 if self._plan.is_sequential else n_threads,
+            n_threads=0 if self._plan.is_sequential else self._config.n_threads,
+            n_direct_threads=0 if self._plan.is_sequential else self._config.n_direct_writers,
+            direct_nbytes=self._direct_nbytes(),
             chunk_nbytes=chunk_nbytes - (_STAGING_SLACK if self._plan.is_pinned else 0),
             payloads_are_still=self._payloads_are_still,
             max_pinned_nbytes=self._config.max_pinned_nbytes,

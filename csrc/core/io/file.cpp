@@ -77,10 +77,9 @@ struct stat status_or_fail(int fd, const std::string& display) {
 
 // A second description of the file behind `fd`.  Empty without /proc, or where permission was there
 // only for the one who opened it.
-Descriptor reopen_descriptor(int fd, int flags = 0) {
+Descriptor reopen_descriptor(int fd, int flags = O_RDONLY) {
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
-  return Descriptor(retry_interrupted(
-      [&] { return sys::openat(AT_FDCWD, link.c_str(), O_RDONLY | O_CLOEXEC | flags); }));
+  return Descriptor(retry_interrupted([&] { return sys::reopen(link.c_str(), flags); }));
 }
 
 // Turns the kernel's own readahead off: it fetches only bytes that are read or that read_ahead()
@@ -167,6 +166,11 @@ Descriptor File::open_direct_reader() const {
   return direct_io_alignment().supported() ? reopen_descriptor(fd(), O_DIRECT) : Descriptor();
 }
 
+Descriptor File::open_direct_writer() const {
+  return direct_io_alignment().supported() ? reopen_descriptor(fd(), O_WRONLY | O_DIRECT)
+                                           : Descriptor();
+}
+
 Descriptor File::reopen() const { return reopen_descriptor(fd()); }
 
 DirectIoAlignment File::direct_io_alignment() const {
@@ -179,13 +183,6 @@ DirectIoAlignment File::direct_io_alignment() const {
   std::memcpy(alignment.data(), reinterpret_cast<const char*>(&status) + kFieldOffset,
               sizeof alignment);
   return {sys::device_alignment(alignment[0]), alignment[1]};
-}
-
-bool File::set_direct(bool on) {
-  const int flags = ::fcntl(fd(), F_GETFL);
-  if (flags < 0) return false;
-  return retry_interrupted(
-             [&] { return sys::set_flags(fd(), on ? flags | O_DIRECT : flags & ~O_DIRECT); }) == 0;
 }
 
 void File::read_at(std::uint64_t offset, void* data, std::size_t nbytes) const {

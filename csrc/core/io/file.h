@@ -92,11 +92,10 @@ class File {
 
   // A second, independent description of the same file; empty where that is not permitted.
   Descriptor reopen() const;
-  // The same file opened once more for direct reads; empty where that is not supported.
+  // The same file opened once more for direct reads or writes; empty where that is not supported.
   Descriptor open_direct_reader() const;
+  Descriptor open_direct_writer() const;
   DirectIoAlignment direct_io_alignment() const;
-  // Turns direct I/O of this description on or off; false where the file system refuses.
-  bool set_direct(bool on);
 
   // Reads exactly `nbytes` bytes; a file that ends before is an IoError with errno 0 and operation
   // "pread (unexpected end of file)".

@@ -50,6 +50,10 @@ inline constexpr std::uint32_t device_alignment(std::uint32_t alignment) { retur
 inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
   return fault("openat") ? -1 : ::openat(dir_fd, path, flags, mode);
 }
+// A second description of an open file, by its name in /proc.
+inline int reopen(const char* link, int flags) {
+  return fault("reopen") ? -1 : ::openat(AT_FDCWD, link, flags | O_CLOEXEC);
+}
 // A descriptor that only stands for the file: no permission on it is needed.
 inline int open_path(int dir_fd, const char* path) {
   return fault("open_path") ? -1 : ::openat(dir_fd, path, O_PATH | O_NOFOLLOW | O_CLOEXEC);
@@ -148,9 +152,6 @@ inline int renameat(int dir_fd, const char* from, const char* to) {
 }
 inline int unlinkat(int dir_fd, const char* path) {
   return fault("unlinkat") ? -1 : ::unlinkat(dir_fd, path, 0);
-}
-inline int set_flags(int fd, int flags) {
-  return fault("fcntl") ? -1 : ::fcntl(fd, F_SETFL, flags);
 }
 
 }  // namespace ptsave::sys

@@ -3,27 +3,17 @@
 #include <sys/mman.h>
 
 #include <cstdint>
-#include <ctime>
 #include <limits>
 #include <new>
 #include <utility>
+
+#include "core/base/cpu_time.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
 namespace ptsave {
-namespace {
-
-// Waiting for a core does not count.
-std::chrono::nanoseconds thread_cpu_time() {
-  timespec now{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
-}
-
-}  // namespace
-
 Mapping::Mapping(std::size_t nbytes, Use use) {
   if (nbytes == 0) return;
   if (nbytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();

@@ -28,8 +28,19 @@ void give_way() {
 ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work,
                              Priority priority)
     : n_chunks_(n_chunks), work_(std::move(work)), priority_(priority) {
-  workers_.reserve(n_threads);
-  for (std::size_t i = 0; i < n_threads && i < n_chunks; ++i) {
+  const std::lock_guard lock(mutex_);
+  start_workers(n_threads);
+  runs_here_ = workers_.empty();
+}
+
+void ChunkPipeline::add_workers(std::size_t n_threads) noexcept {
+  const std::lock_guard lock(mutex_);
+  // Once it is stopped, the owner joins the workers without the lock.
+  if (!stopped_.load(std::memory_order_relaxed)) start_workers(n_threads);
+}
+
+void ChunkPipeline::start_workers(std::size_t n_threads) noexcept {
+  for (std::size_t i = 0; i < n_threads && workers_.size() < n_chunks_; ++i) {
     try {
       workers_.emplace_back([this] { run_worker(); });
     } catch (const std::system_error&) {
@@ -92,7 +103,7 @@ void ChunkPipeline::finish(const Poll& poll) {
 void ChunkPipeline::wait_until(const std::function<bool()>& ready, const Poll& poll) {
   // Without workers the chunks run here; more of them than needed, which the next wait will find
   // done.
-  while (workers_.empty() && run_next_chunk()) poll();
+  while (runs_here_ && run_next_chunk()) poll();
   for (;;) {
     {
       std::unique_lock lock(mutex_);

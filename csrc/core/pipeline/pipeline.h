@@ -43,6 +43,8 @@ class ChunkPipeline {
   // Rethrows a worker's exception if one comes first.  Owner only.
   void wait_until(const std::function<bool()>& ready, const Poll& poll);
 
+  // For workers: starts so many more workers, as far as there are chunks and threads for them.
+  void add_workers(std::size_t n_threads) noexcept;
   // For workers: waits until `ready` holds; throws Stopped if the transfer is cancelled meanwhile.
   void wait_in_worker(const std::function<bool()>& ready);
   // Makes waiting threads look again; call after changing the state that a `ready` depends on.
@@ -52,6 +54,7 @@ class ChunkPipeline {
   struct Stopped {};
 
  private:
+  void start_workers(std::size_t n_threads) noexcept;
   void run_worker();
   bool run_next_chunk();
   void stop(std::exception_ptr error);
@@ -66,7 +69,8 @@ class ChunkPipeline {
   std::condition_variable changed_;
   std::size_t n_done_ = 0;
   std::exception_ptr error_;
-  std::vector<std::thread> workers_;
+  std::vector<std::thread> workers_;  // grows under the lock, and not after `stopped_`
+  bool runs_here_ = false;            // without workers at first: on the thread that waits
 };
 
 }  // namespace ptsave

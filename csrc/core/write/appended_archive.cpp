@@ -152,10 +152,9 @@ void AppendedArchive::write(const ArchiveLayout& layout, const Payloads& payload
     if (direct) {
       write_direct(body, out, origin, options, progress_, poll);
     } else {
-      write_buffered(body, out, origin, options, progress_, poll);
+      write_to_file(body, out, origin, options, progress_, poll);
     }
   } catch (...) {
-    if (direct) out.set_direct(false);
     // The disk may be full of it, and holes are no records.  The first error counts.
     static_cast<void>(::ftruncate(out.fd(), static_cast<off_t>(begin)));
     throw;

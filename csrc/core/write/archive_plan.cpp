@@ -91,7 +91,7 @@ const std::byte* ArchivePlan::payload(std::size_t record) {
 std::unique_ptr<Stager> ArchivePlan::begin_write(WriteOptions& options) {
   if (is_released_) throw std::invalid_argument("the plan was released");
   made_ = kNone;
-  if (is_sequential()) options.n_threads = 0;
+  if (is_sequential()) options.n_threads = options.n_direct_threads = 0;
   if (staging_ != nullptr) return staging_->begin_write(options);
   options.stager = staged_ahead_.get();
   return nullptr;

@@ -9,15 +9,7 @@ void FilePlan::write_file(const Replacement& target, const WriteOptions& options
   run(options, [&](const WriteOptions& write) {
     AtomicFile replacement(target.path, target.display);
     File& file = replacement.file();
-    if (target.direct_nbytes > 0 && file.direct_io_alignment().supported()) {
-      file.preallocate(nbytes());
-      const auto body = make_body(write, direct_chunk_nbytes(file, write));
-      WriteOptions direct = write;
-      direct.max_direct_nbytes = target.direct_nbytes;
-      write_direct(*body, file, 0, direct, progress_, poll);
-    } else {
-      write_through_cache(file, write, poll);
-    }
+    write_to(file, write, poll);
     replacement.commit(target.durable);
   });
 }
@@ -25,10 +17,10 @@ void FilePlan::write_file(const Replacement& target, const WriteOptions& options
 void FilePlan::write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
                               const WriteOptions& options, const Poll& poll) {
   run(options, [&](const WriteOptions& write) {
-    const auto write_to = [&](File& file) { write_through_cache(file, write, poll); };
+    const auto write_it = [&](File& file) { write_to(file, write, poll); };
     std::optional<File> first;
     if (scratch) first = File::duplicate(*scratch, path);
-    overwrite(path, first ? &*first : nullptr, has_holes() ? 0 : nbytes(), durable, write_to, poll);
+    overwrite(path, first ? &*first : nullptr, has_holes() ? 0 : nbytes(), durable, write_it, poll);
   });
 }
 
@@ -39,10 +31,10 @@ void FilePlan::write_stream(const StreamSink& sink, const WriteOptions& options)
   });
 }
 
-void FilePlan::write_through_cache(File& file, const WriteOptions& options, const Poll& poll) {
+void FilePlan::write_to(File& file, const WriteOptions& options, const Poll& poll) {
   if (!has_holes()) file.preallocate(nbytes());
-  const auto body = make_body(options, options.chunk_nbytes);
-  write_buffered(*body, file, 0, options, progress_, poll);
+  const auto body = make_body(options, direct_chunk_nbytes(file, options));
+  write_to_file(*body, file, 0, options, progress_, poll);
 }
 
 }  // namespace ptsave

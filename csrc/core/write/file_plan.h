@@ -19,13 +19,11 @@ namespace ptsave {
 // a time.
 class FilePlan {
  public:
-  // A file that appears whole or not at all; `display` is its name in errors.  Its first
-  // `direct_nbytes` bytes go past the page cache, where its file system allows that.
+  // A file that appears whole or not at all; `display` is its name in errors.
   struct Replacement {
     std::string path;
     std::string display;
     bool durable = false;
-    std::uint64_t direct_nbytes = 0;
   };
 
   FilePlan() = default;
@@ -72,7 +70,7 @@ class FilePlan {
   Progress& progress() { return progress_; }
 
  private:
-  void write_through_cache(File& file, const WriteOptions& options, const Poll& poll);
+  void write_to(File& file, const WriteOptions& options, const Poll& poll);
 
   Progress progress_{0};
 };

@@ -1,25 +1,28 @@
 #include "core/write/writer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/base/cpu_time.h"
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
+#include "core/io/page_cache.h"
 
 namespace ptsave {
 namespace {
 
-// Bytes are written when so many of them are gathered: few calls, large folios of the page cache,
-// and the processor's cache still holds them.  Pieces of 256 KiB take 1.3 times as long.
-constexpr std::size_t kGatheredNbytes = std::size_t{1} << 20;
+// Bytes are written when so many of them are gathered: few calls, and the processor's cache still
+// holds them.
+constexpr std::size_t kGatheredNbytes = kCacheWriteNbytes;
 // Bytes that are copied and then checksummed: they stay in the first level of the cache between.
 constexpr std::size_t kCheckedNbytes = std::size_t{16} << 10;
 // Payload pieces from this size on may be written from where they are.
@@ -200,16 +203,120 @@ std::size_t gathered_nbytes(const FileBody& body) {
 
 // Writes a chunk through the page cache.
 void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& file,
-                  std::uint64_t base_offset, bool compute_crcs, Gather gather, std::byte* buffer) {
+                  std::uint64_t base_offset, bool compute_crcs, Gather gather, std::byte* buffer,
+                  CacheGauge& gauge) {
   std::uint64_t offset = base_offset + body.chunk_range(i).begin;
   const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
-    if (data != nullptr) file.write_at(offset, data, nbytes);
+    if (data != nullptr) {
+      const auto begin = thread_cpu_time();
+      file.write_at(offset, data, nbytes);
+      gauge.note(nbytes, thread_cpu_time() - begin);
+    }
     offset += nbytes;
   };
   GatheringChunk chunk(sink, compute_crcs, gather, {buffer, gathered_nbytes(body)});
   body.produce(pipeline, i, chunk);
   chunk.flush();
 }
+
+// Buffers that are made when the first one is needed.
+class LazyBuffers {
+ public:
+  LazyBuffers(std::size_t count, std::size_t nbytes) : count_(count), nbytes_(nbytes) {}
+
+  BufferPool& pool() {
+    std::call_once(made_, [&] { pool_.emplace(count_, nbytes_); });
+    return *pool_;
+  }
+
+ private:
+  const std::size_t count_;
+  const std::size_t nbytes_;
+  std::once_flag made_;
+  std::optional<BufferPool> pool_;
+};
+
+// Writes chunks past the page cache, by a description of the file of its own.  Safe for concurrent
+// use.
+class DirectWriter {
+ public:
+  DirectWriter(FileBody& body, const File& file, std::uint64_t base_offset,
+               const WriteOptions& options, std::size_t n_buffers)
+      : body_(body),
+        file_(file),
+        base_offset_(base_offset),
+        options_(options),
+        n_buffers_(n_buffers),
+        alignment_(options.direct_nbytes ? file.direct_io_alignment() : DirectIoAlignment{}),
+        // Only whole blocks can be written directly; the rest of the body goes with the tail.
+        aligned_end_(align_down(body.nbytes(), alignment_.block_nbytes())),
+        direct_(alignment_.supported() ? file.open_direct_writer() : Descriptor(), file.path()),
+        is_possible_(direct_.fd() >= 0) {}
+
+  // False where the file system has no direct writes, or has refused one.
+  bool is_possible() const { return is_possible_.load(std::memory_order_relaxed); }
+
+  void write(ChunkPipeline& pipeline, std::size_t i) {
+    const ByteRange range = body_.chunk_range(i);
+    const BufferPool::Lease buffer(buffers());
+    const std::uint64_t offset = base_offset_ + range.begin;
+    const std::size_t nbytes = std::min(range.end, aligned_end_) - range.begin;
+    std::function<void(const File&)> write;
+    // What a stager has brought is gone when the chunk is produced.
+    if (options_.payloads_are_still && options_.stager == nullptr) {
+      BlockChunk chunk(buffer.data(), offset, alignment_, options_.compute_crcs);
+      body_.produce(pipeline, i, chunk);
+      write = [offset, pieces = chunk.pieces(nbytes)](const File& file) {
+        file.write_pieces_at(offset, pieces);
+      };
+    } else {
+      MemoryChunk chunk(buffer.data(), options_.compute_crcs);
+      body_.produce(pipeline, i, chunk);
+      write = [&](const File& file) { file.write_at(offset, buffer.data(), nbytes); };
+    }
+    if (range.end > aligned_end_) {
+      rest_.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes, range.nbytes() - nbytes);
+    }
+    if (nbytes > 0) write_aligned(write);
+  }
+
+  // The bytes of the body behind its last whole block, if they were in a chunk written here.
+  const std::string& rest() const { return rest_; }
+
+ private:
+  // A kernel that refuses (EINVAL) although it promised direct I/O gets the rest of the file
+  // through the page cache.
+  void write_aligned(const std::function<void(const File&)>& write) {
+    try {
+      write(direct_);
+    } catch (const IoError& error) {
+      if (error.errnum() != EINVAL) throw;
+      is_possible_.store(false, std::memory_order_relaxed);
+      write(file_);
+    }
+  }
+  BufferPool& buffers() {
+    std::call_once(buffers_taken_, [&] {
+      buffers_ = &(options_.buffers != nullptr ? *options_.buffers : own_)
+                      .take(n_buffers_, body_.chunk_nbytes());
+    });
+    return *buffers_;
+  }
+
+  FileBody& body_;
+  const File& file_;
+  const std::uint64_t base_offset_;
+  const WriteOptions& options_;
+  const std::size_t n_buffers_;
+  const DirectIoAlignment alignment_;
+  const std::uint64_t aligned_end_;
+  const File direct_;
+  std::atomic<bool> is_possible_;
+  std::string rest_;
+  std::once_flag buffers_taken_;
+  DirectBuffers own_;
+  BufferPool* buffers_ = nullptr;
+};
 
 // Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
 void run_chunks(FileBody& body, std::size_t n_threads, Priority priority, Progress& progress,
@@ -227,21 +334,6 @@ std::string checked_tail(FileBody& body, const WriteOptions& options) {
   std::string tail = body.tail();
   if (options.check_crcs) options.check_crcs(body.crcs());
   return tail;
-}
-
-// Calls write(), which writes aligned memory to a file in direct mode.  A kernel that refuses
-// (EINVAL) although it promised direct I/O gets the rest of the file through the page cache.
-void write_aligned(File& file, const std::function<void()>& write) {
-  try {
-    write();
-  } catch (const IoError& error) {
-    if (error.errnum() != EINVAL || !file.set_direct(false)) throw;
-    write();
-  }
-}
-
-void end_direct(File& file) {
-  if (!file.set_direct(false)) throw IoError(errno, "fcntl", file.path());
 }
 
 // Copies the first `nbytes` bytes of a file to the beginning of another.
@@ -268,32 +360,16 @@ BufferPool& DirectBuffers::take(std::size_t count, std::size_t nbytes) {
   return *pool_;
 }
 
-void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                    std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
-                    const Poll& poll) {
-  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
-  write_buffered(body, file, base_offset, options, progress, poll);
-}
-
-void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
-                    const WriteOptions& options, Progress& progress, const Poll& poll) {
-  const std::size_t n_threads =
-      std::max<std::size_t>(std::min(options.n_threads, body.n_chunks()), 1);
-  const Gather gather = n_threads > 1 ? Gather::kAll : Gather::kWhatNeedsIt;
-  BufferPool buffers(n_threads, gathered_nbytes(body));
-  run_chunks(body, options.n_threads, options.priority, progress, poll,
-             [&](ChunkPipeline& pipeline, std::size_t i) {
-               const BufferPool::Lease buffer(buffers);
-               write_cached(body, pipeline, i, file, base_offset, options.compute_crcs, gather,
-                            buffer.data());
-             });
-  const std::string tail = checked_tail(body, options);
-  file.write_at(base_offset + body.nbytes(), tail.data(), tail.size());
-  progress.store(body.nbytes() + tail.size(), std::memory_order_relaxed);
-}
-
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options) {
   return align_up(options.chunk_nbytes, file.direct_io_alignment().block_nbytes());
+}
+
+void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                    std::uint64_t base_offset, WriteOptions options, Progress& progress,
+                    const Poll& poll) {
+  options.direct_nbytes.reset();
+  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
+  write_to_file(body, file, base_offset, options, progress, poll);
 }
 
 void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
@@ -303,57 +379,43 @@ void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& f
   write_direct(body, file, 0, options, progress, poll);
 }
 
-void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
-                  const WriteOptions& options, Progress& progress, const Poll& poll) {
-  // Only whole blocks can be written directly; the rest of the body goes with the tail.
-  const DirectIoAlignment alignment = file.direct_io_alignment();
-  const std::uint64_t aligned_end = align_down(body.nbytes(), alignment.block_nbytes());
-  // What a stager has brought is gone when the chunk is produced.
-  const bool takes_payloads = options.payloads_are_still && options.stager == nullptr;
-  std::string rest;
-  std::uint64_t end = aligned_end;  // of what the chunks have written
-  std::once_flag cached;
-  DirectBuffers own;
-  BufferPool& buffers =
-      (options.buffers != nullptr ? *options.buffers : own)
-          .take(std::min(std::max<std::size_t>(options.n_threads, 1), body.n_chunks()),
-                body.chunk_nbytes());
-  file.set_direct(true);
-  run_chunks(body, options.n_threads, options.priority, progress, poll,
+void write_direct(FileBody& body, File& file, std::uint64_t base_offset, WriteOptions options,
+                  Progress& progress, const Poll& poll) {
+  options.n_direct_threads = options.n_threads;
+  options.direct_nbytes = body.nbytes();
+  write_to_file(body, file, base_offset, options, progress, poll);
+}
+
+void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
+                   const WriteOptions& options, Progress& progress, const Poll& poll) {
+  const std::uint64_t n_first = options.direct_nbytes.value_or(0);
+  const std::size_t n_threads = n_first > 0 ? options.n_direct_threads : options.n_threads;
+  const std::size_t n_more = std::max(options.n_direct_threads, n_threads) - n_threads;
+  const Gather gather =
+      std::min(n_threads, body.n_chunks()) > 1 ? Gather::kAll : Gather::kWhatNeedsIt;
+  // A buffer for each worker: one that waited for a buffer could hold up those that have one.
+  const std::size_t n_buffers =
+      std::min(std::max<std::size_t>(n_threads + n_more, 1), body.n_chunks());
+  LazyBuffers gathered(n_buffers, gathered_nbytes(body));
+  DirectWriter direct(body, file, base_offset, options, n_buffers);
+  CacheGauge gauge;
+  std::once_flag turned;
+  run_chunks(body, n_threads, options.priority, progress, poll,
              [&](ChunkPipeline& pipeline, std::size_t i) {
-               const ByteRange range = body.chunk_range(i);
-               const BufferPool::Lease buffer(buffers);
-               if (range.begin >= options.max_direct_nbytes) {
-                 // What other threads have not written yet of the chunks before goes there, too.
-                 std::call_once(cached, [&] { end_direct(file), end = body.nbytes(); });
-                 write_cached(body, pipeline, i, file, base_offset, options.compute_crcs,
-                              Gather::kAll, buffer.data());
+               const bool is_first = body.chunk_range(i).begin < n_first;
+               if (direct.is_possible() && (is_first || !gauge.is_cheap())) {
+                 std::call_once(turned, [&] { pipeline.add_workers(n_more); });
+                 direct.write(pipeline, i);
                  return;
                }
-               const std::uint64_t offset = base_offset + range.begin;
-               const std::size_t nbytes = std::min(range.end, aligned_end) - range.begin;
-               std::function<void()> write;
-               if (takes_payloads) {
-                 BlockChunk chunk(buffer.data(), offset, alignment, options.compute_crcs);
-                 body.produce(pipeline, i, chunk);
-                 write = [&file, offset, pieces = chunk.pieces(nbytes)] {
-                   file.write_pieces_at(offset, pieces);
-                 };
-               } else {
-                 MemoryChunk chunk(buffer.data(), options.compute_crcs);
-                 body.produce(pipeline, i, chunk);
-                 write = [&] { file.write_at(offset, buffer.data(), nbytes); };
-               }
-               if (range.end > aligned_end) {
-                 rest.assign(reinterpret_cast<const char*>(buffer.data()) + nbytes,
-                             range.nbytes() - nbytes);
-               }
-               if (nbytes > 0) write_aligned(file, write);
+               const BufferPool::Lease buffer(gathered.pool());
+               write_cached(body, pipeline, i, file, base_offset, options.compute_crcs, gather,
+                            buffer.data(), gauge);
              });
-  end_direct(file);
-  rest += checked_tail(body, options);
-  file.write_at(base_offset + end, rest.data(), rest.size());
-  progress.store(end + rest.size(), std::memory_order_relaxed);
+  const std::uint64_t end = body.nbytes() - direct.rest().size();
+  const std::string tail = direct.rest() + checked_tail(body, options);
+  file.write_at(base_offset + end, tail.data(), tail.size());
+  progress.store(end + tail.size(), std::memory_order_relaxed);
 }
 
 void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -45,8 +44,11 @@ struct WriteOptions {
   // between the checksum and that, another thread could change a live tensor.
   bool payloads_are_still = false;
   DirectBuffers* buffers = nullptr;  // optional
-  // Of a direct write, whose later chunks go through the page cache.
-  std::uint64_t max_direct_nbytes = std::numeric_limits<std::uint64_t>::max();
+  // Threads while chunks go past the page cache.
+  std::size_t n_direct_threads = 0;
+  // So many of the file's first bytes go past the page cache, and the rest does where the cache is
+  // expensive (CacheGauge).  Empty: all goes through the cache.
+  std::optional<std::uint64_t> direct_nbytes = std::nullopt;
   // Page-locked host memory for what comes from accelerators.
   std::size_t max_pinned_nbytes = 0;
   Priority priority = Priority::kOfCaller;  // of the threads
@@ -55,27 +57,28 @@ struct WriteOptions {
 // Bytes of the file written so far; may be read from the poll callback.
 using Progress = std::atomic<std::uint64_t>;
 
-// Into a file, beginning at `base_offset`, through the page cache.  The file must have been cut or
-// created so that holes read as zero.
-void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                    std::uint64_t base_offset, const WriteOptions& options, Progress& progress,
-                    const Poll& poll);
-
-// Into a fresh file past the page cache, or max_direct_nbytes of it, through n_threads buffers of
-// one chunk each, or from where payloads are if they are still and the device takes whole blocks
-// from there.  Falls back to the page cache where the kernel refuses direct writes.
-void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                  const WriteOptions& options, Progress& progress, const Poll& poll);
-
-// Any body, in the same two ways; of the options, chunk size and stager are the body's.
-// `base_offset` of a direct write is a multiple of the file's block.
-void write_buffered(FileBody& body, File& file, std::uint64_t base_offset,
-                    const WriteOptions& options, Progress& progress, const Poll& poll);
-void write_direct(FileBody& body, File& file, std::uint64_t base_offset,
-                  const WriteOptions& options, Progress& progress, const Poll& poll);
-// The size that chunks must have for write_direct().
+// Any body into a file, beginning at `base_offset`: a multiple of the file's block if
+// direct_nbytes is set.  Of the options, chunk size and stager are the body's.  The file must
+// have been cut or created so that holes read as zero.
+//
+// A chunk goes through the page cache, or past it as the options say, through a buffer of one chunk
+// or from where a payload is if it is still and the device takes whole blocks from there.  All goes
+// through the cache where the kernel refuses direct writes.
+void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
+                   const WriteOptions& options, Progress& progress, const Poll& poll);
+// The size that chunks must have for direct writes.
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
 
+// An archive, all of it through the page cache.
+void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                    std::uint64_t base_offset, WriteOptions options, Progress& progress,
+                    const Poll& poll);
+
+// An archive or any other body, all of it past the page cache, by n_threads.
+void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                  const WriteOptions& options, Progress& progress, const Poll& poll);
+void write_direct(FileBody& body, File& file, std::uint64_t base_offset, WriteOptions options,
+                  Progress& progress, const Poll& poll);
 // Overwrites `path` in place with the `nbytes` bytes that `write` writes (0: with holes).  A save
 // that reads from that very file is written to `scratch` first, which is then copied.
 void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,

@@ -92,6 +92,13 @@ inline std::string collect_stream(const ArchiveLayout& layout, const Payloads& p
   return bytes;
 }
 
+// So many of the first bytes past the page cache; 0: all through it.
+inline WriteOptions with_direct(WriteOptions options, std::uint64_t nbytes) {
+  options.n_direct_threads = options.n_threads;
+  if (nbytes > 0) options.direct_nbytes = nbytes;
+  return options;
+}
+
 inline std::string write_to_file(Target target, const std::string& folder,
                                  const ArchiveLayout& layout, const Payloads& payloads,
                                  const WriteOptions& options, Progress& progress) {

@@ -253,11 +253,10 @@ TEST(File, DirectIoWorksWhereItIsPromised) {
   EXPECT_EQ(::pread(direct.get(), memory.data(), memory.nbytes(), 0),
             static_cast<ssize_t>(content.size()));
   EXPECT_EQ(std::string(reinterpret_cast<char*>(memory.data()), content.size()), content);
-  ASSERT_TRUE(file.set_direct(true));
-  EXPECT_NE(::fcntl(file.fd(), F_GETFL) & O_DIRECT, 0);
-  EXPECT_EQ(errno_of([&] { file.write_at(1, memory.data() + 1, 100); }, folder / "file"), EINVAL);
-  file.write_at(kBlock, memory.data(), kBlock);
-  ASSERT_TRUE(file.set_direct(false));
+  const File writer(file.open_direct_writer(), folder / "file");
+  EXPECT_NE(::fcntl(writer.fd(), F_GETFL) & O_DIRECT, 0);
+  EXPECT_EQ(errno_of([&] { writer.write_at(1, memory.data() + 1, 100); }, folder / "file"), EINVAL);
+  writer.write_at(kBlock, memory.data(), kBlock);
   file.write_at(1, "x", 1);
   EXPECT_EQ(read_file(folder / "file").substr(kBlock, kBlock), content.substr(0, kBlock));
 }
@@ -266,6 +265,7 @@ TEST(File, DirectIoIsRefusedWhereThereIsNone) {
   const File pipe(Descriptor(::open("/dev/zero", O_RDWR | O_CLOEXEC)), "/dev/zero");
   EXPECT_FALSE(pipe.direct_io_alignment().supported());
   EXPECT_FALSE(pipe.open_direct_reader());
+  EXPECT_FALSE(pipe.open_direct_writer());
 }
 
 TEST(File, TransfersAreSafeForConcurrentUse) {

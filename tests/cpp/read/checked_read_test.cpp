@@ -47,8 +47,9 @@ class Checked : public testing::TestWithParam<bool> {
 
   void write() {
     CheckedPlan plan(placed_, nullptr);
-    plan.write_file({path_, path_, false, GetParam()}, {.n_threads = 3, .chunk_nbytes = 70'000},
-                    kNoPoll);
+    WriteOptions options{.n_threads = 3, .chunk_nbytes = 70'000, .n_direct_threads = 3};
+    if (GetParam()) options.direct_nbytes = 1;
+    plan.write_file({path_, path_, false}, options, kNoPoll);
     crcs_.assign(plan.block_crcs().begin(), plan.block_crcs().end());
     nbytes_ = plan.nbytes();
   }

@@ -40,6 +40,7 @@ using written_archive::kChunk;
 using written_archive::kIdNbytes;
 using written_archive::kNoPoll;
 using written_archive::reference;
+using written_archive::with_direct;
 
 constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
 const std::string kId = ".data/serialization_id";  // whose bytes are computed
@@ -75,7 +76,7 @@ void expect_written(ArchivePlan& plan, const std::vector<Entry>& entries,
   const std::string path = folder / "file";
   for (const std::uint64_t direct : {std::uint64_t{0}, std::uint64_t{1}, kChunk + 1, kAll}) {
     for (const bool durable : {false, true}) {
-      plan.write_file({path, "file", durable, direct}, options, kNoPoll);
+      plan.write_file({path, "file", durable}, with_direct(options, direct), kNoPoll);
       EXPECT_TRUE(read_file(path) == expected) << direct << durable;
       EXPECT_EQ(plan.nbytes_written(), plan.nbytes());
     }
@@ -334,8 +335,9 @@ TEST_F(PlanOfSources, PublishesNoFileWithDamagedPayloads) {
   plan.read_from(memory_sources(source_), sourced_);
   const Folder folder;
   for (const std::uint64_t direct : {std::uint64_t{0}, kChunk + 1, kAll}) {
-    EXPECT_THROW(plan.write_file({folder / "file", "file", false, direct}, options_, kNoPoll),
-                 FormatError);
+    EXPECT_THROW(
+        plan.write_file({folder / "file", "file", false}, with_direct(options_, direct), kNoPoll),
+        FormatError);
     EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
     ASSERT_EQ(plan.damaged().size(), 1u);
     EXPECT_EQ(plan.record_name(plan.damaged()[0].record), "data/1");
@@ -374,7 +376,7 @@ TEST_F(Packed, WritesHeaderAndPayloads) {
   EXPECT_FALSE(packed->has_holes());
   EXPECT_FALSE(packed->is_sequential());
   for (const std::uint64_t direct : {std::uint64_t{0}, kChunk + 1, kAll}) {
-    packed->write_file({folder_ / "file", "file", true, direct}, options_, kNoPoll);
+    packed->write_file({folder_ / "file", "file", true}, with_direct(options_, direct), kNoPoll);
     EXPECT_TRUE(read_file(folder_ / "file") == file_);
     EXPECT_EQ(packed->nbytes_written(), file_.size());
     EXPECT_TRUE(packed->damaged().empty());

@@ -153,7 +153,7 @@ TEST_P(StagedFrom, PackedPayloadsAreOneBehindTheOther) {
           ASSERT_EQ(direct_chunk_nbytes(file.file(), options), chunk);
           write_direct(body, file.file(), 0, options, progress, kNoPoll);
         } else {
-          write_buffered(body, file.file(), 0, options, progress, kNoPoll);
+          write_to_file(body, file.file(), 0, options, progress, kNoPoll);
         }
         file.commit(false);
         ASSERT_TRUE(scratch::read_file(folder / "file") == expected);
@@ -202,7 +202,7 @@ TEST_P(StagedFrom, SourcesMayOverlap) {
   const scratch::Folder folder;
   Progress progress{0};
   File written = File::open_for_writing(folder / "file");
-  write_buffered(body, written, 0, {}, progress, kNoPoll);
+  write_to_file(body, written, 0, {}, progress, kNoPoll);
   EXPECT_TRUE(scratch::read_file(folder / "file") == expected);
 }
 
