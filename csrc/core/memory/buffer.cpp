@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <new>
@@ -14,6 +16,12 @@
 #endif
 
 namespace ptsave {
+namespace {
+
+std::chrono::nanoseconds now() { return std::chrono::steady_clock::now().time_since_epoch(); }
+
+}  // namespace
+
 Mapping::Mapping(std::size_t nbytes, Use use) {
   if (nbytes == 0) return;
   if (nbytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();
@@ -31,16 +39,20 @@ Mapping::Mapping(std::size_t nbytes, Use use) {
   if (lead > 0) ::munmap(data_, lead);
   data_ += lead;
   if (lead < kHugePageNbytes) ::munmap(data_ + nbytes_, kHugePageNbytes - lead);
-  // Advice only: without huge pages the memory works as well, slower.
-  static_cast<void>(::madvise(data_, nbytes_, MADV_HUGEPAGE));
+  const PageKind kind = FreshPages::of_process().better();
+  kind_ = kind;
+  advise(kind, 0, nbytes_);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      nbytes_(std::exchange(other.nbytes_, 0)),
+      kind_(other.kind_.load(std::memory_order_relaxed)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(nbytes_, other.nbytes_);
+  kind_ = other.kind_.exchange(kind_.load());
   return *this;
 }
 
@@ -48,15 +60,50 @@ Mapping::~Mapping() {
   if (data_ != nullptr) ::munmap(data_, nbytes_);
 }
 
-std::chrono::nanoseconds Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
-  const PageRange pages = pages_covering(begin, end, page_nbytes());
-  const auto start = thread_cpu_time();
-  static_cast<void>(::madvise(data_ + pages.begin, pages.nbytes(), MADV_POPULATE_WRITE));
-  return thread_cpu_time() - start;
+// Advice only: without huge pages the memory works as well, slower.
+void Mapping::advise(PageKind kind, std::size_t begin, std::size_t end) const noexcept {
+  const int advice = kind == PageKind::kHuge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE;
+  static_cast<void>(::madvise(data_ + begin, end - begin, advice));
 }
 
-void Mapping::use_small_pages() const noexcept {
-  static_cast<void>(::madvise(data_, nbytes_, MADV_NOHUGEPAGE));
+// Another thread that changes it at the time has the last word.
+void Mapping::prefer(PageKind kind) const noexcept {
+  std::optional<PageKind> before = kind_.load();
+  if (before == kind || !before || !kind_.compare_exchange_strong(before, std::nullopt)) return;
+  advise(kind, 0, nbytes_);
+  kind_.store(kind);
+}
+
+void Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
+  const PageRange pages = pages_covering(begin, end, page_nbytes());
+  for (std::size_t at = pages.begin; at < pages.end;) {
+    const std::size_t piece_end =
+        std::min<std::size_t>(align_down(at, kHugePageNbytes) + kHugePageNbytes, pages.end);
+    populate_piece(at, piece_end);
+    at = piece_end;
+  }
+}
+
+// Of pieces that are not a whole huge page nothing is learned.
+void Mapping::populate_piece(std::size_t begin, std::size_t end) const noexcept {
+  const auto populate = [&] {
+    return ::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0;
+  };
+  if (end - begin < kHugePageNbytes) {
+    static_cast<void>(populate());
+    return;
+  }
+  FreshPages& pages = FreshPages::of_process();
+  const PageKind kind = pages.choose(now());
+  const PageKind better = pages.better();
+  prefer(better);
+  if (kind != better) advise(kind, begin, end);
+  const auto is_as_chosen = [&] { return kind != better || kind_.load() == kind; };
+  const bool was_as_chosen = is_as_chosen();
+  const auto start = thread_cpu_time();
+  const bool populated = populate();
+  const auto time = thread_cpu_time() - start;
+  if (populated && was_as_chosen && is_as_chosen()) pages.took(kind, time, now());
 }
 
 void Mapping::discard(std::size_t begin, std::size_t end) const noexcept {

@@ -1,16 +1,19 @@
-// Page-aligned memory that asks for huge pages, and a bounded pool of buffers cut from it.
+// Page-aligned memory that asks for huge pages where they cost less than small ones, and a bounded
+// pool of buffers cut from it.
 //
-// Fresh memory costs more than copying it: 4 KiB faults run at 1 GB/s, huge-page faults at 3.5.  So
-// everything large here is aligned to, and advised to use, huge pages.
+// Fresh memory costs more than copying it: 4 KiB faults run at 1 GB/s, huge-page faults at 3.5 (if
+// the memory is there: FreshPages).
 #pragma once
 
-#include <chrono>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "core/memory/fresh_pages.h"
 #include "core/memory/pages.h"
 
 namespace ptsave {
@@ -37,11 +40,9 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
-  // Makes the pages that hold [begin, end) present, and returns the CPU time that took.  Does
-  // nothing on kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
-  std::chrono::nanoseconds populate(std::size_t begin, std::size_t end) const noexcept;
-  // Pages that are not present yet will be small ones.
-  void use_small_pages() const noexcept;
+  // Makes the pages that hold [begin, end) present, by the kind of page that FreshPages chooses.
+  // Does nothing on kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
+  void populate(std::size_t begin, std::size_t end) const noexcept;
   // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero
   // after.
   void discard(std::size_t begin, std::size_t end) const noexcept;
@@ -51,8 +52,14 @@ class Mapping {
   void abandon() noexcept;
 
  private:
+  void populate_piece(std::size_t begin, std::size_t end) const noexcept;
+  void prefer(PageKind kind) const noexcept;
+  void advise(PageKind kind, std::size_t begin, std::size_t end) const noexcept;
+
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
+  // Of the pages that are not present yet; nothing while a thread changes it.
+  mutable std::atomic<std::optional<PageKind>> kind_{PageKind::kSmall};
 };
 
 // A fixed number of equal buffers: the memory budget of a pipeline.  Waiting for a lease is the

@@ -1,7 +1,6 @@
 #include "core/read/region.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -11,18 +10,8 @@
 namespace ptsave {
 namespace {
 
-// Time to make 4 KiB present by small pages, and the loss at which huge pages are given up: a tenth
-// of the time of small pages for the whole region, at least kMinLoss.
-constexpr std::size_t kSmallNbytes = 4096;
-constexpr std::chrono::nanoseconds kSmallTime{1200};
-constexpr std::chrono::nanoseconds kMinLoss = std::chrono::milliseconds{6};
-constexpr int kLossDivisor = 10;
 // Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
 constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
-
-std::chrono::nanoseconds small_pages_time(std::size_t nbytes) {
-  return kSmallTime * static_cast<std::int64_t>(align_up(nbytes, kSmallNbytes) / kSmallNbytes);
-}
 
 // Several segments, for a payload that lies in more than one.
 class Segments final : public Owner {
@@ -95,28 +84,12 @@ bool Region::holds(const std::byte* place) const {
   return place >= memory_->data() && place < memory_->data() + memory_->nbytes();
 }
 
-// Keeps account of the time that huge pages take beside small ones.
-// Normally they win fourfold.  But a virtual machine's host takes free memory back (balloon, free
-// page reporting) by whole huge pages, and to get one again can take ten times as long as the small
-// pages that the host has left alone.
-void Region::make_present(const std::byte* place, std::size_t nbytes) {
+void Region::make_present(const std::byte* place, std::size_t nbytes) const {
   const auto at = static_cast<std::size_t>(place - memory_->data());
-  const auto took = memory_->populate(at, at + nbytes);
-  const auto expected = small_pages_time(nbytes);
-  const std::int64_t loss = (took - expected).count();
-  // Time won earlier does not offset a later loss: the account never falls below zero.
-  std::int64_t before = huge_page_loss_ns_.load(std::memory_order_relaxed);
-  while (!huge_page_loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
-                                                   std::memory_order_relaxed)) {
-  }
-  const auto all_small = small_pages_time(memory_->nbytes());
-  const std::int64_t bearable = std::max(kMinLoss, all_small / kLossDivisor).count();
-  if (before <= bearable && before + loss > bearable) memory_->use_small_pages();
+  memory_->populate(at, at + nbytes);
 }
 
-void Region::prepare(const Chunk& chunk) {
-  make_present(memory_->data() + chunk.begin, chunk.end - chunk.begin);
-}
+void Region::prepare(const Chunk& chunk) { memory_->populate(chunk.begin, chunk.end); }
 
 std::span<std::byte> Region::window(const Slot& /*slot*/, std::size_t at, std::size_t nbytes) {
   return {memory_->data() + at, nbytes};

@@ -7,7 +7,6 @@
 // survives its checkpoint keeps at most a few MiB of memory.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -59,8 +58,8 @@ class Region final : public Placement {
   void discard(std::size_t index) const;
   // Whether memory from `place` on is the region's.
   bool holds(const std::byte* place) const;
-  // Makes the pages of the region's memory from `place` on present, in the way that costs least.
-  void make_present(const std::byte* place, std::size_t nbytes);
+  // Makes the pages of the region's memory from `place` on present.
+  void make_present(const std::byte* place, std::size_t nbytes) const;
 
   void prepare(const Chunk& chunk) override;
   std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) override;
@@ -75,7 +74,6 @@ class Region final : public Placement {
   std::shared_ptr<const TransferPlan> plan_;
   const bool verify_;
   std::shared_ptr<Mapping> memory_;
-  std::atomic<std::int64_t> huge_page_loss_ns_{0};
   std::vector<std::size_t> segment_begins_;
   std::vector<OwnerReference> segments_;
 };

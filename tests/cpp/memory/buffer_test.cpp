@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -99,12 +100,33 @@ TEST(Mapping, DiscardsWholePagesOnly) {
 
 TEST(Mapping, PopulatesThePagesOfAnyRange) {
   const Mapping mapping(8 * page_nbytes());
-  mapping.use_small_pages();
   mapping.populate(2 * page_nbytes() + 1, 3 * page_nbytes() + 1);
   if (!is_resident(mapping.data() + 2 * page_nbytes())) GTEST_SKIP() << "an old kernel";
   EXPECT_FALSE(is_resident(mapping.data() + page_nbytes()));
   EXPECT_TRUE(is_resident(mapping.data() + 3 * page_nbytes()));
   EXPECT_FALSE(is_resident(mapping.data() + 4 * page_nbytes()));
+}
+
+TEST(Mapping, PopulatesByTheBetterKindOfPage) {
+  FreshPages& pages = FreshPages::of_process();
+  constexpr FreshPages::Time kNever = std::chrono::hours{24 * 365 * 100};
+  const auto make_better = [&](PageKind kind) {
+    for (int i = 0; pages.better() != kind && i < 1000; ++i) {
+      pages.took(PageKind::kHuge, std::chrono::seconds{kind == PageKind::kHuge ? 0 : 1}, kNever);
+    }
+  };
+  make_better(PageKind::kSmall);
+  const Mapping mapping(8 * kHugePageNbytes);
+  ASSERT_EQ(pages.better(), PageKind::kSmall);
+  mapping.populate(page_nbytes() + 1, 3 * kHugePageNbytes + 1);
+  if (!is_resident(mapping.data() + page_nbytes())) GTEST_SKIP() << "an old kernel";
+  EXPECT_FALSE(is_resident(mapping.data()));
+  EXPECT_TRUE(is_resident(mapping.data() + 3 * kHugePageNbytes));
+  EXPECT_FALSE(is_resident(mapping.data() + 3 * kHugePageNbytes + page_nbytes()));
+  make_better(PageKind::kHuge);
+  mapping.populate(4 * kHugePageNbytes, 6 * kHugePageNbytes);
+  EXPECT_TRUE(is_resident(mapping.data() + 6 * kHugePageNbytes - 1));
+  EXPECT_FALSE(is_resident(mapping.data() + 6 * kHugePageNbytes));
 }
 
 TEST(Mapping, DiscardedMemoryGoesBackToTheSystem) {
