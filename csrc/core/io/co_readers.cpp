@@ -14,8 +14,8 @@ void CoReaders::announce(const File& file) {
 
 bool CoReaders::absent(const File& file, std::uint64_t nbytes) {
   announce(file);
-  if (!start_->is_over(nbytes)) return false;
-  if (!announcement_ || sys::byte_is_locked(announcement_.get(), kReadersByte) != 1) return true;
+  const bool is_over = start_->is_over(nbytes);
+  if (!announcement_ || sys::byte_is_locked(announcement_.get(), kReadersByte) != 1) return is_over;
   found_.store(true, std::memory_order_relaxed);
   return false;
 }

@@ -7,6 +7,7 @@
 
 #include "core/base/error.h"
 #include "core/io/system.h"
+#include "core/memory/fresh_pages.h"
 #include "core/memory/pages.h"
 
 namespace ptsave {
@@ -18,6 +19,10 @@ namespace {
 constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
 // Pieces of less than half of this are not worth fetching all of it.
 constexpr std::size_t kFolioNbytes = std::size_t{2} << 20;
+
+// Folios of 2 MiB come from the same blocks as huge pages, which the memory that is being filled
+// has just measured.
+bool large_blocks_are_cheap() { return FreshPages::of_process().better() == PageKind::kHuge; }
 
 // Whether direct reads may begin at any page of the archive, into buffers at any page of memory.
 bool fits_pages(const DirectIoAlignment& alignment, std::size_t page) {
@@ -88,7 +93,7 @@ std::size_t ByteSource::read_cached(std::uint64_t offset, void* data, std::size_
 
 void ByteSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
   if (memory_ != nullptr) return;
-  if (!is_remote_ && is_shared() && nbytes >= kFolioNbytes / 2 &&
+  if (!is_remote_ && is_shared() && nbytes >= kFolioNbytes / 2 && large_blocks_are_cheap() &&
       cache_filler_->fill(file(), base_offset_ + offset, nbytes)) {
     return;
   }

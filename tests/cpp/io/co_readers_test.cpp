@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
@@ -19,6 +20,7 @@
 #include "core/io/page_cache.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
+#include "core/memory/fresh_pages.h"
 
 namespace ptsave {
 namespace {
@@ -122,6 +124,14 @@ TEST_F(CoReadersOfAFile, MayBeOthersWithLocksOfTheirOwn) {
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
+TEST_F(CoReadersOfAFile, AreFoundBeforeTheStartIsOver) {
+  const Reader other(open());
+  const File file = open();
+  CoReaders readers(std::make_shared<SharedStart>());
+  EXPECT_FALSE(readers.absent(file, 1));
+  EXPECT_TRUE(readers.found());
+}
+
 TEST_F(CoReadersOfAFile, AreNotWhatAnInPlaceSaveWaitsFor) {
   Reader reader(open());
   InPlaceFile target(path_, path_, [] { FAIL() << "it waits"; });
@@ -211,8 +221,31 @@ TEST_P(FetchedAhead, BytesAreInThePageCacheOnceTheyWereRead) {
 INSTANTIATE_TEST_SUITE_P(Ways, FetchedAhead,
                          testing::Values(DirectReads::kAlone, DirectReads::kNever));
 
+// Has the process find huge pages cheap, or not.
+void make_huge_pages(bool cheap) {
+  const auto kind = cheap ? PageKind::kHuge : PageKind::kSmall;
+  FreshPages& pages = FreshPages::of_process();
+  for (int i = 0; pages.better() != kind && i < 1000; ++i) {
+    pages.took(PageKind::kHuge, std::chrono::seconds{cheap ? 0 : 1}, FreshPages::Time{0});
+  }
+}
+
+TEST_F(ColdSource, IsFetchedBySmallPiecesWhereLargeBlocksOfMemoryAreSlow) {
+  const ByteSource source(open(), 0, DirectReads::kNever);
+  const auto is_mapped = [&] {
+    return scratch::read_file("/proc/self/maps").find(path_) != std::string::npos;
+  };
+  make_huge_pages(false);
+  source.read_ahead(0, kHugePageNbytes);
+  EXPECT_FALSE(is_mapped());
+  make_huge_pages(true);
+  source.read_ahead(0, kHugePageNbytes);
+  EXPECT_TRUE(is_mapped());
+}
+
 TEST_F(ColdSource, IsFetchedByLargePiecesWhereOthersReadIt) {
   const ByteSource source(open(), 0, DirectReads::kNever);
+  make_huge_pages(true);
   source.read_ahead(kHugePageNbytes / 2, kHugePageNbytes);
   EXPECT_TRUE(open().is_cached(kHugePageNbytes / 2, kHugePageNbytes)) << "it waits for them";
 }
