@@ -459,6 +459,14 @@ def tensor_kinds(
     values: list[Any], types: tuple[type, ...], *, pinned: bool = False
 ) -> list[int]: ...
 
+# Whether `target.copy_(source)` moves numbers and can neither fail nor warn: both are tensors of
+# exactly torch's own types, strided, of one shape and on real devices.
+def copies_plainly(target: Any, source: Any) -> bool: ...
+
+# Copies pairs (target, source) that copy plainly, from `begin` on, as `copy_` does under no_grad;
+# returns the index of the first pair of large tensors, or of two types, which torch has to copy.
+def copy_small(pairs: list[tuple[torch.Tensor, torch.Tensor]], begin: int) -> int: ...
+
 # In both a list has a value for each instance or row, anything else is the value of all.
 # Instances with these attributes, without a call of the class's initializer.
 def instances(kind: type[_T], attributes: dict[str, Any]) -> list[_T]: ...

@@ -1,11 +1,17 @@
-// ptsave._C's functions over columns of Python objects: kinds of tensors, instances of a class,
-// rows of bytes.  A state dict has 100,000 tensors, and a step of Python for each takes a second.
+// ptsave._C's functions over columns of Python objects: kinds of tensors, copies of small ones,
+// instances of a class, rows of bytes.  A state dict has 100,000 tensors, and a step of Python for
+// each takes a second.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -64,6 +70,94 @@ py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinne
     result[i] = number;
   }
   return result;
+}
+
+// Whether a tensor is strided numbers on a real device.  Every other kind has a dispatch key that
+// says so: sparse, quantized and nested tensors, meta tensors, conjugates that are not computed
+// yet, wrappers.  An inference tensor lacks keys.
+bool is_memory(const at::Tensor& tensor, bool is_inference) {
+  using c10::DispatchKey;
+  constexpr std::array kDevices = {
+      std::array{DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU},
+      std::array{DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA},
+      std::array{DispatchKey::MPS, DispatchKey::AutogradMPS, DispatchKey::AutocastMPS},
+      std::array{DispatchKey::XPU, DispatchKey::AutogradXPU, DispatchKey::AutocastXPU},
+      std::array{DispatchKey::PrivateUse1, DispatchKey::AutogradPrivateUse1,
+                 DispatchKey::AutocastPrivateUse1}};
+  const c10::DispatchKeySet keys = tensor.key_set();
+  return std::ranges::any_of(kDevices, [&](const auto& device) {
+    const auto [dense, autograd, autocast] = device;
+    const c10::DispatchKeySet tracked({dense, DispatchKey::ADInplaceOrView, autograd});
+    return keys.has_all(is_inference ? c10::DispatchKeySet(dense) : tracked) &&
+           tracked.add(autocast).has_all(keys);
+  });
+}
+
+bool is_real(c10::ScalarType type) {
+  constexpr std::array kTypes = {at::kBool, at::kByte, at::kChar,     at::kShort, at::kInt,
+                                 at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+  return std::ranges::find(kTypes, type) != kTypes.end();
+}
+
+// Whether `copy_` converts without a word: not from complex to real numbers, and not between types
+// of which torch knows only some conversions.
+bool converts_silently(c10::ScalarType source, c10::ScalarType target) {
+  return (is_real(source) || c10::isComplexType(source)) &&
+         (c10::isComplexType(target) || (is_real(source) && is_real(target)));
+}
+
+// Whether `target.copy_(source)` moves numbers and can neither fail nor warn.
+bool copies_plainly(const py::handle& into, const py::handle& from) {
+  if (!THPVariable_CheckExact(into.ptr()) || !THPVariable_CheckExact(from.ptr())) return false;
+  const at::Tensor& target = THPVariable_Unpack(into.ptr());
+  const at::Tensor& source = THPVariable_Unpack(from.ptr());
+  // An inference tensor can be a source.
+  if (!is_memory(target, false) || !is_memory(source, source.is_inference())) return false;
+  if (target.sizes() != source.sizes()) return false;
+  // copy_ refuses to write to one place twice, and to read bytes that it overwrites.
+  if (!target.is_contiguous() && at::has_internal_overlap(target) == at::MemOverlap::Yes) {
+    return false;
+  }
+  const bool is_same_type = target.scalar_type() == source.scalar_type();
+  if (target.is_alias_of(source)) {
+    return is_same_type && at::get_overlap_status(target, source) == at::MemOverlapStatus::Full;
+  }
+  return is_same_type || converts_silently(source.scalar_type(), target.scalar_type());
+}
+
+// A call of torch takes longer than to copy as much.
+constexpr std::size_t kSmallNbytes = 16 << 10;
+
+bool is_small(const at::Tensor& tensor) {
+  const std::size_t nbytes = tensor.nbytes();
+  const c10::ScalarType type = tensor.scalar_type();
+  const std::size_t offset = static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize();
+  return nbytes != 0 && nbytes <= kSmallNbytes && tensor.is_cpu() && tensor.is_contiguous() &&
+         (is_real(type) || c10::isComplexType(type)) &&
+         offset + nbytes <= tensor.storage().nbytes() && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+// Copies pairs (target, source) of small tensors of one type, from `begin` on, as `copy_` does
+// under no_grad; returns the index of the first pair that is for torch to copy.  The pairs copy
+// plainly.
+std::size_t copy_small(const py::list& pairs, std::size_t begin) {
+  for (std::size_t i = begin; i < pairs.size(); ++i) {
+    const py::tuple pair = pairs[i];
+    if (pair.size() != 2 || !THPVariable_Check(pair[0].ptr()) ||
+        !THPVariable_Check(pair[1].ptr())) {
+      throw py::type_error("expected pairs of tensors");
+    }
+    const at::Tensor& target = THPVariable_Unpack(pair[0].ptr());
+    const at::Tensor& source = THPVariable_Unpack(pair[1].ptr());
+    if (target.is_inference() || target.scalar_type() != source.scalar_type() ||
+        target.nbytes() != source.nbytes() || !is_small(target) || !is_small(source)) {
+      return i;
+    }
+    // memmove: a tensor may be copied to itself.
+    std::memmove(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
+    target.unsafeGetTensorImpl()->bump_version();
+  }
+  return pairs.size();
 }
 
 // Values of an attribute or a row: a list has one for each, anything else is the value of all.
@@ -160,6 +254,8 @@ py::bytes packed_rows(const py::tuple& values) {
 void bind_columns(py::module_& module) {
   module.def("tensor_kinds", &tensor_kinds, py::arg("values"), py::arg("types"), py::kw_only(),
              py::arg("pinned") = false);
+  module.def("copies_plainly", &copies_plainly, py::arg("target"), py::arg("source"));
+  module.def("copy_small", &copy_small, py::arg("pairs"), py::arg("begin"));
   module.def("instances", &instances, py::arg("kind"), py::arg("attributes"));
   module.def("packed_rows", &packed_rows, py::arg("columns"));
 }

@@ -9,14 +9,15 @@ place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ptsave.support.torch_tensors import set_grad_enabled, untyped_of
+from ptsave import _C
+from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import walk
 
 __all__ = [
@@ -54,7 +55,7 @@ class Replacement(NamedTuple):
 class Copier(Protocol):
     """Decides when tensors of a state dict are copied, whether they hold values yet or not."""
 
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         """Let each target hold the values of its source, as by ``copy_`` under no_grad.
 
         Only for pairs (target, source) whose copies cannot fail: tensors of exactly torch's own
@@ -97,15 +98,14 @@ class Copier(Protocol):
 class CopyNow:
     """Copies at once, as torch does."""
 
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # As torch.no_grad() does it, whose own Python code would take longer than a small copy.
-        was_enabled = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            for target, source in copies:
-                target.copy_(source)
-        finally:
-            set_grad_enabled(was_enabled)
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        n_done = _C.copy_small(copies, 0)
+        if n_done < len(copies):
+            with torch.no_grad():
+                while n_done < len(copies):
+                    target, source = copies[n_done]
+                    target.copy_(source)
+                    n_done = _C.copy_small(copies, n_done + 1)
 
     def replace(self, replacement: Replacement) -> None:
         if replacement.new is not None and replacement.source is not None:
@@ -136,7 +136,7 @@ class CopyLater(CopyNow):
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._replacements: deque[Replacement] = deque()
 
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         self._copies += copies
 
     def replace(self, replacement: Replacement) -> None:
@@ -161,7 +161,7 @@ class CopyLater(CopyNow):
 class CopyNothing(CopyNow):
     """Copies nothing: for a trial run, which finds the errors of a load."""
 
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         """Do nothing."""
 
     def replace(self, replacement: Replacement) -> None:

@@ -17,13 +17,10 @@ from ptsave.support.torch_version import private
 
 __all__ = [
     "CHECKPOINT_OFFSET",
-    "dispatch_keys_of",
     "has_internal_overlap",
-    "is_alias_of",
     "make_subclass",
     "modes_are_active",
     "n_values_of_sparse",
-    "names_of_keys",
     "negated_view",
     "numel_of_typed",
     "parts_of_sparse_coo",
@@ -35,7 +32,6 @@ __all__ = [
 ]
 
 _storage = torch.UntypedStorage(0)
-_PREFIX_OF_KEYS = len("DispatchKeySet(")
 
 # The address of the C++ object: equal for all Python objects of one storage, as long as it lives.
 storage_id: Callable[[Any], int] = attrgetter("_cdata")
@@ -52,16 +48,12 @@ make_subclass: Callable[[type, Tensor, bool], Any] = private(Tensor, "_make_subc
 negated_view: Callable[[Tensor], Tensor] = private(torch, "_neg_view")
 # 0: no, 1: yes, 2: too hard to say.
 has_internal_overlap: Callable[[Tensor], int] = private(torch, "_debug_has_internal_overlap")
-is_alias_of: Callable[[Tensor, Tensor], bool] = private(torch._C, "_is_alias_of")
 set_grad_enabled: Callable[[bool], None] = private(torch._C, "_set_grad_enabled")
 n_values_of_sparse: Callable[[Tensor], int] = methodcaller("_nnz")
 private(Tensor, "_nnz")
 _n_dispatch_modes: Callable[[], int] = private(torch._C, "_len_torch_dispatch_stack")
 _n_function_modes: Callable[[], int] = private(torch._C, "_len_torch_function_stack")
 _transforms: Any = private(torch._C, "_functorch")
-# With `raw_repr()`, a number; `names_of_keys` says which they are.
-dispatch_keys_of: Callable[[Tensor], Any] = private(torch._C, "_dispatch_keys")
-_DispatchKeySet: Any = private(torch._C, "DispatchKeySet")
 # The attribute of a storage on the meta device that says where in the file it lies.
 CHECKPOINT_OFFSET = "_checkpoint_offset"
 
@@ -81,16 +73,6 @@ def modes_are_active() -> bool:
         or _n_function_modes()
         or _transforms.peek_interpreter_stack() is not None
     )
-
-
-def names_of_keys(dispatch_keys: int) -> set[str]:
-    """Return the names of dispatch keys, which torch tells in a repr only.
-
-    >>> "CPU" in names_of_keys(dispatch_keys_of(torch.ones(1)).raw_repr())
-    True
-    """
-    text = str(_DispatchKeySet.from_raw_repr(dispatch_keys))
-    return set(text[_PREFIX_OF_KEYS:-1].split(", "))
 
 
 def parts_of_sparse_coo(tensor: Tensor) -> list[Tensor]:

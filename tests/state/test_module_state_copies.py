@@ -12,11 +12,13 @@ import torch
 from _state_dicts import saved
 from stock_comparison import assert_same_failure
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
 import ptsave
 from ptsave.state.copying import CopyNow
 from ptsave.state.modules import load_module
+from ptsave.state.plain_copies import copies_plainly
 
 # ------------------------------------------------------------------------- sizes that do not match
 
@@ -292,3 +294,115 @@ def test_no_more_is_shown_than_is_seen() -> None:
     copier = CopyLater(state_dict)
     load_module(module, state_dict, True, False, copier)
     assert copier.shown == [["1.0._extra_state"]]  # a scalar as torch 0.3 saved it is copied
+
+
+# ------------------------------------------------------------------------- copies of plain tensors
+
+
+def _conjugate(*shape: int) -> Tensor:
+    return torch.conj(torch.randn(shape, dtype=torch.complex64))
+
+
+def _inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.arange(6.0)
+
+
+def _overlapping_halves() -> tuple[Tensor, Tensor]:
+    memory = torch.arange(9.0)
+    return memory[:6], memory[3:]
+
+
+def _own() -> tuple[Tensor, Tensor]:
+    parameter = nn.Parameter(torch.arange(6.0))
+    return parameter, parameter.detach()
+
+
+PAIRS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], bool]] = {
+    "small": (lambda: (torch.zeros(6), torch.arange(6.0)), True),
+    "large": (lambda: (torch.zeros(99_999), torch.randn(99_999)), True),
+    "parameter": (lambda: (nn.Parameter(torch.zeros(6)), torch.arange(6.0)), True),
+    "empty": (lambda: (torch.zeros(0), torch.zeros(0)), True),
+    "scalar": (lambda: (torch.tensor(1.0), torch.tensor(2.0)), True),
+    "transposed": (lambda: (torch.zeros(3, 2).T, torch.arange(6.0).view(2, 3)), True),
+    "part": (lambda: (torch.zeros(9)[3:], torch.arange(9.0)[:6]), True),
+    "inference": (lambda: (torch.zeros(6), _inference()), True),
+    "own": (_own, True),
+    "converted": (lambda: (torch.zeros(6).half(), torch.randn(6)), True),
+    "to complex": (lambda: (torch.zeros(6).to(torch.complex64), torch.randn(6)), True),
+    "float8": (lambda: (torch.zeros(6).to(torch.float8_e5m2),) * 2, True),
+    "from complex": (lambda: (torch.zeros(6), torch.randn(6).to(torch.complex64)), False),
+    "from float8": (lambda: (torch.zeros(6), torch.zeros(6).to(torch.float8_e5m2)), False),
+    "conjugate": (lambda: (torch.zeros(2).to(torch.complex64), _conjugate(2)), False),
+    "into inference": (lambda: (_inference(), torch.zeros(6)), False),
+    "shapes": (lambda: (torch.zeros(6), torch.zeros(1)), False),
+    "expanded": (lambda: (torch.zeros(1).expand(6), torch.zeros(6)), False),
+    "overlap": (_overlapping_halves, False),
+    "other type, own memory": (lambda: ((t := torch.ones(6)), t.view(torch.int32)), False),
+    "sparse": (lambda: (torch.zeros(6), torch.zeros(6).to_sparse()), False),
+    "meta": (lambda: (torch.zeros(6), torch.zeros(6, device="meta")), False),
+    "quantized": (
+        lambda: (torch.zeros(6), torch.quantize_per_tensor(torch.ones(6), 1, 0, torch.qint8)),
+        False,
+    ),
+    "subclass": (lambda: (torch.zeros(6), torch.zeros(6).as_subclass(Labelled)), False),
+}
+
+
+class Labelled(Tensor):
+    """Whose code runs when it is copied."""
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("name", PAIRS)
+def test_plain_copies_are_torchs(name: str) -> None:
+    make, is_plain = PAIRS[name]
+    torch.manual_seed(0)
+    target, source = make()
+    assert copies_plainly(target, source) == is_plain
+    if not is_plain:
+        return
+    torch.manual_seed(0)
+    expected, same_source = make()
+    with torch.no_grad():
+        expected.copy_(same_source)
+    pairs = [(target, source)] * 2  # after a pair that is torch's to copy, the next one counts, too
+    version = target._version
+    CopyNow().copy(pairs)
+    assert target.untyped_storage().tolist() == expected.untyped_storage().tolist()
+    assert target._version == version + 2
+    assert target.requires_grad == expected.requires_grad
+
+
+def test_copies_keep_to_their_order() -> None:
+    target = torch.zeros(6)
+    sources = [torch.full((6,), 1.0), torch.full((6,), 2.0).half(), torch.full((6,), 3.0)]
+    for n in range(1, 4):
+        CopyNow().copy([(target, source) for source in sources[:n]])
+        assert torch.equal(target, sources[n - 1].float())
+
+
+def test_a_module_takes_its_own_state_dict_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(3, 3)
+    looker = CopyNow()
+    monkeypatch.setattr(looker, "show", lambda _: pytest.fail("torch's code is not needed"))
+    versions = [parameter._version for parameter in module.parameters()]
+    load_module(module, module.state_dict(), True, False, looker)
+    module.load_state_dict(module.state_dict())
+    assert [parameter._version for parameter in module.parameters()] == [n + 2 for n in versions]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward_ad uses it
+def test_forward_gradients_are_copied() -> None:
+    def load(run: Callable[[nn.Module, dict[str, Tensor]], object]) -> Tensor:
+        module = nn.Linear(2, 2)
+        values = {name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()}
+        with forward_ad.dual_level():
+            values["bias"] = forward_ad.make_dual(values["bias"], torch.full((2,), 3.0))
+            run(module, values)
+            tangent: Tensor | None = forward_ad.unpack_dual(module.bias).tangent
+            assert tangent is not None
+            return tangent
+
+    ours = load(ptsave.load_state_dict)
+    assert torch.equal(ours, load(lambda module, values: module.load_state_dict(values)))
