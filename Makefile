@@ -108,7 +108,7 @@ test: test-cpp test-python test-accelerator  ## C++ unit tests and pytest
 
 build/core/build.ninja: $(SETUP_STAMP)
 	tools/system_packages.sh tests
-	$(CONFIGURE) -B build/core -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON
+	$(CONFIGURE) -B build/core -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON -DPTSAVE_UNITY=OFF
 
 test-cpp: build/core/build.ninja  ## C++ unit tests of core
 	$(CMAKE) --build build/core --parallel $(JOBS)

@@ -53,14 +53,15 @@ def long_description() -> str:
 class CMakeBuildExt(build_ext):
     """Build the modules with CMake, and note the version that they are of."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         build_dir = ROOT / "build" / f"python-{sys.implementation.cache_tag}"
-        name = ext.name.rpartition(".")[2]
+        modules = [ext.name.rpartition(".")[2] for ext in self.extensions]
         version = self.distribution.get_version()
-        built = building.build(build_dir, name, "PTSAVE_BUILD_PYTHON", version)
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.copy_file(str(built), str(target))
+        built = building.build(build_dir, modules, "PTSAVE_BUILD_PYTHON", version)
+        for ext, path in zip(self.extensions, built, strict=True):
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(path), str(target))
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:
@@ -95,7 +96,7 @@ class BuildFakeAccelerator(Command):
     def run(self) -> None:
         build_dir = ROOT / "build" / "fake-accelerator"
         version = self.distribution.get_version()
-        building.build(build_dir, "_fake_accelerator", "PTSAVE_BUILD_FAKE_ACCELERATOR", version)
+        building.build(build_dir, ["_fake_accelerator"], "PTSAVE_BUILD_FAKE_ACCELERATOR", version)
 
 
 class BuildPyWithSource(build_py):

@@ -39,9 +39,9 @@ def main(jobs: int | None, folder: Path | None) -> None:
     building.check_platform()
     torch_version = building.installed_torch(f"{sys.prefix} has none: install torch first")
     target = _target(folder, torch_version)
-    click.echo(f"compiling an engine for torch {torch_version}: some minutes", err=True)
+    click.echo(f"compiling an engine for torch {torch_version}: a minute or two", err=True)
     with tempfile.TemporaryDirectory(prefix="ptsave-engine-") as build_dir:
-        built = building.build(Path(build_dir), "_C", "PTSAVE_BUILD_PYTHON", VERSION, jobs)
+        [built] = building.build(Path(build_dir), ["_C"], "PTSAVE_BUILD_PYTHON", VERSION, jobs)
         with _replacement(target) as temporary:
             temporary.write_bytes(built.read_bytes())
     click.echo(target)

@@ -26,26 +26,29 @@ FOLDERS = (ROOT / "csrc", BACKEND)
 COMMANDS = ROOT / "build" / "clang-tidy"
 
 
-def build_of(source: Path) -> Path:
-    """Return the build folder whose compile commands cover ``source``."""
-    if CORE in source.parents:
-        return CORE_BUILD
-    return FAKE_BUILD if BACKEND in source.parents else PYTHON_BUILD
+def compiled_alone(source: Path) -> tuple[Path, Path]:
+    """Return a build folder, and a file that it compiles alone with the flags for ``source``."""
+    if CORE in source.parents or PORTABLE in source.parents:
+        return CORE_BUILD, CORE / "base" / "error.cpp"
+    if BACKEND in source.parents:
+        return FAKE_BUILD, BACKEND / "host_allocator.cpp"
+    return PYTHON_BUILD, ROOT / "csrc" / "module.cpp"
 
 
-def compile_commands() -> list[dict[str, str]]:
-    """Return one command a file, also for files of two modules."""
-    commands: dict[Path, dict[str, str]] = {}
-    for build in (CORE_BUILD, PYTHON_BUILD, FAKE_BUILD):
-        for entry in json.loads((build / "compile_commands.json").read_text()):
-            source = Path(entry["file"])
-            if any(folder in source.parents for folder in FOLDERS) and build_of(source) == build:
-                commands.setdefault(source, entry)
-    core, entry = next(each for each in commands.items() if CORE in each[0].parents)
-    for source in PORTABLE.glob("*.cpp"):
-        command = entry["command"].replace(str(core), str(source))
-        commands[source] = {**entry, "file": str(source), "command": command}
-    return list(commands.values())
+def compile_commands(sources: list[Path]) -> list[dict[str, str]]:
+    """Return a command for each file alone, also for files that are compiled together."""
+    entries = {
+        (build, Path(entry["file"])): entry
+        for build in (CORE_BUILD, PYTHON_BUILD, FAKE_BUILD)
+        for entry in json.loads((build / "compile_commands.json").read_text())
+    }
+    commands = []
+    for source in sources:
+        build, other = compiled_alone(source)
+        entry = entries.get((build, source)) or entries[build, other]
+        command = entry["command"].replace(entry["file"], str(source))
+        commands.append({**entry, "file": str(source), "command": command})
+    return commands
 
 
 def digest(source: Path, shared: bytes) -> str:
@@ -68,7 +71,7 @@ def check(source: Path) -> str:
 def main() -> None:
     sources = sorted(path for folder in FOLDERS for path in folder.rglob("*.cpp"))
     headers = sorted(path for folder in FOLDERS for path in folder.rglob("*.h"))
-    commands = compile_commands()
+    commands = compile_commands(sources)
     COMMANDS.mkdir(exist_ok=True)
     (COMMANDS / "compile_commands.json").write_text(json.dumps(commands))
     shared = b"".join(path.read_bytes() for path in [ROOT / ".clang-tidy", *headers])

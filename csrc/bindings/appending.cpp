@@ -28,7 +28,7 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-py::object pickled(NumberedStorages& storages, const py::object& object) {
+py::object appended_pickle(NumberedStorages& storages, const py::object& object) {
   const auto number = [&](const c10::Storage& storage, const at::Tensor* tensor,
                           c10::ScalarType dtype) {
     return storages.number(storage, tensor, dtype);
@@ -100,7 +100,7 @@ py::bytes closing_bytes(const std::string& root, std::uint64_t alignment,
 void bind_appending(py::module_& module) {
   py::class_<NumberedStorages>(module, "NumberedStorages")
       .def(py::init<>())
-      .def("pickle", &pickled, py::arg("obj"))
+      .def("pickle", &appended_pickle, py::arg("obj"))
       .def("number", &number_of, py::arg("storage"), py::arg("tensor"), py::arg("dtype"))
       .def_property_readonly("fresh", &NumberedStorages::fresh)
       .def_property_readonly("fresh_nbytes", &NumberedStorages::fresh_nbytes)

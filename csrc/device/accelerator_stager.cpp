@@ -30,8 +30,8 @@ class PinnedPieces final : public StagedPieces {
 };
 
 // With memory to gather what is small there, at most a chunk of it.
-std::vector<SideStreams::Part> parts_of(const AcceleratorStager::Sources& sources,
-                                        std::size_t max_nbytes) {
+std::vector<SideStreams::Part> gathering_parts(const AcceleratorStager::Sources& sources,
+                                               std::size_t max_nbytes) {
   std::map<c10::DeviceIndex, std::size_t> small_nbytes;
   std::vector<SideStreams::Part> parts;
   for (const auto& [record, source] : sources) {
@@ -65,7 +65,7 @@ struct AcceleratorStager::Copy {
 
 AcceleratorStager::AcceleratorStager(Sources sources, std::optional<Buffers> buffers)
     : sources_(std::move(sources)),
-      streams_(parts_of(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {
+      streams_(gathering_parts(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {
   if (!buffers) return;
   const std::size_t nbytes = std::min(buffers->max_nbytes, total_nbytes(sources_));
   pool_ =

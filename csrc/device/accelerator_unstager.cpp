@@ -19,8 +19,8 @@ namespace {
 constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
 
 // With memory for what crosses the bus together to arrive in, at most a lease of it.
-std::vector<SideStreams::Part> parts_of(const std::vector<at::Tensor>& targets,
-                                        std::size_t lease_nbytes) {
+std::vector<SideStreams::Part> scattering_parts(const std::vector<at::Tensor>& targets,
+                                                std::size_t lease_nbytes) {
   struct Total {
     std::size_t n_targets = 0;
     std::size_t nbytes = 0;
@@ -55,7 +55,7 @@ class AcceleratorUnstager::PinnedLease final : public Lease {
 AcceleratorUnstager::AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                                          std::size_t max_leases)
     : targets_(std::move(targets)),
-      streams_(parts_of(targets_, lease_nbytes)),
+      streams_(scattering_parts(targets_, lease_nbytes)),
       pool_(std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(lease_nbytes),
                                          max_leases)) {}
 

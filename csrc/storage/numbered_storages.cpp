@@ -15,7 +15,7 @@ namespace {
 constexpr std::uint64_t kMaxLateNbytes = std::uint64_t{4} << 20;
 
 // Whether two tensors are views of each other's values to autograd.  c10 has no question for that.
-bool are_same(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+bool are_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof a) == 0;
 }
@@ -30,7 +30,7 @@ std::uint32_t NumberedStorages::number(const c10::Storage& storage, const at::Te
     const auto found = known_.find(storage.unsafeGetStorageImpl());
     if (found != known_.end()) {
       const Known& known = found->second;
-      if (are_same(known.counter, counter) && known.version == counter.current_version() &&
+      if (are_same_counter(known.counter, counter) && known.version == counter.current_version() &&
           known.data == storage.data() && known.nbytes == storage.nbytes() &&
           known.dtype == dtype) {
         return known.number;

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = [
@@ -85,8 +86,10 @@ def installed_torch(remedy: str) -> str:
     return version
 
 
-def build(build_dir: Path, target: str, option: str, version: str, jobs: int | None = None) -> Path:
-    """Configure with an option turned on, build a target, and return the file.
+def build(
+    build_dir: Path, targets: Sequence[str], option: str, version: str, jobs: int | None = None
+) -> list[Path]:
+    """Configure with an option turned on, build modules, and return their files.
 
     Raises
     ------
@@ -110,11 +113,12 @@ def build(build_dir: Path, target: str, option: str, version: str, jobs: int | N
     )
     n_jobs = str(jobs or os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     _run(
-        [cmake, "--build", str(build_dir), "--target", target, "--parallel", n_jobs],
+        [cmake, "--build", str(build_dir), "--target", *targets, "--parallel", n_jobs],
         "it needs gcc 12 or clang 14, or a later one (the variable CXX names it), and memory for "
         f"{n_jobs} compilers at once (MAX_JOBS=1: for one)",
     )
-    return build_dir / f"{target}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return [build_dir / f"{target}{suffix}" for target in targets]
 
 
 def _tool(name: str, bin_dir_attribute: str) -> str:

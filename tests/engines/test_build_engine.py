@@ -31,8 +31,8 @@ Run = Callable[..., Result]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command; the engine of this process stands in for one that is compiled."""
 
-    def build(build_dir: Path, *_: Any) -> Path:
-        return Path(shutil.copy(ENGINE, build_dir))
+    def build(build_dir: Path, *_: Any) -> list[Path]:
+        return [Path(shutil.copy(ENGINE, build_dir))]
 
     monkeypatch.setattr(building, "build", build)
     monkeypatch.setattr(
@@ -90,7 +90,7 @@ def test_missing_tool(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("shutil.which", lambda name, path: None if name == tool else name)
     with pytest.raises(SystemExit, match=f"ptsave needs {tool} to build: pip install {tool}"):
-        building.build(tmp_path, "_C", "PTSAVE_BUILD_PYTHON", "0")
+        building.build(tmp_path, ["_C"], "PTSAVE_BUILD_PYTHON", "0")
 
 
 def test_sources_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_sources_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda *_, **__: str(tmp_path))
     with pytest.raises(SystemExit, match=r"needs Python's headers to build, .* python3-dev"):
-        building.build(tmp_path, "_C", "PTSAVE_BUILD_PYTHON", "0")
+        building.build(tmp_path, ["_C"], "PTSAVE_BUILD_PYTHON", "0")
 
 
 def test_missing_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,6 @@
 namespace ptsave {
 namespace {
 
-// Below this all is read before a thread has started.
-constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
-
 void refuse_overlaps(std::span<const FileRange> ranges) {
   for (std::size_t i = 1; i < ranges.size(); ++i) {
     const FileRange& before = ranges[i - 1];

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -19,6 +20,9 @@ namespace ptsave {
 
 // Called about ten times a second on the thread that waits; may throw, which cancels the transfer.
 using Poll = std::function<void()>;
+
+// Fewer bytes than this are read before a thread has started.
+inline constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 
 // Whether workers give way to other threads: those of a program that goes on meanwhile.
 enum class Priority { kOfCaller, kBackground };

@@ -17,8 +17,6 @@ namespace {
 
 constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
 constexpr std::uint64_t kWindow = RangeList::kWindowNbytes;
-// Below this all is read before a thread has started.
-constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 // Of a window in the page cache: the processor's cache holds it until it is checked and copied.
 constexpr std::uint64_t kCachedPieceNbytes = std::uint64_t{256} << 10;
 // Below this a copy past the cache costs more than one through it.

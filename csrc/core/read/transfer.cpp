@@ -11,8 +11,6 @@ namespace ptsave {
 namespace {
 
 constexpr std::size_t kBufferNbytes = kHugePageNbytes;  // holds a chunk
-// Below this a transfer is over before a thread has started.
-constexpr std::uint64_t kThreadedNbytes = std::uint64_t{1} << 20;
 
 }  // namespace
 

@@ -18,7 +18,7 @@
 namespace ptsave {
 namespace {
 
-std::optional<std::int64_t> count_of(PyObject* object) {
+std::optional<std::int64_t> natural_number(PyObject* object) {
   if (!PyLong_CheckExact(object)) return std::nullopt;  // torch accepts True in some places only
   int overflow = 0;
   const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
@@ -29,7 +29,7 @@ std::optional<std::int64_t> count_of(PyObject* object) {
 bool read_counts(PyObject* sequence, Dimensions& counts) {
   if (!PyTuple_Check(sequence) && !PyList_Check(sequence)) return false;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
-    const std::optional<std::int64_t> count = count_of(PySequence_Fast_GET_ITEM(sequence, i));
+    const std::optional<std::int64_t> count = natural_number(PySequence_Fast_GET_ITEM(sequence, i));
     if (!count) return false;
     counts.push_back(*count);
   }
@@ -39,7 +39,7 @@ bool read_counts(PyObject* sequence, Dimensions& counts) {
 // Nothing if a number is missing, negative or too large.
 std::optional<Geometry> geometry_of(PyObject* offset, PyObject* sizes, PyObject* strides) {
   Geometry geometry;
-  const std::optional<std::int64_t> start = count_of(offset);
+  const std::optional<std::int64_t> start = natural_number(offset);
   if (!start || !read_counts(sizes, geometry.sizes) || !read_counts(strides, geometry.strides) ||
       geometry.sizes.size() != geometry.strides.size()) {
     return std::nullopt;
@@ -67,7 +67,7 @@ bool fits(const Geometry& geometry, c10::ScalarType dtype, std::size_t nbytes) {
 }
 
 // Types whose tensors torch.empty() makes without further ado: no quantizer, no warning.
-bool is_plain(c10::ScalarType dtype) {
+bool is_plain_dtype(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Byte:
     case c10::ScalarType::Char:
@@ -167,7 +167,7 @@ void check_geometry(PyObject* arguments, c10::ScalarType dtype) {
   const Object untyped =
       attribute(Object::borrow(PyTuple_GET_ITEM(arguments, 0)), "_untyped_storage");
   const Object nbytes = call_method(untyped.get(), "nbytes");
-  const std::optional<std::int64_t> available = count_of(nbytes.get());
+  const std::optional<std::int64_t> available = natural_number(nbytes.get());
   const std::optional<Geometry> geometry =
       geometry_of(PyTuple_GET_ITEM(arguments, 1), PyTuple_GET_ITEM(arguments, 2),
                   PyTuple_GET_ITEM(arguments, 3));
@@ -264,7 +264,7 @@ Object TensorRebuilder::rebuild_tensor(Rebuild function, std::span<const Value> 
 }
 
 Object TensorRebuilder::rebuild_checked(const PlainTensor& plain) const {
-  if (!is_plain(plain.dtype) || (plain.requires_grad && !can_require_grad(plain.dtype)) ||
+  if (!is_plain_dtype(plain.dtype) || (plain.requires_grad && !can_require_grad(plain.dtype)) ||
       !fits(plain.geometry, plain.dtype, plain.storage.nbytes())) {
     return {};
   }

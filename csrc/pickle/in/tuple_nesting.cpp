@@ -8,13 +8,13 @@ namespace ptsave {
 namespace {
 
 // The C stack of 8 MiB that threads have overflows at 60,000 to 100,000 levels.
-constexpr std::uint32_t kMaxDepth = 10'000;
+constexpr std::uint32_t kMaxTupleDepth = 10'000;
 constexpr std::uint32_t kMaxTuples = 10'000'000;  // a second; a few shared tuples can make 2^100
 
 }  // namespace
 
 bool TupleNesting::Nesting::is_dangerous() const {
-  return depth > kMaxDepth || n_tuples > kMaxTuples;
+  return depth > kMaxTupleDepth || n_tuples > kMaxTuples;
 }
 
 TupleNesting::Nesting TupleNesting::nesting_of(PyObject* tuple) const {

@@ -58,7 +58,7 @@ bool has_fake_device(PyObject* storage) {
   return device && device.get() != Py_None;
 }
 
-c10::Storage unpacked(PyObject* untyped_storage) {
+c10::Storage storage_in(PyObject* untyped_storage) {
   const c10::Storage& storage = THPStorage_Unpack(untyped_storage);
   if (storage.unsafeGetStorageImpl() == nullptr) throw HandOver{};
   return storage;
@@ -233,7 +233,7 @@ TensorPickler::StoredDtype& TensorPickler::stored_dtype(c10::ScalarType dtype) {
 void TensorPickler::storage(PyObject* object) {
   tensor_ = nullptr;
   if (has_fake_device(object)) throw HandOver{};
-  if (Py_IS_TYPE(object, THPStorageClass)) return untyped_storage(unpacked(object));
+  if (Py_IS_TYPE(object, THPStorageClass)) return untyped_storage(storage_in(object));
   const Object untyped = attribute(object, "_untyped_storage");
   const Object dtype = attribute(object, "dtype");
   if (!Py_IS_TYPE(untyped.get(), THPStorageClass) || !THPDtype_Check(dtype.get())) {
@@ -242,7 +242,7 @@ void TensorPickler::storage(PyObject* object) {
   const c10::ScalarType scalar_type = reinterpret_cast<THPDtype*>(dtype.get())->scalar_type;
   StoredDtype& stored = stored_dtype(scalar_type);
   if (!stored.storage_class || c10::isQIntType(scalar_type)) throw HandOver{};
-  reference(unpacked(untyped.get()), *stored.storage_class, scalar_type);
+  reference(storage_in(untyped.get()), *stored.storage_class, scalar_type);
 }
 
 void TensorPickler::untyped_storage(const c10::Storage& storage) {

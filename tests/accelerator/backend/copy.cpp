@@ -20,8 +20,8 @@ struct Failure {
   bool asynchronous;
 };
 
-std::mutex mutex;
-Counts counted;
+std::mutex copy_mutex;
+Counts copies_counted;
 std::optional<Failure> planned_failure;
 
 enum class Outcome { kSuccess, kFailsWhenQueued, kFailsWhenRun };
@@ -30,12 +30,12 @@ Outcome next_outcome(const char* kind, std::size_t nbytes) {
   if (kernels_of_this_thread > 0) {
     return Outcome::kSuccess;
   }
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(copy_mutex);
   if (planned_failure.has_value() && planned_failure->after-- == 0) {
     const bool asynchronous = std::exchange(planned_failure, std::nullopt)->asynchronous;
     return asynchronous ? Outcome::kFailsWhenRun : Outcome::kFailsWhenQueued;
   }
-  counted.copies[kind].push_back(nbytes);
+  copies_counted.copies[kind].push_back(nbytes);
   return Outcome::kSuccess;
 }
 
@@ -112,27 +112,27 @@ CopiesOfKernel::CopiesOfKernel() { ++kernels_of_this_thread; }
 CopiesOfKernel::~CopiesOfKernel() { --kernels_of_this_thread; }
 
 void count(const std::string& name) {
-  const std::lock_guard lock(mutex);
-  ++counted.others[name];
+  const std::lock_guard lock(copy_mutex);
+  ++copies_counted.others[name];
 }
 
 Counts counts() {
-  const std::lock_guard lock(mutex);
-  return counted;
+  const std::lock_guard lock(copy_mutex);
+  return copies_counted;
 }
 
 void reset_counts() {
-  const std::lock_guard lock(mutex);
-  counted = {};
+  const std::lock_guard lock(copy_mutex);
+  copies_counted = {};
 }
 
 void fail_copy(std::int64_t after, bool asynchronous) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(copy_mutex);
   planned_failure = Failure{after, asynchronous};
 }
 
 void fail_no_copy() {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(copy_mutex);
   planned_failure.reset();
 }
 
