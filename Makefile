@@ -17,6 +17,8 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/python
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure --no-tests=error
+PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet
+BUILD_STAMP := $(VENV)/.build-stamp
 SETUP_STAMP := $(VENV)/.setup-stamp
 INSTALL_STAMP := $(VENV)/.install-stamp
 
@@ -43,18 +45,23 @@ benchmark: NEEDS := python benchmark
 
 setup: $(SETUP_STAMP)  ## create .venv with everything pinned
 
-$(SETUP_STAMP): requirements-dev.txt
+# All that `make demo` needs; the rest takes twice as long.
+$(BUILD_STAMP): requirements-dev.txt
 	tools/system_packages.sh $(NEEDS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet -r $<
+	$(PIP_INSTALL) -c $< torch click tqdm numpy cmake ninja pybind11 setuptools wheel
 	@touch $@
 
-build: $(SETUP_STAMP)  ## compile the extension in place and install ptsave (editable) into .venv
+$(SETUP_STAMP): $(BUILD_STAMP)
+	$(PIP_INSTALL) -r requirements-dev.txt
+	@touch $@
+
+build: $(BUILD_STAMP)  ## compile the extension in place and install ptsave (editable) into .venv
 	$(RUN) setup.py --quiet build_ext --inplace
 	@$(MAKE) --silent --no-print-directory $(INSTALL_STAMP)
 
-$(INSTALL_STAMP): $(SETUP_STAMP) setup.py pyproject.toml
-	$(RUN) -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps -e .
+$(INSTALL_STAMP): $(BUILD_STAMP) setup.py pyproject.toml
+	$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # --------------------------------------------------------------------------------------------- use
@@ -62,7 +69,7 @@ $(INSTALL_STAMP): $(SETUP_STAMP) setup.py pyproject.toml
 demo: build  ## train one step, save and load it with stock torch and ptsave, print the table
 	$(RUN) -m benchmarks.demo
 
-benchmark: build  ## all benchmarks against stock torch and safetensors
+benchmark: $(SETUP_STAMP) build  ## all benchmarks against stock torch and safetensors
 	tools/system_packages.sh benchmark
 	$(CONFIGURE) -B build/cpp-benchmark -DPTSAVE_BUILD_BENCHMARKS=ON
 	$(CMAKE) --build build/cpp-benchmark --parallel $(JOBS)
@@ -85,10 +92,10 @@ benchmark: build  ## all benchmarks against stock torch and safetensors
 	$(RUN) -m benchmarks.integrations
 
 # A warning is an error, and so is a reference that leads nowhere.
-docs: $(if $(BUILT),$(SETUP_STAMP),build)  ## the documentation, as pages in build/docs
+docs: $(SETUP_STAMP) $(if $(BUILT),,build)  ## the documentation, as pages in build/docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto docs build/docs
 
-wheel: $(SETUP_STAMP)  ## build a wheel for this torch, this Python and this system into dist/
+wheel: $(BUILD_STAMP)  ## build a wheel for this torch, this Python and this system into dist/
 	$(RUN) -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 
 # Hours and some 40 GB the first time: make wheels WHEELS="--python 3.11 --torch 2.13".
@@ -106,7 +113,7 @@ release-check: $(SETUP_STAMP)  ## what RELEASE.md wants checked, of the source d
 
 test: test-cpp test-python test-accelerator  ## C++ unit tests and pytest
 
-build/core/build.ninja: $(SETUP_STAMP)
+build/core/build.ninja: $(BUILD_STAMP)
 	tools/system_packages.sh tests
 	$(CONFIGURE) -B build/core -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON -DPTSAVE_UNITY=OFF
 
@@ -114,14 +121,14 @@ test-cpp: build/core/build.ninja  ## C++ unit tests of core
 	$(CMAKE) --build build/core --parallel $(JOBS)
 	$(CTEST) --test-dir build/core --parallel $(JOBS)
 
-test-python: build  ## pytest without what is slow or large
+test-python: $(SETUP_STAMP) build  ## pytest without what is slow or large
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 --timeout 600 $(PYTEST_ARGS)
 
 # In a process of its own: a backend that is registered stays.
-test-accelerator: build  ## tests on two devices that are made of memory and threads
+test-accelerator: $(SETUP_STAMP) build  ## tests on two devices that are made of memory and threads
 	$(RUN) -m pytest tests/accelerator --timeout 600 $(PYTEST_ARGS)
 
-build/fake-accelerator/build.ninja: $(SETUP_STAMP)
+build/fake-accelerator/build.ninja: $(BUILD_STAMP)
 	$(RUN) setup.py --quiet build_fake_accelerator
 
 # For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
@@ -139,20 +146,20 @@ test-torch:  ## the Python tests with another torch: make test-torch TORCH=2.9.1
 	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.9.1" >&2; exit 2; }
 	tools/test_torch.sh $(TORCH) $(PYTEST_ARGS)
 
-test-all: test-cpp build  ## every test: also slow ones and ones that need several GiB
+test-all: $(SETUP_STAMP) test-cpp build  ## every test: also slow ones and ones that need several GiB
 	$(RUN) -m pytest -m "" $(PYTEST_ARGS)
 	$(RUN) -m pytest -m "" tests/accelerator $(PYTEST_ARGS)
 
-kill: build  ## kill a saving process KILL_ROUNDS times at random moments
+kill: $(SETUP_STAMP) build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
 
-stress: build  ## many save to one path and read it, for STRESS_SECONDS
+stress: $(SETUP_STAMP) build  ## many save to one path and read it, for STRESS_SECONDS
 	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) $(RUN) -m pytest tests/writing/test_stress.py $(PYTEST_ARGS)
 
 asan: asan-build  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan --parallel $(JOBS)
 
-asan-build: $(SETUP_STAMP)
+asan-build: $(BUILD_STAMP)
 	tools/system_packages.sh tests
 	$(CONFIGURE) -B build/asan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
 	  -DPTSAVE_SANITIZE=address,undefined
@@ -161,7 +168,7 @@ asan-build: $(SETUP_STAMP)
 tsan: tsan-build  ## C++ unit tests under ThreadSanitizer
 	TSAN_OPTIONS=die_after_fork=0 $(NO_ASLR) $(CTEST) --test-dir build/tsan --parallel $(JOBS)
 
-tsan-build: $(SETUP_STAMP)
+tsan-build: $(BUILD_STAMP)
 	tools/system_packages.sh tests
 	$(CONFIGURE) -B build/tsan -DPTSAVE_BUILD_TESTS=ON -DPTSAVE_FAULT_INJECTION=ON \
 	  -DPTSAVE_SANITIZE=thread
@@ -169,16 +176,16 @@ tsan-build: $(SETUP_STAMP)
 
 fuzz: fuzz-parser fuzz-unpickler fuzz-outline  ## fuzz parser, unpickler and outlines, FUZZ_SECONDS together
 
-fuzz-parser: $(SETUP_STAMP)
+fuzz-parser: $(BUILD_STAMP)
 	tools/system_packages.sh fuzz
 	$(CONFIGURE) -B build/fuzz -DPTSAVE_BUILD_FUZZERS=ON -DCMAKE_CXX_COMPILER=clang++
 	$(CMAKE) --build build/fuzz --parallel $(JOBS)
 	$(RUN) tools/fuzz.py build/fuzz $$(( $(FUZZ_SECONDS) / 3 ))
 
-fuzz-unpickler: build
+fuzz-unpickler: $(SETUP_STAMP) build
 	$(RUN) tests/fuzz/unpickler_fuzzer.py $$(( $(FUZZ_SECONDS) / 3 )) build/fuzz
 
-fuzz-outline: build
+fuzz-outline: $(SETUP_STAMP) build
 	$(RUN) tests/fuzz/outline_fuzzer.py $$(( $(FUZZ_SECONDS) / 3 )) build/fuzz
 
 # Python is not compiled with the sanitizers, so their runtime is preloaded; what Python keeps until
@@ -214,7 +221,7 @@ lint-format: $(SETUP_STAMP)
 
 # Beside running tests nothing may be built anew: make lint BUILT=1.
 BUILT ?=
-lint-cpp lint-types: $(if $(BUILT),,build)
+lint-cpp lint-types: $(SETUP_STAMP) $(if $(BUILT),,build)
 lint-cpp: build/core/build.ninja build/fake-accelerator/build.ninja
 	$(RUN) tools/clang_tidy.py
 
