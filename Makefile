@@ -28,7 +28,7 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator lint format asan tsan fuzz \
+.PHONY: help setup build compare demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator lint format asan tsan fuzz \
         fuzz-short wheels fuzz-parser fuzz-unpickler fuzz-unpickler-asan fuzz-outline kill stress benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp asan-build tsan-build
 
@@ -69,27 +69,25 @@ $(INSTALL_STAMP): $(BUILD_STAMP) setup.py pyproject.toml
 demo: build  ## train one step, save and load it with stock torch and ptsave, print the table
 	$(RUN) -m benchmarks.demo
 
-benchmark: $(SETUP_STAMP) build  ## all benchmarks against stock torch and safetensors
+# About an hour and a half on two cores; a report of each with RESULTS=benchmarks/results.
+benchmark: $(SETUP_STAMP) build  ## all benchmarks: make benchmark [ROUNDS=5] [STATES=as-found] [RESULTS=folder]
 	tools/system_packages.sh benchmark
 	$(CONFIGURE) -B build/cpp-benchmark -DPTSAVE_BUILD_BENCHMARKS=ON
 	$(CMAKE) --build build/cpp-benchmark --parallel $(JOBS)
 	build/cpp-benchmark/crc32_benchmark
-	$(RUN) -m benchmarks
-	$(RUN) -m benchmarks.object_graph
-	$(RUN) -m benchmarks.state_dicts
-	$(RUN) -m benchmarks.optimizer_state
-	$(RUN) -m benchmarks.restore
-	$(RUN) -m benchmarks.archive
-	$(RUN) -m benchmarks.command
-	$(RUN) -m benchmarks.weights
-	$(RUN) -m benchmarks.async_save
-	$(RUN) -m benchmarks.convert
-	$(RUN) -m benchmarks.ranks
-	$(RUN) -m benchmarks.distributed
-	$(RUN) -m benchmarks.appending
-	$(RUN) -m benchmarks.capture
-	$(RUN) -m benchmarks.capture_diff
-	$(RUN) -m benchmarks.integrations
+	set -e; for name in $(BENCHMARKS); do \
+	  $(RUN) -m benchmarks.$$name $(MEASURE) $(if $(RESULTS),--output $(RESULTS)/$$name.md); \
+	done
+
+BENCHMARKS := serialization object_graph state_dicts optimizer_state restore archive command weights \
+  async_save convert ranks distributed appending capture capture_diff integrations
+benchmark: ROUNDS ?= 2
+MEASURE = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(STATES),--states $(STATES))
+
+# WORKS are those of `python -m benchmarks.as_found --help`; the exit status says if one is slower.
+compare: $(SETUP_STAMP) build  ## calls as users meet them: make compare BASE=main [WORKS="nosync warm"] [STATES=cold]
+	$(RUN) -m benchmarks.as_found $(WORKS) $(if $(BASE),--base $(BASE)) $(MEASURE) \
+	  $(if $(RESULTS),--output $(RESULTS)/as_found.md)
 
 # A warning is an error, and so is a reference that leads nowhere.
 docs: $(SETUP_STAMP) $(if $(BUILT),,build)  ## the documentation, as pages in build/docs

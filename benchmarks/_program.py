@@ -1,9 +1,18 @@
-"""What all benchmark programs have in common: options, fresh processes, a report."""
+"""What all benchmark programs have in common: options, states, fresh processes, a report.
+
+A program measures each workload in all of its states.  A task runs in a process whose environment
+names the state and the seconds of rest (`_STATE`, `_REST`); it calls `settle_memory` right before
+its clock starts, and warms up only if `is_warmed_up`.  Tables of a state are put together by
+`by_state`, so that a workload has its rows for each.
+"""
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,21 +21,87 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._tables import by_state
 from benchmarks.plots import draw_report
 from ptsave.bench.plot import require_matplotlib
 from ptsave.bench.report import TIMES_STOCK, table
-from ptsave.bench.system import describe_machine
+from ptsave.bench.system import (
+    AS_FOUND,
+    REST_SECONDS,
+    STATES,
+    WARMED_UP,
+    available_states,
+    describe_machine,
+    settle,
+)
 
 __all__ = [
     "TIMES_STOCK",
+    "WITHOUT_COLD",
     "Program",
     "add_report_options",
+    "add_state_options",
     "check_options",
+    "compile_modules",
+    "is_warmed_up",
+    "settle_memory",
+    "state_options",
+    "states_of",
     "table",
     "write_report",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
+_STATE, _REST = "PTSAVE_BENCHMARK_STATE", "PTSAVE_BENCHMARK_REST"
+WITHOUT_COLD = (AS_FOUND, WARMED_UP)  # states of programs that hardly write or allocate
+
+
+def is_warmed_up() -> bool:
+    """Whether a call is measured behind another one of this process."""
+    return os.environ.get(_STATE, WARMED_UP) == WARMED_UP
+
+
+def settle_memory(nbytes: int, *, is_limit: bool = False) -> None:
+    """Bring free memory into the state that is measured, right before the clock starts.
+
+    Parameters
+    ----------
+    nbytes : int
+        Memory to fetch where it is warmed up.
+    is_limit : bool
+        Whether the hardware's limit is measured, whose memory is always there.
+    """
+    gc.collect()
+    state = WARMED_UP if is_limit else os.environ.get(_STATE, WARMED_UP)
+    settle(state, nbytes, rest=float(os.environ.get(_REST, REST_SECONDS)))
+
+
+def add_state_options(
+    parser: argparse.ArgumentParser,
+    states: Sequence[str] = STATES,
+    rest: float = REST_SECONDS,
+) -> None:
+    """Add the options that `states_of` and `state_options` take."""
+    names = [state.replace(" ", "-") for state in STATES]
+    default = [state.replace(" ", "-") for state in states]
+    parser.add_argument("--states", nargs="+", choices=names, default=default)
+    parser.add_argument(
+        "--rest", type=float, default=rest, help=f"seconds before a call, default: {rest:g}"
+    )
+
+
+def states_of(options: argparse.Namespace, states: Iterable[str] = STATES) -> list[str]:
+    """Return the chosen ones of some states that can be had here, and say which cannot."""
+    chosen = [state for state in states if state.replace(" ", "-") in options.states]
+    found = available_states(chosen)
+    if lacking := [state for state in chosen if state not in found]:
+        print(f"not measured, as this needs root: {', '.join(lacking)}", file=sys.stderr)
+    return found
+
+
+def state_options(options: argparse.Namespace) -> list[str]:
+    """Return the options as they stand on a command line."""
+    return ["--states", *options.states, "--rest", f"{options.rest:g}"]
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +122,11 @@ def check_options(options: argparse.Namespace) -> None:
         require_matplotlib()
     except ImportError as error:
         sys.exit(str(error))
+
+
+def compile_modules() -> None:
+    """Write the bytecode that an installed package has, or first calls would compile modules."""
+    compileall.compile_dir(ROOT / "ptsave", quiet=1)
 
 
 def write_report(text: str, output: Path, plots: Path | None) -> None:
@@ -73,12 +153,14 @@ class Program:
         What the fresh process does: its arguments are the fields of a task, it returns what JSON
         can hold.
     report : callable
-        Measures workloads in a number of rounds, in a scratch folder, and returns tables: a text,
-        or several, each of which is printed when it is there.
+        Measures workloads in a number of rounds, in a scratch folder, in one state, and returns
+        tables: a text, or several.
     workloads : sequence of str
         What can be chosen from.
     folder : Path
         Where scratch folders are made, unless ``--dir`` says another place.
+    states : sequence of str
+        Those that are measured, unless ``--states`` says fewer.
     """
 
     name: str
@@ -88,6 +170,7 @@ class Program:
     report: Callable[[list[str], int, Path], str | Iterable[str]]
     workloads: Sequence[str] = ()
     folder: Path = Path()
+    states: Sequence[str] = STATES
 
     def run_task(self, task: Any) -> Any:
         """Measure a task, a dataclass, in a fresh process."""
@@ -102,19 +185,28 @@ class Program:
         if options.task:
             print(json.dumps(self.measure(**json.loads(options.task))))
             return
+        compile_modules()
         chosen = [*getattr(options, "workloads", [])]
+        command = ["python", "-m", f"benchmarks.{self.name}", *chosen]
+        command += ["--rounds", str(options.rounds), *state_options(options)]
         with tempfile.TemporaryDirectory(prefix="ptsave-benchmark-", dir=options.dir) as scratch:
-            folder = Path(scratch).resolve()
-            command = ["python", "-m", f"benchmarks.{self.name}", *chosen]
-            machine = describe_machine(folder, [*command, "--rounds", str(options.rounds)])
-            found = self.report(chosen or [*self.workloads], options.rounds, folder)
-            parts = []
-            for part in [found] if isinstance(found, str) else found:
-                print(part, end="\n\n", flush=True)
-                parts.append(part)
+            machine = describe_machine(Path(scratch), command)
+        found = {}
+        # One after another: cold memory would be that of the next figure as found.
+        for state in states_of(options, self.states):
+            print(f"{state}:", file=sys.stderr)
+            os.environ |= {_STATE: state, _REST: str(options.rest)}
+            with tempfile.TemporaryDirectory(
+                prefix="ptsave-benchmark-", dir=options.dir
+            ) as scratch:
+                folder = Path(scratch).resolve()
+                parts = self.report(chosen or [*self.workloads], options.rounds, folder)
+                found[state] = parts if isinstance(parts, str) else "\n\n".join(parts)
+        if not found:
+            return
         _, start, notes = self.doc.partition("In each round")
-        parts.append(start + notes.rstrip())
-        print(parts[-1])
+        parts = [by_state(found), start + notes.rstrip()]
+        print("\n\n".join(parts))
         if options.output is not None:
             text = "\n\n".join([f"# {self.title}", machine, *parts]) + "\n"
             write_report(text, options.output, options.plots)
@@ -128,10 +220,11 @@ class Program:
         if self.workloads:
             choices = [*self.workloads, []]
             parser.add_argument("workloads", nargs="*", choices=choices, metavar="workload")
-        parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+        parser.add_argument("--rounds", type=int, default=3, help="default: 3")
         parser.add_argument(
             "--dir", type=Path, default=self.folder, help="where files are written and read"
         )
+        add_state_options(parser, self.states)
         add_report_options(parser)
         parser.add_argument("--task", help=argparse.SUPPRESS)
         return parser

@@ -7,12 +7,12 @@ drawn, or else the first that has a unit. Contenders are rows or columns; labels
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptsave.bench.plot import Bar, Group
 
-__all__ = ["Table", "groups_of", "tables_of"]
+__all__ = ["Table", "by_state", "groups_of", "tables_of"]
 
 _SPREAD, _MET = "min - max", "met"
 _LIMITS = ("limit", "floor", "memcpy")
@@ -64,6 +64,45 @@ def tables_of(report: str) -> list[Table]:
         )
         found.append(Table(number, header, rows, match.end()))
     return found
+
+
+def by_state(reports: Mapping[str, str]) -> str:
+    """Put reports together that are the same but for the figures, one for each state.
+
+    A table gets a column with the state, in front of the last one of its texts; rows that have the
+    same cells before that column stay together.  Other text is said once, or of each state.
+    """
+    if len(reports) < 2:
+        return "\n\n".join(reports.values())
+    parts = []
+    for paragraphs in zip(*(report.split("\n\n") for report in reports.values()), strict=True):
+        if paragraphs[0].startswith("|"):
+            parts.append(_table_by_state(dict(zip(reports, paragraphs, strict=True))))
+        elif len(set(paragraphs)) == 1:
+            parts.append(paragraphs[0])
+        else:
+            each = zip(reports, paragraphs, strict=True)
+            parts.append("\n".join(f"- {state}: {text}" for state, text in each))
+    return "\n\n".join(parts)
+
+
+def _table_by_state(tables: Mapping[str, str]) -> str:
+    rows = {
+        state: [line[2:-2].split(" | ") for line in text.splitlines()]
+        for state, text in tables.items()
+    }
+    header, rule = next(iter(rows.values()))[:2]
+    if any(own[:2] != [header, rule] for own in rows.values()):
+        raise ValueError(f"tables with other headings: {[own[0] for own in rows.values()]}")
+    place = max(sum(cell == "---" for cell in rule) - 1, 0)
+    found = [[*header[:place], "state", *header[place:]], [*rule[:place], "---", *rule[place:]]]
+    # The order of the first state's rows, and behind them rows that it does not have.
+    labels = dict.fromkeys(tuple(row[:place]) for own in rows.values() for row in own[2:])
+    for label in labels:
+        for state, own in rows.items():
+            mine = (row for row in own[2:] if tuple(row[:place]) == label)
+            found += [[*row[:place], state, *row[place:]] for row in mine]
+    return "\n".join(f"| {' | '.join(row)} |" for row in found)
 
 
 @dataclass(frozen=True)

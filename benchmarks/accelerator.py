@@ -1,13 +1,13 @@
 """To and from an accelerator: stock torch, ptsave, safetensors, and the bus.
 
-    python -m benchmarks.accelerator                     all workloads, 5 rounds
+    python -m benchmarks.accelerator                     all workloads, 3 rounds
     python -m benchmarks.accelerator save load --rounds 9
     python -m benchmarks.accelerator --output benchmarks/results/accelerator.md
 
 In each round every workload runs once with every contender, in a shuffled order, each in a fresh
-process that has saved and loaded something small before.  Files lie on a memory-backed file system.
-Every load is followed by a synchronization, and by a sum over all bytes that is not measured but
-compared.
+process, which has saved and loaded something small before if it is warmed up.  Files lie on a
+memory-backed file system.  Every load is followed by a synchronization, and by a sum over all bytes
+that is not measured but compared.
 
 save, load: 2 GiB in tensors of 16 MiB.  The limits are copies between the device and pinned memory
 that is there (512 MiB, several times), and for a save also a parallel write of a file of zeros.
@@ -33,7 +33,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks._program import TIMES_STOCK, Program, table
+from benchmarks._program import (
+    TIMES_STOCK,
+    WITHOUT_COLD,
+    Program,
+    is_warmed_up,
+    settle_memory,
+    table,
+)
 from ptsave.bench.system import MIB
 
 STOCK, PTSAVE, SAFETENSORS, FAST = "stock", "ptsave", "safetensors", "fastsafetensors"
@@ -266,10 +273,11 @@ def measure(task: Task) -> Figure:
         return measure_copy(task.contender, task.nbytes)
     if task.contender == WRITE:
         return measure_write(folder, task.nbytes)
-    if task.contender in (STOCK, PTSAVE):
+    if task.contender in (STOCK, PTSAVE) and is_warmed_up():
         warm_up = folder / f"warm-up-{task.contender}.pt"
         save(task.contender, {"ones": torch.ones(3, device=accelerator())}, warm_up)
         load(task.contender, warm_up)
+    settle_memory(0)
     return measure_saves_and_loads(task, path)
 
 
@@ -360,6 +368,7 @@ PROGRAM = Program(
     report,
     [*CONTENDERS],
     folder=Path("/dev/shm"),
+    states=WITHOUT_COLD,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Adding entries to an archive while the program goes on: how long that takes, and its rate.
 
-    python -m benchmarks.appending                     all workloads, 5 rounds
+    python -m benchmarks.appending                     all workloads, 3 rounds
     python -m benchmarks.appending stall --rounds 9
     python -m benchmarks.appending --output benchmarks/results/appending.md
 
@@ -8,13 +8,14 @@ In each round every workload runs once with every contender, in a shuffled order
 process.  Files go to a disk.
 
 stall: 90 MiB in 32 tensors, added one by one, as hooks of a network do; between one such step and
-the next everything is written, so that the step's memory is there.  The time of the later steps is
-compared with a memcpy of the same bytes by one thread into memory that is faulted in, in the same
-process, and with `torch.save` into a file for each tensor.
+the next everything is written.  Warmed up, the step's memory is there: the figure is the median of
+five later steps; otherwise it is the first step of a process.  It is compared with a memcpy of the
+same bytes by one thread into memory that is faulted in, in the same process, and with `torch.save`
+into a file for each tensor.
 
-rate: 24 such steps one after another, in an archive that has eight already, so that its memory is
-there; from the first call to the end of `close` with `fsync=True`, compared with the limit of
-direct writes of as many bytes, by the number of threads whose median is best.
+rate: 24 such steps one after another, in an archive that has eight already if it is warmed up; from
+the first call to the end of `close` with `fsync=True`, compared with the limit of direct writes of
+as many bytes, by the number of threads whose median is best.
 
 tiny: 20,000 numbers, one by one: microseconds of a call, and of all until the file is there.
 """
@@ -35,9 +36,9 @@ import torch
 from tqdm import tqdm
 
 import ptsave
-from benchmarks._program import Program, table
+from benchmarks._program import Program, is_warmed_up, settle_memory, table
 from ptsave.bench import limits
-from ptsave.bench.system import MIB, fetch_free_memory
+from ptsave.bench.system import MIB
 
 STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
 CONTENDERS = {"stall": (STOCK, PTSAVE), "rate": (PTSAVE, LIMIT), "tiny": (PTSAVE,)}
@@ -92,8 +93,9 @@ def measure_stall(task: Task) -> Figure:
     tensors = make_tensors()
     reference = copy_seconds(tensors)
     seconds = []
+    settle_memory(STEP_NBYTES)
     writer = ptsave.ArchiveWriter(folder / "run.pt")
-    for step in range(6):
+    for step in range(6 if is_warmed_up() else 1):
         for tensor in tensors:
             tensor.add_(1)
         start = time.perf_counter()
@@ -106,7 +108,7 @@ def measure_stall(task: Task) -> Figure:
         writer.flush()
     writer.close()
     shutil.rmtree(folder)
-    return Figure(median(seconds[1:]), reference)
+    return Figure(median(seconds[1:] or seconds), reference)
 
 
 def add_steps(writer: ptsave.ArchiveWriter, steps: range, tensors: list[torch.Tensor]) -> None:
@@ -119,10 +121,11 @@ def add_steps(writer: ptsave.ArchiveWriter, steps: range, tensors: list[torch.Te
 def measure_rate(task: Task) -> Figure:
     path = Path(task.folder) / "rate.pt"
     tensors = make_tensors()
-    fetch_free_memory(N_STEPS * STEP_NBYTES)
+    settle_memory(N_STEPS * STEP_NBYTES)
     with ptsave.ArchiveWriter(path, fsync=True, max_memory_bytes=512 * MIB) as writer:
-        add_steps(writer, range(-8, 0), tensors)
-        writer.flush()
+        if is_warmed_up():
+            add_steps(writer, range(-8, 0), tensors)
+            writer.flush()
         start = time.perf_counter()
         add_steps(writer, range(N_STEPS), tensors)
     seconds = time.perf_counter() - start
@@ -133,11 +136,13 @@ def measure_rate(task: Task) -> Figure:
 def measure_tiny(task: Task) -> Figure:
     path = Path(task.folder) / "tiny.pt"
     number = torch.tensor(1.0)
+    values = [number + i for i in range(N_TINY)]
+    settle_memory(STEP_NBYTES)
     with ptsave.ArchiveWriter(path) as writer:
-        for i in range(1000):
-            writer.add(f"before/{i}", number.clone())
-        writer.flush()
-        values = [number + i for i in range(N_TINY)]
+        if is_warmed_up():
+            for i in range(1000):
+                writer.add(f"before/{i}", number.clone())
+            writer.flush()
         start = time.perf_counter()
         for i, value in enumerate(values):
             writer.add(f"layer.weight/{i}", value)

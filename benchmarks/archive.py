@@ -1,20 +1,19 @@
 """Looking into checkpoints: one tensor of a large file, verifying it, listing many tensors.
 
-    python -m benchmarks.archive                    all workloads, 5 rounds
+    python -m benchmarks.archive                    all workloads, 3 rounds
     python -m benchmarks.archive ls --rounds 9
     python -m benchmarks.archive --output benchmarks/results/archive.md
 
 In each round every workload runs once, in turn.  Every figure comes from a fresh process that has
-imported torch, and ptsave but for the listing, and collected the garbage of that.  "Read" is what
-the process has had read from the disk (/proc/self/io), page cache and readahead included.  The
-limit of verifying is reading the same file with the number of threads that is fastest: from the
-page cache into memory that is in use already, or past it.  `ptsave ls` is the time of the whole
-process, beside that of one that only imports torch.
+imported torch, and ptsave but for the listing, and has read a small file before if it is warmed up.
+"Read" is what the process has had read from the disk (/proc/self/io), page cache and readahead
+included.  The limit of verifying is reading the same file with the number of threads that is
+fastest: from the page cache into memory that is in use already, or past it.  `ptsave ls` is the
+time of the whole process, beside that of one that only imports torch.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from statistics import median
 import torch
 
 from benchmarks import _limits
-from benchmarks._program import Program, table
+from benchmarks._program import WITHOUT_COLD, Program, is_warmed_up, settle_memory, table
 from ptsave.bench.system import MIB, make_cold, make_warm
 
 LARGE_NBYTES = 2048 * MIB
@@ -52,7 +51,7 @@ def run(action: str, folder: str) -> Figure:
 
 
 def _timed(action: Callable[[], object]) -> Figure:
-    gc.collect()  # of what was imported
+    settle_memory(0)
     before, begin = _read_nbytes(), time.perf_counter()
     action()
     return time.perf_counter() - begin, float(_read_nbytes() - before)
@@ -70,7 +69,8 @@ def _read_tensor(folder: Path) -> Figure:
         with ptsave.open(path) as archive:
             archive.get_tensor(name)
 
-    read(folder / SMALL, "0")  # so that all code is loaded
+    if is_warmed_up():
+        read(folder / SMALL, "0")
     return _timed(lambda: read(folder / LARGE, "7"))
 
 
@@ -209,7 +209,15 @@ def report(names: list[str], rounds: int, folder: Path) -> str:
     return table(header, rows())
 
 
-PROGRAM = Program("archive", "Looking into checkpoints", __doc__ or "", run, report, [*_WORKLOADS])
+PROGRAM = Program(
+    "archive",
+    "Looking into checkpoints",
+    __doc__ or "",
+    run,
+    report,
+    [*_WORKLOADS],
+    states=WITHOUT_COLD,
+)
 
 if __name__ == "__main__":
     PROGRAM.main()

@@ -1,20 +1,21 @@
 """Saving while the program goes on: how long it is blocked, how much it is slowed down.
 
-    python -m benchmarks.async_save                    all workloads, 5 rounds
+    python -m benchmarks.async_save                    all workloads, 3 rounds
     python -m benchmarks.async_save blocked --rounds 9
     python -m benchmarks.async_save --output benchmarks/results/async_save.md
 
 In each round every workload runs once with every contender, in a shuffled order, each in a fresh
-process that has saved something small before.  Files go to a disk, without fsync.
+process, which has saved something small before if it is warmed up.  Files go to a disk, without
+fsync.
 
-blocked: the call for 1 GiB of tensors, which are overwritten between calls.  Stock is torch.save.
-The limit is a memcpy of as much by two threads, into huge pages that are faulted in; it is what the
-second and third call of a process are compared with, whose staging memory is there.  Memory is the
-peak of resident memory during the first save, above the tensors.
+blocked: the call for 1 GiB of tensors, the first of a process; warmed up, the second and third one,
+whose staging memory is there.  Tensors are overwritten between calls.  Stock is torch.save.  The
+limit is a memcpy of as much by two threads, into huge pages that are faulted in, in every state.
+Memory is the peak of resident memory during the first save, above the tensors.
 
 loop: products of two 512 x 512 matrices with torch's threads, while 1 GiB is written: by a thread
-that calls torch.save, by ptsave.async_save (without the time of its call), or not at all.  Three
-writes one after another; their time is that of one.
+that calls torch.save, by ptsave.async_save (without the time of its call), or not at all.  The
+first write of a process; warmed up, three one after another, whose time is that of one.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._program import Program, table
-from ptsave.bench.system import MIB, PeakMemory, fetch_free_memory
+from benchmarks._program import Program, is_warmed_up, settle_memory, table
+from ptsave.bench.system import MIB, PeakMemory
 
 STOCK, PTSAVE, LIMIT, NOTHING = "stock", "ptsave", "limit", "nothing"
 CONTENDERS = {"blocked": (STOCK, PTSAVE, LIMIT), "loop": (NOTHING, STOCK, PTSAVE)}
@@ -84,11 +85,12 @@ def save(contender: str, obj: object, path: Path) -> Callable[[], None]:
 
 def measure_blocked(task: Task) -> Figure:
     folder = Path(task.folder)
-    save(task.contender, torch.ones(3), folder / "warm-up.pt")()
+    if is_warmed_up():
+        save(task.contender, torch.ones(3), folder / "warm-up.pt")()
     tensors = make_tensors()
-    fetch_free_memory(2 * GIB)
+    settle_memory(2 * GIB)
     seconds, peak_nbytes = [], 0
-    for i in range(3):
+    for i in range(3 if is_warmed_up() else 1):
         path = folder / "file.pt"
         path.unlink(missing_ok=True)
         memory = PeakMemory()
@@ -126,12 +128,14 @@ def measure_loop(task: Task) -> Figure:
     path = Path(task.folder) / "file.pt"
     a, b = torch.randn(2, 512, 512).unbind()
     tensors = make_tensors()
-    if task.contender != NOTHING:
+    if task.contender != NOTHING and is_warmed_up():
         save(task.contender, tensors, path)()  # ptsave's staging memory is there then
     for _ in range(50):
         torch.mm(a, b)
+    settle_memory(2 * GIB)
+    n_writes = 3 if is_warmed_up() else 1
     seconds, steps = 0.0, 0
-    for _ in range(3):
+    for _ in range(n_writes):
         path.unlink(missing_ok=True)
         going = start_write(task.contender, tensors, path)
         start = time.perf_counter()
@@ -140,7 +144,7 @@ def measure_loop(task: Task) -> Figure:
             steps += 1
         seconds += time.perf_counter() - start
     path.unlink(missing_ok=True)
-    return Figure([seconds / max(steps, 1)], 0, seconds / 3)
+    return Figure([seconds / max(steps, 1)], 0, seconds / n_writes)
 
 
 def run_task(task: Task) -> Figure:
@@ -168,7 +172,7 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
 # ---------------------------------------------------------------------------------------- reporting
 
 
-def later_call(figure: Figure) -> float:
+def blocked_seconds(figure: Figure) -> float:
     """Return the seconds of the second and third call of a process, or of the only one."""
     return median(figure.seconds[1:] or figure.seconds)
 
@@ -176,20 +180,19 @@ def later_call(figure: Figure) -> float:
 def blocked_rows(figures: Figures) -> Iterator[list[str]]:
     for contender in CONTENDERS["blocked"]:
         ours = figures["blocked", contender]
-        first = "" if contender == LIMIT else f"{median(f.seconds[0] for f in ours):.3f}"
-        later = [later_call(figure) for figure in ours]
+        seconds = [blocked_seconds(figure) for figure in ours]
         total = "" if contender == LIMIT else f"{median(f.write_seconds for f in ours):.2f}"
         peak = "" if contender == LIMIT else f"{max(f.peak_nbytes for f in ours) / MIB:.0f}"
-        spread = f"{min(later):.3f} - {max(later):.3f}"
-        yield [contender, first, f"{median(later):.3f}", spread, total, peak]
+        spread = f"{min(seconds):.3f} - {max(seconds):.3f}"
+        yield [contender, f"{median(seconds):.3f}", spread, total, peak]
 
 
 def goal_rows(figures: Figures) -> Iterator[list[str]]:
     stock, ours, limit = (figures["blocked", contender] for contender in CONTENDERS["blocked"])
     pairs = zip(ours, limit, strict=True)
-    of_limit = median(later_call(mine) / later_call(other) for mine, other in pairs)
+    of_limit = median(blocked_seconds(mine) / blocked_seconds(other) for mine, other in pairs)
     pairs = zip(ours, stock, strict=True)
-    of_stock = median(later_call(other) / later_call(mine) for mine, other in pairs)
+    of_stock = median(blocked_seconds(other) / blocked_seconds(mine) for mine, other in pairs)
     peak = max(figure.peak_nbytes for figure in ours) / GIB
     for goal, value, met in (
         (f"blocked ≤ {BLOCKED_GOAL_LIMIT} memcpy", of_limit, of_limit <= BLOCKED_GOAL_LIMIT),
@@ -214,7 +217,7 @@ def report(names: list[str], rounds: int, folder: Path) -> str:
     figures = run_rounds(names, rounds, folder)
     parts = []
     if "blocked" in names:
-        header = ["blocked", "first call, s", "later, s", "min - max", "file, s", "MiB above"]
+        header = ["blocked", "call, s", "min - max", "file, s", "MiB above"]
         parts.append(table(header, blocked_rows(figures)))
         parts.append(table(["goal", "ptsave", "met"], goal_rows(figures)))
     if "loop" in names:

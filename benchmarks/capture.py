@@ -1,14 +1,14 @@
 """Steps of training while everything that goes through the layers is recorded.
 
-    python -m benchmarks.capture                       all networks, 5 rounds
+    python -m benchmarks.capture                       all networks, 3 rounds
     python -m benchmarks.capture large --rounds 9
     python -m benchmarks.capture --output benchmarks/results/capture.md
 
 In each round every network is trained once with every contender, in a shuffled order, each in a
-fresh process: 2 steps that are not counted, then pairs of a step without and a step with the
-contender's hooks.  The figure is the median of the pairs' ratios, "more" the median of their
-differences.  What is recorded goes to a file on a disk; between two pairs it is written, so that
-the next one has the cores for itself.
+fresh process: 2 steps that are not counted if it is warmed up, then pairs of a step without and a
+step with the contender's hooks; otherwise one such pair, the first.  The figure is the median of
+the pairs' ratios, "more" the median of their differences.  What is recorded goes to a file on a
+disk; between two pairs it is written, so that the next one has the cores for itself.
 
 large: 33 modules (4 blocks of transformers) whose outputs are 98 MiB in a step.
 many: 501 modules whose outputs are 1 KiB each: the hooks, and nothing else.
@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import ptsave
-from benchmarks._program import Program, table
-from ptsave.bench.system import MIB, PeakMemory, fetch_free_memory
+from benchmarks._program import Program, is_warmed_up, settle_memory, table
+from ptsave.bench.system import MIB, PeakMemory
 
 EMPTY, CLONES, REFERENCES, SAVES = "empty", "clones", "references", "torch.save"
 CAPTURE, BUDGET, STATISTICS = "capture", "budget", "statistics"
@@ -54,6 +54,7 @@ GOALS = {CAPTURE: 1.15, STATISTICS: 1.1}  # times the step, at most
 HOOK_GOAL = 20.0  # microseconds a module beyond the empty hooks, at most
 BUDGET_NBYTES = 32 * MIB  # memory of BUDGET beyond the model's own, at most
 N_PAIRS = {"large": 5, "many": 15}
+N_UNCOUNTED = 2
 N_BLOCKS, WIDTH, N_TOKENS = 4, 256, 1536
 N_SMALL = 500
 
@@ -189,7 +190,7 @@ def captured_pairs(
         max_memory_bytes=BUDGET_NBYTES if task.contender == BUDGET else None,
     )
     with capture:
-        for _ in range(2 + N_PAIRS[task.network]):
+        for _ in range(n_pairs(task.network)):
             without = train(bare, x)
             start = time.perf_counter()
             model(x).square().mean().backward()
@@ -199,6 +200,10 @@ def captured_pairs(
             pairs.append((without, seconds))
             pause()
     return pairs
+
+
+def n_pairs(network: str) -> int:
+    return N_UNCOUNTED + N_PAIRS[network] if is_warmed_up() else 1
 
 
 def pause() -> None:
@@ -219,7 +224,7 @@ def run(**fields: Any) -> dict[str, Any]:
 
     with hooked(model, count, lambda: None):
         model(x)
-    fetch_free_memory(1024 * MIB)
+    settle_memory(1024 * MIB)
     bare = copy.deepcopy(model)
     peak = PeakMemory()
     for each in (bare, model) * 4:  # malloc's memory grows for some steps
@@ -229,11 +234,11 @@ def run(**fields: Any) -> dict[str, Any]:
         pairs = captured_pairs(task, model, bare, x)
     else:
         pairs = []
-        for _ in range(2 + N_PAIRS[task.network]):
+        for _ in range(n_pairs(task.network)):
             pairs.append((train(model, x), timed_with_hooks(task.contender, model, x, folder)))
             pause()
     shutil.rmtree(folder)
-    counted = pairs[2:]
+    counted = pairs[N_UNCOUNTED:] if is_warmed_up() else pairs
     return asdict(
         Figure(
             median(seconds for _, seconds in counted),

@@ -1,6 +1,6 @@
 """Comparing two captured runs of 1 GiB each, beside reading both files.
 
-    python -m benchmarks.capture_diff                  all pairs, 5 rounds
+    python -m benchmarks.capture_diff                  all pairs, 3 rounds
     python -m benchmarks.capture_diff near --rounds 9
     python -m benchmarks.capture_diff --output benchmarks/results/capture_diff.md
 
@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import ptsave
-from benchmarks._program import Program, table
-from ptsave.bench.system import MIB, PeakMemory, fetch_free_memory, make_warm
+from benchmarks._program import WITHOUT_COLD, Program, settle_memory, table
+from ptsave.bench.system import MIB, PeakMemory, make_warm
 
 READ, LOAD, COMPARE = "read()", "ptsave.load", "compare_captures"
 CONTENDERS = (READ, LOAD, COMPARE)
@@ -83,7 +83,7 @@ def run(**fields: Any) -> dict[str, Any]:
     task = Task(**fields)
     for path in (task.a, task.b):
         make_warm(Path(path))
-    fetch_free_memory(3 * 1024 * MIB)
+    settle_memory(3 * 1024 * MIB)
     peak = PeakMemory()
     start = time.perf_counter()
     CALLS[task.contender](task.a, task.b)
@@ -171,6 +171,7 @@ PROGRAM = Program(
     run,
     report,
     [*PAIRS],
+    states=WITHOUT_COLD,
 )
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How long the ``ptsave`` command takes as a whole process, from its start to its end.
 
-    python -m benchmarks.command                     5 rounds
+    python -m benchmarks.command                     3 rounds
     python -m benchmarks.command --rounds 15
     python -m benchmarks.command --output benchmarks/results/command.md
 
 In each round every command runs once, in a shuffled order, in a fresh process with its output in a
-pipe; files are in the page cache, and modules are compiled.  "python" is ``python -c pass``,
+pipe: as found, but that files are in the page cache.  "python" is ``python -c pass``,
 "python -I -S" the same without site-packages: the floor of all others.  "import ptsave" is the
 statement behind ``import torch``, "and its save, load" also the first use of these two, timed
 within a process.  Seconds are medians.
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from benchmarks._program import Program, table
 from benchmarks.archive import yes_or_no
+from ptsave.bench.system import AS_FOUND
 from ptsave.cli.shells import LINE
 
 N_TENSORS = 100_000
@@ -70,7 +71,6 @@ def seconds_of(name: str, case: Case) -> float:
     """Run a command, and return how long that took, or how long it says."""
     command, variables, _ = case
     environment = {**os.environ, **variables}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode
     begin = time.perf_counter()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     return float(done.stdout) if name in IMPORTS else time.perf_counter() - begin
@@ -83,7 +83,7 @@ def report(_: list[str], rounds: int, folder: Path) -> str:
     found = cases(folder)
     figures: dict[str, list[float]] = {name: [] for name in found}
     for name, case in found.items():
-        seconds_of(name, case)  # modules are compiled, and files read
+        seconds_of(name, case)  # files are read
     for _round in tqdm(range(rounds), leave=False, disable=None):
         for name in random.sample([*found], len(found)):
             figures[name].append(seconds_of(name, found[name]))
@@ -102,7 +102,9 @@ def run(**_: object) -> None:
     """Measure nothing: the processes are the command's own."""
 
 
-PROGRAM = Program("command", "The command as a whole process", __doc__ or "", run, report)
+PROGRAM = Program(
+    "command", "The command as a whole process", __doc__ or "", run, report, states=[AS_FOUND]
+)
 
 if __name__ == "__main__":
     PROGRAM.main()

@@ -1,25 +1,24 @@
 """Converting checkpoints: the libraries' load and save, ptsave, the hardware.
 
-    python -m benchmarks.convert                        all workloads, 5 rounds
+    python -m benchmarks.convert                        all workloads, 3 rounds
     python -m benchmarks.convert warm --rounds 9
     python -m benchmarks.convert --output benchmarks/results/convert.md
     PTSAVE_BENCHMARK_MIB=256 python -m benchmarks.convert
 
 In each round every workload runs once with every contender and with the hardware's limit, in a
-shuffled order.  Every figure comes from a fresh process that has converted one small checkpoint
-before, and is the time of both ways: from .pt to safetensors, and of the result back to .pt.  The
-libraries' way is torch.load and safetensors' save_file, load_file and torch.save.  The limit is
-copying the .pt file twice with read and write calls through the page cache, in pieces of 1 MiB,
-with the number of threads (1, 2 or 4, a process for each) that has the best median.  Before each
-figure all that is dirty has been written to the disk, and targets are not there.  ptsave compares
-all checksums of the .pt file, the libraries and the limit none.  Files are compared outside the
-clock, in the first round.
+shuffled order.  Every figure comes from a fresh process, which has converted one small checkpoint
+before if it is warmed up, and is the time of both ways: from .pt to safetensors, and of the result
+back to .pt.  The libraries' way is torch.load and safetensors' save_file, load_file and torch.save.
+The limit is copying the .pt file twice with read and write calls through the page cache, in pieces
+of 1 MiB, with the number of threads (1, 2 or 4, a process for each) that has the best median, and
+memory that is fetched in every state.  Before each figure all that is dirty has been written to the
+disk, and targets are not there.  ptsave compares all checksums of the .pt file, the libraries and
+the limit none.  Files are compared outside the clock, in the first round.
 """
 
 from __future__ import annotations
 
 import filecmp
-import gc
 import itertools
 import os
 import random
@@ -35,7 +34,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from benchmarks._program import TIMES_STOCK, Program, table
+from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memory, table
 from benchmarks.restore import (
     LIMIT_THREADS,
     PTSAVE,
@@ -140,17 +139,17 @@ def measure(task: Task) -> Figure:
         torch.save({name: torch.randn(TENSOR_NBYTES // 4) for name in names}, source)
         return Figure(0.0)
     action = action_of(task.contender)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        small = paths_in(Path(scratch), task.contender)
-        small[2].parent.mkdir()
-        torch.save({"layer": torch.ones(3)}, small[0])
-        action(*small)
+    if is_warmed_up():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            small = paths_in(Path(scratch), task.contender)
+            small[2].parent.mkdir()
+            torch.save({"layer": torch.ones(3)}, small[0])
+            action(*small)
     middle.unlink(missing_ok=True)
     target.unlink(missing_ok=True)
     target.parent.mkdir(exist_ok=True)
     make_cold(source) if task.cold else make_warm(source)
-    os.sync()
-    gc.collect()
+    settle_memory(2 * source.stat().st_size, is_limit=task.contender in LIMIT_THREADS)
     memory = PeakMemory()
     start = time.perf_counter()
     action(source, middle, target)

@@ -1,6 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint, with its storage and with ptsave's.
 
-    python -m benchmarks.distributed              all workloads, 5 rounds
+    python -m benchmarks.distributed              all workloads, 3 rounds
     python -m benchmarks.distributed save rows --rounds 9
     python -m benchmarks.distributed --output benchmarks/results/distributed.md
 
@@ -8,24 +8,25 @@ save, save-2     dcp.save of 1 GiB in 64 tensors, durable, by 1 rank, by 2 with 
 warm, cold       dcp.load of it by 1 rank, from the page cache, from the disk
 rows, columns    1/8 of the rows, of the columns, of 8 cold matrices of 32 MiB (1,024 x 8,192)
 small            20,000 tensors of 64 bytes: microseconds for each, saved and loaded
-async            dcp.async_save of 256 MiB: how long training is blocked
+async            dcp.async_save of 256 MiB: how long training is blocked, by the first call of a
+                 process, by the third one if it is warmed up
 convert          a cold checkpoint of 4 GiB (PTSAVE_BENCHMARK_MIB) to one .pt file: torch's
                  dcp_to_torch_save and ptsave.convert, and the memory above what there was
 
-In each round every workload runs once with torch's storage and once with ptsave's, in turn, each
-in a fresh process that has done it once before to smaller tensors; the limit is measured in the
-same round: one direct write or read of as many bytes, with the number of threads that is fastest
-(async: memcpy by all threads into memory that is there; columns: direct reads of 4 KiB each, by up
-to 32 threads).  "limit" is that beside torch: nobody has more.  torch's writer is asked to sync
-its file (its default); it does not sync the directory.  "Read" is what /proc/self/io says, as a
-multiple of what was wanted.  Both of "small" also pay for DCP's own planning, which no storage can
-make faster: "of them planning" is a save and a load with a storage that does nothing.  ptsave saves
-and loads with its planners, which make the same plans, and which any storage may have.
+In each round every workload runs once with torch's storage and once with ptsave's, in turn, each in
+a fresh process, which has done it once before to smaller tensors if it is warmed up; the limit is
+measured in the same round, its memory is fetched in every state: one direct write or read of as
+many bytes, with the number of threads that is fastest (async: memcpy by all threads into memory
+that is there; columns: direct reads of 4 KiB each, by up to 32 threads).  "limit" is that beside
+torch: nobody has more.  torch's writer is asked to sync its file (its default); it does not sync
+the directory.  "Read" is what /proc/self/io says, as a multiple of what was wanted.  Both of
+"small" also pay for DCP's own planning, which no storage can make faster: "of them planning" is a
+save and a load with a storage that does nothing.  ptsave saves and loads with its planners, which
+make the same plans, and which any storage may have.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import time
@@ -40,8 +41,8 @@ from typing import Any
 import torch
 
 from benchmarks import _limits
-from benchmarks._program import Program, table
-from ptsave.bench.system import MIB, PeakMemory, fetch_free_memory, make_cold, make_warm
+from benchmarks._program import Program, is_warmed_up, settle_memory, table
+from ptsave.bench.system import MIB, PeakMemory, make_cold, make_warm
 
 CONTENDERS = ("torch", "ptsave")
 N_TENSORS = 64
@@ -100,8 +101,9 @@ def tensors(n: int, nbytes: int) -> dict[str, Any]:
     return {str(i): torch.full((nbytes // 4,), float(i)) for i in range(n)}
 
 
-def timed(call: Callable[[], Any]) -> float:
-    gc.collect()
+def timed(call: Callable[[], Any], nbytes: int = 2 * N_TENSORS * TENSOR_NBYTES) -> float:
+    """Return the seconds of a call for which as much memory is brought into its state."""
+    settle_memory(nbytes)
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
@@ -115,9 +117,18 @@ def read_nbytes() -> int:
 def run(workload: str, contender: str, folder: str) -> Figures:
     """Return the figures of one workload with one storage."""
     warnings.simplefilter("ignore")
+    import_libraries(contender)
     root = Path(folder)
-    warm_up(contender, root / "warm-up")
+    if is_warmed_up():
+        warm_up(contender, root / "warm-up")
     return WORKLOADS[workload](contender, root / f"{workload}-{contender}")
+
+
+def import_libraries(contender: str) -> None:
+    """Import the modules that a user's program names."""
+    import_module("torch.distributed.checkpoint")
+    if contender == "ptsave":
+        import_module("ptsave.distributed")
 
 
 def warm_up(contender: str, folder: Path) -> None:
@@ -129,7 +140,6 @@ def warm_up(contender: str, folder: Path) -> None:
 
 def run_save(contender: str, folder: Path) -> Figures:
     state = tensors(N_TENSORS, TENSOR_NBYTES)
-    os.sync()
     return {"seconds": timed(lambda: save(state, contender, folder))}
 
 
@@ -156,10 +166,16 @@ def _rank_of_2(rank: int, contender: str, folder: str, queue: Any) -> None:
         return {k: DTensor.from_local(v, mesh, [Shard(0)], run_check=False) for k, v in whole}
 
     state = part(N_TENSORS, TENSOR_NBYTES // 2)
-    save(part(2, WARMUP_NBYTES // 2), contender, Path(folder) / "first")
-    os.sync()
+    import_libraries(contender)
+    if is_warmed_up():
+        save(part(2, WARMUP_NBYTES // 2), contender, Path(folder) / "first")
     dist.barrier()
-    queue.put(timed(lambda: save(state, contender, Path(folder) / "checkpoint")))
+    if rank == 0:
+        settle_memory(2 * N_TENSORS * TENSOR_NBYTES)
+    dist.barrier()
+    begin = time.perf_counter()
+    save(state, contender, Path(folder) / "checkpoint")
+    queue.put(time.perf_counter() - begin)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -297,7 +313,8 @@ def run_async(contender: str, folder: Path) -> Figures:
     state = tensors(16, ASYNC_NBYTES // 16)
     writer = storage(contender, folder)[0]
     blocked = []
-    for _ in range(3):  # the first one maps the memory
+    settle_memory(3 * ASYNC_NBYTES)
+    for _ in range(3 if is_warmed_up() else 1):  # the first one maps the memory
         begin = time.perf_counter()
         future: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
         blocked.append(time.perf_counter() - begin)
@@ -315,12 +332,14 @@ def run_convert(contender: str, folder: Path) -> Figures:
     save({str(i): one for i in range(N_CONVERTED_MIB * MIB // TENSOR_NBYTES)}, "ptsave", checkpoint)
     for file in checkpoint.glob("*.distcp"):
         make_cold(file)
-    os.sync()
+    settle_memory(N_CONVERTED_MIB * MIB)
     memory = PeakMemory()
+    begin = time.perf_counter()
     if contender == "torch":
-        seconds = timed(lambda: dcp_to_torch_save(checkpoint, target))
+        dcp_to_torch_save(checkpoint, target)
     else:
-        seconds = timed(lambda: ptsave.convert(checkpoint, target))
+        ptsave.convert(checkpoint, target)
+    seconds = time.perf_counter() - begin
     return {"seconds": seconds, "MiB of memory": memory.above_baseline() / MIB}
 
 
@@ -394,7 +413,6 @@ def report(names: list[str], rounds: int, folder: Path) -> str:
                 limits.setdefault(name, []).append(limit)
             first = turn % len(CONTENDERS)
             for contender in CONTENDERS[first:] + CONTENDERS[:first]:
-                fetch_free_memory(2 * N_TENSORS * TENSOR_NBYTES)
                 found = PROGRAM.run_task(Task(name, contender, str(folder)))
                 figures.setdefault((name, contender), []).append(found)
                 shutil.rmtree(folder / f"{name}-{contender}")

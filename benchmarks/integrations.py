@@ -1,13 +1,13 @@
 """Checkpoints of other libraries: as they write them, under install(), and by ptsave's plug-ins.
 
-    python -m benchmarks.integrations                     all workloads, 5 rounds
+    python -m benchmarks.integrations                     all workloads, 3 rounds
     python -m benchmarks.integrations lightning --rounds 7
     python -m benchmarks.integrations --output benchmarks/results/integrations.md
     PTSAVE_BENCHMARK_MIB=64 PTSAVE_BENCHMARK_MPARAMS=10 python -m benchmarks.integrations
 
 In each round of a workload it runs once with every contender, in a shuffled order, each in a fresh
-process that has saved something small before.  Files go to a disk, new names, without fsync unless
-the workload says so; before each figure all that is dirty has been written.
+process, which has saved something small before if it is warmed up.  Files go to a disk, new names,
+without fsync unless the workload says so; before each figure all that is dirty has been written.
 
 lightning: save_checkpoint and load_checkpoint of a CheckpointIO, 1 GiB of tensors; stock is
 Lightning's own, "installed" is that under ptsave.install().  The load is warm.  Memory is the peak
@@ -15,13 +15,13 @@ of resident memory during the save, above what there was.
 
 trainer: one checkpoint of transformers' Trainer, with AdamW, of a GPT-2 of 300 M parameters: model,
 optimizer, scheduler, random state.  "background" is the time for which training stands still, of
-the second checkpoint of a process; its limit is a memcpy of as many bytes by two threads into
-memory that is there.
+the second checkpoint of a process if it is warmed up, of the first otherwise; its limit is a memcpy
+of as many bytes by two threads into memory that is there.
 
 save_file: 1 GiB by safetensors.torch.save_file, into the page cache and with fsync (stock: of the
 file and its directory after the call).  The limit is writing as many bytes to a new file with
 nothing but write calls, into the page cache or past it with fdatasync, by 1, 2 or 4 threads, of
-which the fastest counts: what a kernel takes for fresh pages of a file, nobody gets round.
+which the fastest counts; its memory is fetched in every state.
 
 share: of the bytes of one checkpoint, those that the engine has written; tiny models.
 """
@@ -46,14 +46,9 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._program import TIMES_STOCK, Program, table
-from ptsave.bench.system import (
-    MIB,
-    PeakMemory,
-    fetch_free_memory,
-    make_warm,
-    sync_file_and_directory,
-)
+from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memory, table
+from benchmarks.works import GPT2_WIDTH, PARAMETERS_OF_LAYER, make_trainer, save_trainer
+from ptsave.bench.system import MIB, PeakMemory, make_warm, sync_file_and_directory
 
 N_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "1024"))
 N_MPARAMS = int(os.environ.get("PTSAVE_BENCHMARK_MPARAMS", "300"))
@@ -67,8 +62,6 @@ CONTENDERS = {
 LIMIT_MODES = {"trainer": "copy", "save_file": "buffered-write", "save_file_fsync": "direct-write"}
 CLIENTS = ("lightning", "trainer", "accelerate", "diffusers", "peft")
 N_FLOATS_OF_TENSOR = 4 * MIB
-GPT2_WIDTH = 1024
-PARAMETERS_OF_LAYER = 12 * GPT2_WIDTH**2  # of attention and feed-forward, about
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,6 @@ def make_tensors() -> dict[str, torch.Tensor]:
 
 
 def timed(action: Callable[[], object]) -> float:
-    os.sync()
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -119,18 +111,20 @@ def checkpoint_io(contender: str) -> Any:
 
 def measure_lightning(task: Task) -> Figure:
     plugin, folder = checkpoint_io(task.contender), Path(task.folder)
-    plugin.save_checkpoint({"w": torch.ones(3)}, str(folder / "small.ckpt"))
-    plugin.load_checkpoint(str(folder / "small.ckpt"))
+    if is_warmed_up():
+        plugin.save_checkpoint({"w": torch.ones(3)}, str(folder / "small.ckpt"))
+        plugin.load_checkpoint(str(folder / "small.ckpt"))
     path = folder / f"{task.contender}.ckpt"
     path.unlink(missing_ok=True)
     checkpoint: dict[str, Any] = {"state_dict": make_tensors(), "epoch": 1}
-    fetch_free_memory(3 * N_MIB * MIB)
+    settle_memory(3 * N_MIB * MIB)
     memory = PeakMemory()
     save = timed(lambda: plugin.save_checkpoint(checkpoint, str(path)))
     peak_nbytes = memory.above_baseline()
     expected = {name: float(each.sum()) for name, each in checkpoint.pop("state_dict").items()}
     make_warm(path)
     found: dict[str, Any] = {}
+    settle_memory(2 * N_MIB * MIB)
     load = timed(lambda: found.update(plugin.load_checkpoint(str(path), weights_only=True)))
     if {name: float(each.sum()) for name, each in found["state_dict"].items()} != expected:
         raise RuntimeError("other values")
@@ -141,52 +135,28 @@ def measure_lightning(task: Task) -> Figure:
 # -------------------------------------------------------------------------------------- the Trainer
 
 
-def make_trainer(contender: str, folder: Path, n_layers: int, width: int) -> Any:
-    from ptsave.integrations.transformers import Trainer
-
-    transformers: Any = importlib.import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    config = transformers.GPT2Config(
-        n_layer=n_layers, n_embd=width, n_head=4, vocab_size=1024, n_positions=64
-    )
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    if contender == STOCK:
-        trainer = transformers.Trainer(model, arguments)
-    else:
-        trainer = Trainer(model, arguments, async_checkpoints=contender == BACKGROUND)
-    trainer.create_optimizer_and_scheduler(2)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=True)
-    return trainer
-
-
-def save_trainer(trainer: Any, step: int) -> None:
-    trainer.state.global_step = step
-    trainer._save_checkpoint(trainer.model, None)
+def trainer_of(contender: str, folder: Path, n_layers: int, width: int) -> Any:
+    background = contender == BACKGROUND
+    return make_trainer(folder, n_layers, width, stock=contender == STOCK, background=background)
 
 
 def measure_trainer(task: Task) -> Figure:
     folder = Path(task.folder) / task.contender
-    save_trainer(make_trainer(task.contender, folder / "small", 1, 16), 1)
+    if is_warmed_up():
+        save_trainer(trainer_of(task.contender, folder / "small", 1, 16), 1)
     n_layers = max(N_MPARAMS * 10**6 // PARAMETERS_OF_LAYER, 1)
-    trainer = make_trainer(task.contender, folder, n_layers, GPT2_WIDTH)
-    if task.contender == BACKGROUND:
+    trainer = trainer_of(task.contender, folder, n_layers, GPT2_WIDTH)
+    if task.contender == BACKGROUND and is_warmed_up():
         save_trainer(trainer, 1)
         trainer._saves.wait()
         shutil.rmtree(folder / "checkpoint-1")
-    fetch_free_memory(3 * N_MPARAMS * 10**6 * 4)
+    settle_memory(3 * N_MPARAMS * 10**6 * 4)
     memory = PeakMemory()
-    start = time.perf_counter()
     seconds = {"save": timed(lambda: save_trainer(trainer, 2))}
     if task.contender == BACKGROUND:
+        start = time.perf_counter()
         trainer._saves.wait()
-        seconds["written"] = time.perf_counter() - start
+        seconds["written"] = seconds["save"] + time.perf_counter() - start
     files = [*(folder / "checkpoint-2").iterdir()]
     nbytes = sum(path.stat().st_size for path in files)
     shutil.rmtree(folder)
@@ -212,9 +182,10 @@ def measure_save_file(task: Task) -> Figure:
         if durable and task.contender == STOCK:
             sync_file_and_directory(path)
 
-    safetensors.torch.save_file({"w": torch.ones(3)}, path)
-    path.unlink()
-    fetch_free_memory(2 * N_MIB * MIB)
+    if is_warmed_up():
+        safetensors.torch.save_file({"w": torch.ones(3)}, path)
+        path.unlink()
+    settle_memory(2 * N_MIB * MIB)
     seconds = {"save": timed(save)}
     if task.contender == PTSAVE:
         ptsave.uninstall()
@@ -238,7 +209,7 @@ def checkpoint_of(client: str, contender: str, folder: Path) -> Callable[[], obj
         tensors = {"state_dict": {"w": torch.randn(MIB)}}
         return lambda: plugin.save_checkpoint(tensors, str(folder / "x.ckpt"))
     if client == "trainer":
-        trainer = make_trainer(contender, folder, 2, 64)
+        trainer = trainer_of(contender, folder, 2, 64)
         return lambda: save_trainer(trainer, 1)
     if client in ("diffusers", "peft"):
         if contender == PTSAVE:

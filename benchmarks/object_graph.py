@@ -1,24 +1,23 @@
 """Many tensors, few bytes: what the object graph costs, stock torch beside ptsave.
 
-    python -m benchmarks.object_graph                   all workloads, 5 rounds
+    python -m benchmarks.object_graph                   all workloads, 3 rounds
     python -m benchmarks.object_graph small --rounds 9
     python -m benchmarks.object_graph --output benchmarks/results/object_graph.md
 
 In each round every workload runs once with every contender, in a shuffled order.  Every figure
-comes from a fresh process that has saved and loaded one tensor before, so that nobody's imports are
-measured.  Files are on tmpfs and in the page cache.  The floor of a save is one write() of the
-finished file's bytes, that of a load is making as many empty tensors in a loop: every library has
-to do that and more.  Files are compared byte by byte, and loaded objects tensor by tensor, outside
-the clock.  Loaded objects are freed outside it, too, which decides the ratio: to load 100,000
-tensors takes 0.21 s of CPU time beside torch's 5.9 (28 times; two cores of an AMD EPYC), to free
-them 0.06 beside 0.10, so a clock that stops after that shows 23 times.  A forked child takes the
-same time as a fresh process.
+comes from a fresh process, which has saved and loaded one tensor before if it is warmed up, so that
+no imports are measured.  Files are on tmpfs and in the page cache.  The floor of a save is one
+write() of the finished file's bytes, that of a load is making as many empty tensors in a loop:
+every library has to do that and more.  Files are compared byte by byte, and loaded objects tensor
+by tensor, outside the clock.  Loaded objects are freed outside it, too, which decides the ratio: to
+load 100,000 tensors takes 0.21 s of CPU time beside torch's 5.9 (28 times; two cores of an AMD
+EPYC), to free them 0.06 beside 0.10, so a clock that stops after that shows 23 times.  A forked
+child takes the same time as a fresh process.
 """
 
 from __future__ import annotations
 
 import filecmp
-import gc
 import itertools
 import random
 import time
@@ -32,8 +31,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks._program import TIMES_STOCK, Program, table
-from ptsave.bench.system import fetch_free_memory
+from benchmarks._program import (
+    TIMES_STOCK,
+    WITHOUT_COLD,
+    Program,
+    is_warmed_up,
+    settle_memory,
+    table,
+)
 
 STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
 FETCHED_NBYTES = 512 << 20
@@ -100,11 +105,11 @@ def measure(task: Task) -> float:
         return measure_floor(task)
     save, load = calls(task.contender)
     warm_up = Path(task.path).with_name(f"warm-up-{task.contender}.pt")
-    save([torch.zeros(1)], warm_up)
-    load(warm_up, weights_only=True)
+    if is_warmed_up():
+        save([torch.zeros(1)], warm_up)
+        load(warm_up, weights_only=True)
     saved = WORKLOADS[task.workload].make() if task.action == "save" else None
-    gc.collect()
-    fetch_free_memory(FETCHED_NBYTES)
+    settle_memory(FETCHED_NBYTES)
     start = time.perf_counter()
     if task.action == "save":
         save(saved, task.path)
@@ -125,8 +130,7 @@ def measure_floor(task: Task) -> float:
     else:
         count = sum(1 for _ in tensors_of(torch.load(task.reference, weights_only=True)))
         action = partial(empty_tensors, count)
-    gc.collect()
-    fetch_free_memory(FETCHED_NBYTES)
+    settle_memory(FETCHED_NBYTES, is_limit=True)
     start = time.perf_counter()
     made = action()
     seconds = time.perf_counter() - start
@@ -237,6 +241,7 @@ PROGRAM = Program(
     report,
     [*WORKLOADS],
     folder=Path("/dev/shm"),
+    states=WITHOUT_COLD,
 )
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Loading an optimizer's state: AdamW with many small parameters, stock torch beside ptsave.
 
-    python -m benchmarks.optimizer_state               5 rounds
+    python -m benchmarks.optimizer_state               3 rounds
     python -m benchmarks.optimizer_state --rounds 9
     python -m benchmarks.optimizer_state --output benchmarks/results/optimizer_state.md
 
 In each round every contender runs once, in a shuffled order.  Every figure comes from a fresh
-process that has loaded the state of one parameter before, so that nobody's imports are measured.
+process, which has loaded the state of one parameter before if it is warmed up, so that no imports
+are measured.
 The optimizer is new, the state dict is in memory, and both have parameters of 16 float32.  "by
 name" finds the parameters, saved in the opposite order, by their names.  What was loaded is
 compared with the saved state outside the clock.  Stock torch is not asked for 200,000 parameters:
@@ -14,7 +15,6 @@ ten times as many take it a hundred times as long.
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -27,8 +27,14 @@ import torch
 from tqdm import tqdm
 
 import ptsave
-from benchmarks._program import TIMES_STOCK, Program, table
-from ptsave.bench.system import fetch_free_memory
+from benchmarks._program import (
+    TIMES_STOCK,
+    WITHOUT_COLD,
+    Program,
+    is_warmed_up,
+    settle_memory,
+    table,
+)
 
 STOCK, PTSAVE, BY_NAME = "stock", "ptsave", "ptsave, by name"
 FETCHED_NBYTES = 512 << 20
@@ -79,11 +85,11 @@ def load(contender: str, optimizer: torch.optim.Optimizer, state_dict: dict[str,
 
 def measure(task: Task) -> float:
     """Return the seconds of one call."""
-    load(task.contender, make_optimizer(1), make_state_dict(1))
+    if is_warmed_up():
+        load(task.contender, make_optimizer(1), make_state_dict(1))
     state_dict = make_state_dict(task.n_parameters, opposite=task.contender == BY_NAME)
     optimizer = make_optimizer(task.n_parameters)
-    gc.collect()
-    fetch_free_memory(FETCHED_NBYTES)
+    settle_memory(FETCHED_NBYTES)
     start = time.perf_counter()
     load(task.contender, optimizer, state_dict)
     seconds = time.perf_counter() - start
@@ -149,7 +155,14 @@ def run(**task: Any) -> float:
     return measure(Task(**task))
 
 
-PROGRAM = Program("optimizer_state", "Optimizer state benchmark", __doc__ or "", run, report)
+PROGRAM = Program(
+    "optimizer_state",
+    "Optimizer state benchmark",
+    __doc__ or "",
+    run,
+    report,
+    states=WITHOUT_COLD,
+)
 
 if __name__ == "__main__":
     PROGRAM.main()

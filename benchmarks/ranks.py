@@ -1,17 +1,17 @@
 """Ranks of one machine that load the same cold file at the same time.
 
-    python -m benchmarks.ranks                    1, 2, 4 and 8 ranks, 5 rounds
+    python -m benchmarks.ranks                    1, 2, 4 and 8 ranks, 3 rounds
     python -m benchmarks.ranks 2 8 --rounds 9
     python -m benchmarks.ranks --output benchmarks/results/ranks.md
 
-In each round every number of ranks loads once with torch, once with ptsave as processes that
-happen to start together, and once with ptsave and LOCAL_WORLD_SIZE set, as torchrun sets it, in
-turn, each of them first in one round of three.  Memory that a virtual machine's host may have taken
-back is fetched before the clock starts.  Ranks are forks of a fresh process that has
-imported both; they begin together, each touches a byte of every page, and the slowest counts.
-"From the disk" is what all of them together have had read (/proc/self/io), as a multiple of the
-file.  The limit is reading the file past the page cache once, with the number of threads that is
-fastest.
+In each round every number of ranks loads once with torch, once with ptsave as processes that happen
+to start together, and once with ptsave and LOCAL_WORLD_SIZE set, as torchrun sets it, in turn, each
+of them first in one round of three.  Warmed up, memory that a virtual machine's host may have taken
+back is fetched before the clock starts.  Ranks are forks of a fresh process that has imported both,
+and make their first call; they begin together, each touches a byte of every page, and the slowest
+counts.  "From the disk" is what all of them together have had read (/proc/self/io), as a multiple
+of the file.  The limit is reading the file past the page cache once, with the number of threads
+that is fastest.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from benchmarks import _limits
-from benchmarks._program import Program, table
+from benchmarks._program import Program, settle_memory, table
 from benchmarks.archive import yes_or_no
-from ptsave.bench.system import MIB, fetch_free_memory, make_cold
+from ptsave.bench.system import MIB, make_cold
 
 FILE = "ranks.pt"
 FILE_NBYTES = 512 * MIB
@@ -74,7 +74,7 @@ def run(contender: str, n_ranks: int, path: str) -> Figure:
     os.close(reported)
     time.sleep(0.1 * n_ranks)  # all of them wait by now
     make_cold(Path(path))
-    fetch_free_memory((n_ranks + 1) * FETCHED_NBYTES)  # tensors of each rank, and the page cache
+    settle_memory((n_ranks + 1) * FETCHED_NBYTES)  # tensors of each rank, and the page cache
     os.close(begun)
     with open(results) as stream:
         lines = [line.split() for line in stream]

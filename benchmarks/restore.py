@@ -1,13 +1,14 @@
 """Restoring a model and its optimizer in place: stock torch, ptsave, the hardware.
 
-    python -m benchmarks.restore                        all workloads, 5 rounds
+    python -m benchmarks.restore                        all workloads, 3 rounds
     python -m benchmarks.restore into-warm --rounds 9
     python -m benchmarks.restore --output benchmarks/results/restore.md
 
 In each round every workload runs once with every contender and with the hardware's limit, in a
 shuffled order.  Every figure comes from a fresh process in which the model (and its optimizer's
 state, except for a fresh optimizer) is in memory already, and which has restored one small model
-before.  Stock is torch.load followed by load_state_dict.  The limit is reading the same bytes: from
+before if it is warmed up.  Stock is torch.load followed by load_state_dict.  The limit is reading
+the same bytes, with memory fetched in every state: from
 the page cache, once, in a fresh process like any other and into the same tensors, with the number
 of threads (1, 2 or 4, a process for each) that has the best median; from a cold disk, past the page
 cache, with whichever of them is fastest.  Restored values are compared outside the clock, in the
@@ -16,7 +17,6 @@ first round.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import time
@@ -31,15 +31,9 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._program import TIMES_STOCK, Program, table
+from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memory, table
 from benchmarks.demo import Decoder, equal
-from ptsave.bench.system import (
-    MIB,
-    PeakMemory,
-    fetch_free_memory,
-    make_cold,
-    make_warm,
-)
+from ptsave.bench.system import MIB, PeakMemory, make_cold, make_warm
 
 STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
 LIMIT_THREADS = {f"limit with {n} threads": n for n in _limits.THREAD_COUNTS}
@@ -184,8 +178,8 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
 
 
 def warm_up(contender: str, path: Path) -> None:
-    """Restore something small, so that nobody's imports are measured."""
-    if contender in LIMIT_THREADS:
+    """Restore something small, so that no imports are measured."""
+    if contender in LIMIT_THREADS or not is_warmed_up():
         return
     model = nn.Linear(2, 2)
     torch.save(model.state_dict(), path)
@@ -208,8 +202,7 @@ def measure(task: Task) -> Figure:
         objects = make_training(1, fresh=task.fresh_optimizer)
     action = restorer(task, objects)
     make_cold(path) if task.cold else make_warm(path)
-    gc.collect()
-    fetch_free_memory(2 * path.stat().st_size)
+    settle_memory(2 * path.stat().st_size, is_limit=task.contender in LIMIT_THREADS)
     memory = PeakMemory()
     start = time.perf_counter()
     action()

@@ -1,13 +1,15 @@
 """Saving and loading a language model's tensors: stock torch, safetensors, ptsave, the hardware.
 
-    python -m benchmarks                                all workloads, 1 GiB, 5 rounds
+    python -m benchmarks                                all workloads, 1 GiB, 3 rounds
     python -m benchmarks load-warm --gib 2              one workload, with 2 GiB of tensors
     python -m benchmarks --output benchmarks/results/serialization.md
 
 In each round every workload runs once with every contender, in a shuffled order and with the
 hardware's limit among them, because what a disk can do drifts.  Every figure comes from a fresh
-process.  Memory that a virtual machine's host may have taken back is fetched before the clock
-starts.  Ratios are medians of the ratios within a round; the other figures are plain medians.
+process.  "As found" is its first call, after a rest in which a virtual machine's host may take free
+memory back; "warmed up" is a later call, for which that memory has been fetched, as it is for the
+limit in every state; "cold" is as found, with free memory put together for the host.  Ratios are
+medians of the ratios within a round; the other figures are plain medians.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import _limits
-from benchmarks._program import add_report_options, check_options, write_report
+from benchmarks._program import (
+    add_report_options,
+    add_state_options,
+    check_options,
+    compile_modules,
+    state_options,
+    states_of,
+    write_report,
+)
+from benchmarks._tables import by_state
 from ptsave.bench.report import SPEED_HEADER, TIMES_STOCK, speed_rows, table
 from ptsave.bench.rounds import (
     CONTENDERS,
@@ -42,7 +53,10 @@ GIB = 1 << 30
 
 NOTES = """\
 Each figure is from a fresh process; the contenders and the limit take turns, in a shuffled order.
-Memory that a virtual machine's host may have taken back is fetched before the clock starts.
+As found: its first call, after a rest in which a virtual machine's host may take free memory back.
+Warmed up: a later call, for which that memory has been fetched, as it is for the limit in every
+state.  Cold: as found, with free memory put together before the rest, as on a machine that has just
+started.
 s and GB/s are medians over the rounds, and ratios are medians of the ratios within a round.
 A load ends when one byte of every page of every tensor has been read.  safetensors always maps the
 file, checks nothing and copies nothing before a page is touched: compare it with `mmap=True`.
@@ -177,7 +191,7 @@ def report(all_results: dict[str, Results]) -> str:
         parts.append(table(["workload", "contender", "peak MiB above tensors", "max"], peaks, 2))
     if all(PTSAVE in results.figures for results in all_results.values()):
         parts.append(table(["workload", "goal", "ptsave", "met"], rows_of(goal_rows), 2))
-    return "\n\n".join([*parts, NOTES])
+    return "\n\n".join(parts)
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -193,10 +207,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "workloads", nargs="*", metavar="workload", help=f"default: all of {', '.join(WORKLOADS)}"
     )
     parser.add_argument("--gib", type=float, default=1.0, help="tensors to move (default: 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder on tmpfs")
+    add_state_options(parser)
     add_report_options(parser)
     options = parser.parse_args(arguments)
     check_options(options)
@@ -210,7 +225,8 @@ def command_of(options: argparse.Namespace) -> list[str]:
     command = ["python", "-m", "benchmarks", *options.workloads]
     if list(options.contenders) != list(CONTENDERS):
         command += ["--contenders", *options.contenders]
-    return [*command, "--gib", f"{options.gib:g}", "--rounds", str(options.rounds)]
+    command += ["--gib", f"{options.gib:g}", "--rounds", str(options.rounds)]
+    return [*command, *state_options(options)]
 
 
 def available_contenders(wanted: Iterable[str]) -> list[str]:
@@ -243,15 +259,25 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.workloads or list(WORKLOADS)
     _limits.build()
     contenders = available_contenders(options.contenders)
+    compile_modules()
+    found = {}
     with scratch_directories(options) as (disk, tmpfs):
         machine = describe_machine(disk, command_of(options))
-        bench = Bench(
-            disk, tmpfs, int(options.gib * GIB), contenders, _limits.measure, drop_all=True
-        )
-        bench.prepare()
-        chosen = {name: WORKLOADS[name] for name in names}
-        results = run_rounds(bench, chosen, contenders, options.rounds)
-    tables = report(results)
+        for state in states_of(options):
+            bench = Bench(
+                disk,
+                tmpfs,
+                int(options.gib * GIB),
+                contenders,
+                _limits.measure,
+                drop_all=True,
+                state=state,
+                rest=options.rest,
+            )
+            bench.prepare()
+            chosen = {name: WORKLOADS[name] for name in names}
+            found[state] = report(run_rounds(bench, chosen, contenders, options.rounds))
+    tables = f"{by_state(found)}\n\n{NOTES}"
     print(tables)
     if options.output is not None:
         text = f"# Serialization benchmark\n\n{machine}\n\n{tables}\n"

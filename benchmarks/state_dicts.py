@@ -1,18 +1,17 @@
 """State dicts into modules: what loading costs beside copying, stock torch beside ptsave.
 
-    python -m benchmarks.state_dicts                    all workloads, 5 rounds
+    python -m benchmarks.state_dicts                    all workloads, 3 rounds
     python -m benchmarks.state_dicts layers --rounds 9
     python -m benchmarks.state_dicts --output benchmarks/results/state_dicts.md
 
 In each round every workload runs once with every contender, in a shuffled order.  Every figure
-comes from a fresh process that has loaded one small state dict before, so that nobody's imports are
-measured.  The floor is copying every tensor in a loop, which every library has to do.  Whether the
-values have arrived is checked outside the clock.
+comes from a fresh process, which has loaded one small state dict before if it is warmed up, so that
+no imports are measured.  The floor is copying every tensor in a loop, which every library has to
+do.  Whether the values have arrived is checked outside the clock.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import time
@@ -27,10 +26,18 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks._program import TIMES_STOCK, Program, table
+from benchmarks._program import (
+    TIMES_STOCK,
+    WITHOUT_COLD,
+    Program,
+    is_warmed_up,
+    settle_memory,
+    table,
+)
 
 STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
 CONTENDERS = (STOCK, PTSAVE, FLOOR)
+FETCHED_NBYTES = 64 << 20
 
 # What is measured, and what tells afterwards whether it has done its work.
 Prepared = tuple[Callable[[], object], Callable[[], bool]]
@@ -115,10 +122,11 @@ class Task:
 
 def measure(task: Task) -> float:
     """Return the seconds of one call."""
-    warm_up, _ = load_module(partial(small_layers, 1), task.contender)
-    warm_up()
+    if is_warmed_up():
+        warm_up, _ = load_module(partial(small_layers, 1), task.contender)
+        warm_up()
     action, has_arrived = WORKLOADS[task.workload].prepare(task.contender)
-    gc.collect()
+    settle_memory(FETCHED_NBYTES, is_limit=task.contender == FLOOR)
     start = time.perf_counter()
     action()
     seconds = time.perf_counter() - start
@@ -189,7 +197,15 @@ def run(**task: Any) -> float:
     return measure(Task(**task))
 
 
-PROGRAM = Program("state_dicts", "State dict benchmark", __doc__ or "", run, report, [*WORKLOADS])
+PROGRAM = Program(
+    "state_dicts",
+    "State dict benchmark",
+    __doc__ or "",
+    run,
+    report,
+    [*WORKLOADS],
+    states=WITHOUT_COLD,
+)
 
 if __name__ == "__main__":
     PROGRAM.main()

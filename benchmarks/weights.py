@@ -1,20 +1,20 @@
 """Filling a model from shards, and saving it in shards: the usual loop, ptsave, the hardware.
 
-    python -m benchmarks.weights                        all workloads, 5 rounds
+    python -m benchmarks.weights                        all workloads, 3 rounds
     python -m benchmarks.weights warm --rounds 9
     python -m benchmarks.weights --output benchmarks/results/weights.md
 
 In each round every workload runs once with every contender and with the hardware's limit, in a
 shuffled order.  Every figure comes from a fresh process in which the model is in memory already,
-and which has filled one small model before.  The loop is that of inference engines: safe_open for
-each shard, get_tensor for each name, and the parameter's weight_loader or copy_.  The limit is
-reading the same bytes: from the page cache, once, in a fresh process like any other and into the
-same tensors, with the number of threads (1, 2 or 4, a process for each) that has the best median;
-from a cold disk, past the page cache, from one file of the same size, with whichever of them is
-fastest.  Where the model is saved, the loop is the safetensors library's save_file for each shard,
-and the limit is writing the same bytes to as many files through the page cache; files are written
-to a new directory, after all that was dirty has been written to the disk.  Values are compared
-outside the clock, in the first round.
+and which has filled one small model before if it is warmed up.  The loop is that of inference
+engines: safe_open for each shard, get_tensor for each name, and the parameter's weight_loader or
+copy_.  The limit is reading the same bytes: from the page cache, once, in a fresh process like any
+other and into the same tensors, with the number of threads (1, 2 or 4, a process for each) that has
+the best median; from a cold disk, past the page cache, from one file of the same size, with
+whichever of them is fastest; its memory is fetched in every state.  Where the model is saved, the
+loop is the safetensors library's save_file for each shard, and the limit is writing the same bytes
+to as many files through the page cache; files are written to a new directory, after all that was
+dirty has been written to the disk.  Values are compared outside the clock, in the first round.
 
 The tiny workloads are of 20,000 parameters of 16 floats: their time is Python's, for each name.
 They have no limit.
@@ -22,7 +22,6 @@ They have no limit.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -42,7 +41,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._program import Program, table
+from benchmarks._program import Program, is_warmed_up, settle_memory, table
 from benchmarks.restore import (
     LIMIT,
     LIMIT_THREADS,
@@ -55,13 +54,7 @@ from benchmarks.restore import (
     ratio,
     speed_rows,
 )
-from ptsave.bench.system import (
-    MIB,
-    PeakMemory,
-    fetch_free_memory,
-    make_cold,
-    make_warm,
-)
+from ptsave.bench.system import MIB, PeakMemory, make_cold, make_warm
 
 LOOP = "loop"
 N_SHARDS = 8
@@ -256,8 +249,8 @@ def filler(task: Task, model: nn.Module) -> Callable[[], None]:
 
 
 def warm_up(contender: str, folder: Path) -> None:
-    """Fill something small, so that nobody's imports are measured."""
-    if contender in LIMIT_THREADS:
+    """Fill something small, so that no imports are measured."""
+    if contender in LIMIT_THREADS or not is_warmed_up():
         return
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         model = nn.Linear(2, 2)
@@ -291,11 +284,12 @@ def measure_save(task: Task) -> Figure:
         else:
             save_with_library(Path(target), what)
 
+    if is_warmed_up():
+        with tempfile.TemporaryDirectory(dir=task.folder) as scratch:
+            write(scratch, {"small": torch.ones(3)})
     with tempfile.TemporaryDirectory(dir=task.folder) as scratch:
-        write(scratch, {"small": torch.ones(3)})
-    with tempfile.TemporaryDirectory(dir=task.folder) as scratch:
-        os.sync()
-        gc.collect()
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        settle_memory(nbytes, is_limit=task.contender in LIMIT_THREADS)
         memory = PeakMemory()
         start = time.perf_counter()
         write(scratch, tensors)
@@ -320,8 +314,8 @@ def measure(task: Task) -> Figure:
     action = filler(task, model)
     for path in shard_paths(folder):
         make_cold(path) if task.cold else make_warm(path)
-    gc.collect()
-    fetch_free_memory(sum(path.stat().st_size for path in shard_paths(folder)))
+    nbytes = sum(path.stat().st_size for path in shard_paths(folder))
+    settle_memory(nbytes, is_limit=task.contender in LIMIT_THREADS)
     memory = PeakMemory()
     start = time.perf_counter()
     action()

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-from ptsave.bench.system import MIB, make_warm
+from ptsave.bench.system import AS_FOUND, MIB, REST_SECONDS, make_warm
 from ptsave.bench.task import Figure, Task
 
 __all__ = [
@@ -167,6 +167,11 @@ class Bench:
         Measures the hardware's limit.
     drop_all : bool, default False
         Whether all files may be dropped from the page cache, where one alone cannot be.
+    state : str
+        The state of processes and memory: one of `ptsave.bench.system.STATES`.  The memory of the
+        limit is there in all of them.
+    rest : float
+        Seconds that free memory rests before a call, unless it is warmed up.
     """
 
     def __init__(
@@ -178,6 +183,8 @@ class Bench:
         measure_limit: MeasureLimit,
         *,
         drop_all: bool = False,
+        state: str = AS_FOUND,
+        rest: float = REST_SECONDS,
     ) -> None:
         self._disk = disk
         self._tmpfs = tmpfs
@@ -185,6 +192,8 @@ class Bench:
         self._contenders = contenders
         self._measure_limit = measure_limit
         self._drop_all = drop_all
+        self._state = state
+        self._rest = rest
         self._checksum = 0
 
     def prepare(self) -> None:
@@ -231,7 +240,15 @@ class Bench:
         if workload.replaces:
             shutil.copyfile(self.loaded_file(contender), path)
             os.sync()
-        task = Task("save", contender, str(path), self._nbytes, workload.fsync)
+        task = Task(
+            "save",
+            contender,
+            str(path),
+            self._nbytes,
+            workload.fsync,
+            state=self._state,
+            rest=self._rest,
+        )
         results.add(contender, _run_worker(task))
         is_first = len(results.figures[contender]) == 1
         if is_first and not filecmp.cmp(path, self.loaded_file(contender), shallow=False):
@@ -246,6 +263,8 @@ class Bench:
             page_cache=workload.page_cache,
             mmap=workload.mmap,
             drop_all=self._drop_all,
+            state=self._state,
+            rest=self._rest,
         )
         figure = _run_worker(task)
         if figure.checksum != self._checksum:

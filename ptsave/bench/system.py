@@ -8,12 +8,22 @@ import os
 import platform
 import re
 import shlex
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MIB = 1 << 20
+
+# States of process and memory in which a call is measured.
+AS_FOUND = "as found"  # the first call of a process that has imported nothing ahead
+WARMED_UP = "warmed up"  # a later call, or one whose memory has been fetched
+COLD = "cold"  # as found, with free memory put together in blocks that a host takes back
+STATES = (AS_FOUND, WARMED_UP, COLD)
+REST_SECONDS = 4.0
+_COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
 
 
 # ------------------------------------------------------------------------------------- page cache
@@ -96,6 +106,34 @@ def fetch_free_memory(nbytes: int) -> None:
         with suppress(OSError):  # kernels without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
+
+
+def settle(state: str, nbytes: int = 0, *, rest: float = REST_SECONDS) -> None:
+    """Bring free memory into a state, right before the clock starts.
+
+    Parameters
+    ----------
+    state : str
+        One of `STATES`.
+    nbytes : int
+        Memory to fetch where it is warmed up.
+    rest : float
+        Seconds to wait in the other states: a host takes back memory some time after it is free.
+    """
+    os.sync()  # nothing that ran before may still be on its way to the disk
+    if state == WARMED_UP:
+        if nbytes:
+            fetch_free_memory(nbytes)
+        return
+    if state == COLD:
+        _COMPACT_MEMORY.write_text("1")
+    time.sleep(rest)
+
+
+def available_states(states: Iterable[str]) -> list[str]:
+    """Return the states that this process can bring memory into: cold needs root."""
+    can_compact = os.access(_COMPACT_MEMORY, os.W_OK)
+    return [state for state in states if state != COLD or can_compact]
 
 
 class PeakMemory:

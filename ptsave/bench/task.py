@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ptsave.bench.system import REST_SECONDS, WARMED_UP
+
 
 @dataclass(frozen=True)
 class Task:
@@ -17,6 +19,8 @@ class Task:
     page_cache: str = "warm"  # or "cold", for a load
     mmap: bool = False
     drop_all: bool = False  # from the page cache, if the file alone cannot be
+    state: str = WARMED_UP  # of the process and of free memory
+    rest: float = REST_SECONDS  # before the call, unless it is warmed up
 
 
 @dataclass(frozen=True)

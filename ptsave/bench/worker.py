@@ -1,8 +1,8 @@
 """Measures one figure, in a fresh process: ``python -m ptsave.bench.worker TASK`` prints JSON.
 
-Only the call is timed: not the steps before it (imports, faulting in the tensors to save, bringing
-the file into the page cache or out of it, fetching free memory from the host of a virtual machine),
-nor those after it (checks, freeing memory).
+Only the call is timed: not the steps before it (``import torch`` and ``import ptsave``, faulting in
+the tensors to save, bringing the file into the page cache or out of it, and free memory into its
+state), nor those after it (checks, freeing memory).
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import gc
 import json
 import mmap
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptsave.bench.system import (
+    WARMED_UP,
     PeakMemory,
-    fetch_free_memory,
     make_cold,
     make_warm,
+    settle,
     sync_file_and_directory,
 )
 from ptsave.bench.task import Figure, Task
@@ -95,8 +97,7 @@ def save_call(task: Task) -> Callable[[StateDict], None]:
     if task.contender == "ptsave":
         import ptsave
 
-        ptsave_save = ptsave.save
-        return lambda tensors: ptsave_save(tensors, path, fsync=task.fsync)
+        return lambda tensors: ptsave.save(tensors, path, fsync=task.fsync)
 
     save: Callable[[StateDict, Path], Any] = torch.save
     if task.contender == "safetensors":
@@ -117,8 +118,7 @@ def load_call(task: Task) -> Callable[[], StateDict]:
     if task.contender == "ptsave":
         import ptsave
 
-        ptsave_load = ptsave.load
-        return lambda: ptsave_load(path, **options)
+        return lambda: ptsave.load(path, **options)
     if task.contender == "safetensors":
         from safetensors.torch import load_file
 
@@ -129,13 +129,23 @@ def load_call(task: Task) -> Callable[[], StateDict]:
 # ------------------------------------------------------------------------------------- measurements
 
 
+def warm_up(task: Task) -> None:
+    """Save and load something small, so that no imports are measured."""
+    if task.state == WARMED_UP:
+        with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
+            small = replace(task, path=f"{folder}/{Path(task.path).name}")
+            save_call(small)({"": torch.zeros(1)})
+            load_call(small)()
+
+
 def measure_save(task: Task) -> Figure:
     """Save the tensors once."""
+    warm_up(task)
     tensors = state_dict(task.nbytes)
     checksum = touch_every_page(tensors)
     save = save_call(task)
     gc.collect()
-    fetch_free_memory(FREE_MEMORY_FACTOR * task.nbytes)
+    settle(task.state, FREE_MEMORY_FACTOR * task.nbytes, rest=task.rest)
     memory = PeakMemory()
     start = time.perf_counter()
     save(tensors)
@@ -146,6 +156,7 @@ def measure_save(task: Task) -> Figure:
 
 def measure_load(task: Task) -> Figure:
     """Load a file once, and touch every page."""
+    warm_up(task)
     load = load_call(task)
     touch_every_page({"": torch.zeros(PAGE)})  # the operator's first call initialises torch
     path = Path(task.path)
@@ -154,7 +165,7 @@ def measure_load(task: Task) -> Figure:
     else:
         make_warm(path)
     gc.collect()
-    fetch_free_memory(FREE_MEMORY_FACTOR * path.stat().st_size)
+    settle(task.state, FREE_MEMORY_FACTOR * path.stat().st_size, rest=task.rest)
     memory = PeakMemory()
     start = time.perf_counter()
     tensors = load()
