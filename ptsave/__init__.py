@@ -21,6 +21,7 @@ _NAMES = {
     "comparison.captures": "CaptureComparison CapturedDifference compare_captures",
     "comparison.compare": "Comparison compare",
     "contents.archive": "Archive open",
+    "contents.loading": "load",
     "contents.tensor_info": "TensorInfo",
     "conversion.compacting": "Compaction compact",
     "conversion.converting": "Conversion convert",
@@ -34,7 +35,7 @@ _NAMES = {
     "models.weight_plan": "LoadedWeights",
     "models.weight_slices": "WeightSlice",
     "preloading": "preload",
-    "serialization": "load save",
+    "serialization": "save",
     "state.lazy_buffers": "register_lazy_buffer",
     "state.modules": "IncompatibleKeys load_state_dict",
     "state.optimizer_groups": "UnmatchedParameters",
@@ -56,7 +57,10 @@ def __getattr__(name: str) -> _Any:
     if name == "_C" or _MODULES.get(name, "errors") != "errors":
         _refuse_another_torch()
     if name in _MODULES:
-        value = getattr(_import_module(f"ptsave.{_MODULES[name]}"), name)
+        from ptsave.support.garbage import pausing_garbage_collection
+
+        with pausing_garbage_collection():  # its full pass over torch's objects takes 45 ms
+            value = getattr(_import_module(f"ptsave.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
     if name.startswith("_") and name != "_C":

@@ -12,6 +12,7 @@ from ptsave.comparison.compare import Comparison as Comparison
 from ptsave.comparison.compare import compare as compare
 from ptsave.contents.archive import Archive as Archive
 from ptsave.contents.archive import open as open
+from ptsave.contents.loading import load as load
 from ptsave.contents.tensor_info import TensorInfo as TensorInfo
 from ptsave.conversion.compacting import Compaction as Compaction
 from ptsave.conversion.compacting import compact as compact
@@ -35,7 +36,6 @@ from ptsave.models.save_model import save_model as save_model
 from ptsave.models.weight_plan import LoadedWeights as LoadedWeights
 from ptsave.models.weight_slices import WeightSlice as WeightSlice
 from ptsave.preloading import preload as preload
-from ptsave.serialization import load as load
 from ptsave.serialization import save as save
 from ptsave.state.lazy_buffers import register_lazy_buffer as register_lazy_buffer
 from ptsave.state.modules import IncompatibleKeys as IncompatibleKeys

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ptsave import serialization
+from ptsave.contents import loading
 from ptsave.streaming import safetensors_functions
 from ptsave.support import torch_serialization as stock
 
@@ -237,7 +238,7 @@ def _apply() -> None:
                 atomic=options.atomic,
                 weights_only_check=options.weights_only_check,
             ),
-            "load": _with_defaults(serialization.load, verify=options.verify),
+            "load": _with_defaults(loading.load, verify=options.verify),
         }
     for name, new in wanted.items():
         _exchange(name, new)

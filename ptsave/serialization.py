@@ -1,4 +1,4 @@
-"""`save` and `load`: torch's signatures and semantics."""
+"""`save`: torch's signature and semantics; `load` is in `contents.loading`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
-from torch.utils.serialization import config as torch_config
 
-from ptsave.archive.loading import LoadOptions
-from ptsave.contents.loading import load_source
-from ptsave.sources.local import describe
 from ptsave.support import torch_serialization as stock
 from ptsave.support.flags import check_flags
-from ptsave.support.group_call import failing_together
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
     check_dill_version,
@@ -25,11 +20,9 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
-from ptsave.writing.targets import TargetWriter, resolve_file, resolve_target
-from ptsave.writing.url_targets import UrlTarget
-from ptsave.writing.weights_only_check import warn_of_refusals
+from ptsave.writing.targets import TargetWriter, is_url_file, resolve_file, resolve_target
 
-__all__ = ["load", "save"]
+__all__ = ["save"]
 
 
 def save(
@@ -112,8 +105,10 @@ def save(
     {'weight': tensor([1., 1., 1.])}
     """
     check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
+    if weights_only_check:
+        from ptsave.writing.weights_only_check import warn_of_refusals
     check_dill_version(pickle_module)
-    if not isinstance(f, UrlTarget):  # of a directory, which has its options
+    if not is_url_file(f):  # of a directory, which has its options
         check_save_filelike(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         if weights_only_check:
@@ -149,105 +144,6 @@ def _opened_for_torch(
     f: Any, storage_options: Mapping[str, Any] | None
 ) -> AbstractContextManager[Any]:
     """Return a context with the file that torch's own writer is given: `f`, unless it is a URL."""
-    if isinstance(f, (str, os.PathLike)) or (storage_options and not isinstance(f, UrlTarget)):
+    if isinstance(f, (str, os.PathLike)) or (storage_options and not is_url_file(f)):
         f = resolve_file(f, storage_options)
-    return f.opened() if isinstance(f, UrlTarget) else nullcontext(f)
-
-
-def load(
-    f: Any,
-    map_location: Any = None,
-    pickle_module: Any = None,
-    *,
-    weights_only: bool | None = None,
-    mmap: bool | None = None,
-    verify: bool = True,
-    progress: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-    process_group: Any = None,
-    **pickle_load_args: Any,
-) -> Any:
-    """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
-
-    Storages are filled by several threads, directly in their final memory: cached bytes come from
-    the page cache, others from the disk past it.  The content of a file decides how it is read,
-    whatever it is called.
-
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``: of
-        a ``.pt`` file of any age, a safetensors file, or (a path only) an index of shards or their
-        directory.
-    map_location : callable, torch.device, str, dict or None
-        As for :func:`torch.load`.
-    pickle_module : module or None
-        As for :func:`torch.load`.
-    weights_only : bool or None
-        As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
-        are built, and no code of the file runs.
-    mmap : bool or None
-        Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
-        verified.  Only for local paths.
-    verify : bool, default True
-        Whether every record is compared with its CRC-32, while its bytes are in the cache.  Files
-        whose storages were overwritten in place on purpose need ``verify=False``, or
-        ``PTSAVE_VERIFY=0`` in the environment where the call cannot be edited.
-    progress : bool, default False
-        Whether to show a progress bar.
-    storage_options : mapping, optional
-        Arguments for the file system of a URL.
-    process_group : torch.distributed.ProcessGroup, optional
-        The ranks that load the same path or URL at the same time, one archive of torch 1.6 or
-        later: rank 0 of the group reads each byte once, for all, or the first rank of each host
-        does, if the file is there.  Every rank calls this, with options of its own, as to where its
-        tensors belong.  None: each rank reads.
-    **pickle_load_args
-        Passed to the unpickler if ``weights_only=False``.
-
-    Returns
-    -------
-    object
-        The saved object; of a safetensors file, and of several files, one dict of tensors.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        A :class:`RuntimeError` that names the damaged record, its offset and the entries using it.
-    UnsupportedUrlError
-        A :class:`FileNotFoundError`: fsspec cannot read such a URL.
-    ValueError
-        `mmap` is asked of something else than a local path.
-    pickle.UnpicklingError
-        As from :func:`torch.load`.
-    RuntimeError, TypeError
-        `process_group` has been destroyed, or is no process group; or a rank of it has ended.
-
-    Notes
-    -----
-    With `process_group`, what fails on one rank (the file is damaged, a pickle is refused there)
-    is an error on all, which names the rank and the file.  A chunk of 8 MiB is on its way while the
-    next is read; a rank needs 40 MiB above its tensors, and compares the checksums itself.  One
-    that uses no bytes (``map_location="meta"``) keeps none.
-
-    Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
-    File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
-    files are read in order, one storage at a time.  The position of any file-like object is behind
-    the last storage afterwards, where torch leaves it.  A safetensors file has no checksums.
-
-    Examples
-    --------
-    >>> import io, torch, ptsave
-    >>> stream = io.BytesIO()
-    >>> torch.save([torch.arange(3), "three"], stream)
-    >>> _ = stream.seek(0)
-    >>> ptsave.load(stream)
-    [tensor([0, 1, 2]), 'three']
-    """
-    with failing_together(process_group, describe(f)):
-        check_flags(verify=verify)
-    maps = torch_config.load.mmap if mmap is None else mmap
-    options = LoadOptions(
-        map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args
-    )
-    return load_source(f, options, storage_options, process_group)
+    return f.opened() if is_url_file(f) else nullcontext(f)

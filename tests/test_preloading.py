@@ -96,6 +96,58 @@ def test_an_import_imports_little(code: str, expected: str) -> None:
     assert done.stdout.strip() == f"{bool(expected)} False {expected}".strip()
 
 
+# The first call of a process, after torch's and ptsave's import.
+_FIRST = """
+import gc, sys, torch, ptsave
+model = torch.nn.Linear(3, 2)
+torch.save(model.state_dict(), 'a.pt')
+before, passes = set(sys.modules), []
+gc.callbacks.append(lambda phase, info: passes.append(info['generation']))
+{call}
+gc.callbacks.clear()
+print(*(name for name in sys.modules if name not in before), '|', *passes)
+"""
+_SAVING = "errors sources support writing"
+_LOADING = "archive contents errors sources support"
+_FIRST_CALLS = {
+    "ptsave.save(model.state_dict(), 'b.pt')": f"{_SAVING} serialization",
+    "ptsave.load('a.pt')": _LOADING,
+    "ptsave.open('a.pt')['weight']": f"{_LOADING} tree",
+    "ptsave.load_into('a.pt', model)": f"{_LOADING} state training tree",
+    "ptsave.load_model(model, 'a.pt')": f"{_LOADING} models state training tree",
+    "ptsave.async_save(model.state_dict(), 'b.pt').result()": f"{_SAVING} background",
+    "ptsave.AsyncCheckpointer('c').save(1, model=model).result()": f"{_SAVING} background training",
+}
+# Modules for ranks, damage, optimizers, other formats and places.
+_RARE = (
+    *("archive.checks", "archive.cut", "archive.damage", "archive.group", "archive.recovery"),
+    *("archive.remote", "archive.stream", "contents.dcp", "contents.safetensors"),
+    *("models.group", "state.optimizer", "support.group", "support.host", "support.rank_"),
+    *("training.group", "tree.capture", "writing.url"),
+)
+
+
+@pytest.mark.parametrize("call", _FIRST_CALLS)
+def test_a_first_call_imports_what_it_needs(call: str, tmp_path: Path) -> None:
+    """And sets no pass of the garbage collector off over all objects of torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST.format(call=call)],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    modules, passes = (part.split() for part in done.stdout.split("|"))
+    own = [name.removeprefix("ptsave.") for name in modules if name.startswith("ptsave.")]
+    assert {name.partition(".")[0] for name in own} - {"_C", "_core"} == {
+        *_FIRST_CALLS[call].split()
+    }
+    assert [name for name in own if name.startswith(_RARE)] == []
+    libraries = ("fsspec", "numpy", "safetensors", "torch.distributed.checkpoint", "decimal")
+    assert [name for name in modules if name.startswith(libraries)] == []
+    assert "2" not in passes
+
+
 def test_ptsave_may_be_imported_while_torch_is(tmp_path: Path) -> None:
     """As by a hook of a .pth file: torch does not know its version yet."""
     (tmp_path / "torch.py").write_text("import ptsave\n__version__ = 'none'\n")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.damage import damage_of
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
@@ -81,6 +80,8 @@ def fill(
     except _C.FormatError as error:
         raise_corrupt(error, reader.path)
     if damaged:
+        from ptsave.archive.damage import damage_of
+
         raise damage_of(reader, damaged)
 
 

@@ -15,7 +15,6 @@ import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
 from torch.utils.serialization import config as torch_config
 
-from ptsave.archive.checks import check_compressed_members, torchscript_error
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
@@ -31,7 +30,6 @@ from ptsave.sources.kinds import (
     what_it_surely_is,
 )
 from ptsave.sources.local import describe
-from ptsave.sources.remote_errors import named_errors
 from ptsave.support import torch_serialization as stock
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import (
@@ -51,7 +49,7 @@ _TORCHSCRIPT_WARNING = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class LoadOptions:
     """The arguments of :func:`ptsave.load` beside the file.
 
@@ -95,11 +93,15 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     if reader is not None and reader.engine.find("constants.pkl") is not None:
         reader.close()
         if options.wants_state:
+            from ptsave.archive.checks import torchscript_error
+
             raise torchscript_error(reader.path)
         warn_user(_TORCHSCRIPT_WARNING)
         return _load_torchscript(f, options.map_location, restricted)
     module = restricted_unpickler if restricted else options.pickle_module or pickle
     if reader is not None and not reader.engine.all_stored:
+        from ptsave.archive.checks import check_compressed_members
+
         with closing(reader):
             check_compressed_members(reader)
         reader = None
@@ -130,6 +132,8 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
 
 
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
+    from ptsave.sources.remote_errors import named_errors
+
     runs_no_code = restricted and not callable(options.map_location)
     with (
         _naming_what_it_is(f, runs_no_code=runs_no_code),

@@ -7,13 +7,11 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ptsave import _C
 from ptsave.archive.format_errors import corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.remote import RemoteReader
-from ptsave.archive.stream_reader import open_stream
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
@@ -23,9 +21,11 @@ from ptsave.sources.kinds import (
     regular_only,
 )
 from ptsave.sources.local import describe, real_file
-from ptsave.sources.ranges import Buffer, LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file
 from ptsave.support import config
+
+if TYPE_CHECKING:
+    from ptsave.sources.ranges import LocalFile, RangeSource
 
 __all__ = ["RECOVERY_ADVICE", "open_archive", "open_source_archive", "reader_for"]
 
@@ -122,7 +122,11 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
     if mmap and not isinstance(f, (str, os.PathLike)):
         return None
     reader = open_archive(f, verify=verify)
-    return open_stream(f, verify=verify) if reader is None else reader
+    if reader is not None or isinstance(f, (str, os.PathLike)):
+        return reader
+    from ptsave.archive.stream_reader import open_stream
+
+    return open_stream(f, verify=verify)
 
 
 def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
@@ -142,6 +146,8 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
     OSError
         If it is a local file that has no positions to read at.
     """
+    from ptsave.sources.ranges import Buffer, LocalFile
+
     limits = config.current()
     try:
         if isinstance(source, LocalFile):
@@ -149,6 +155,8 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
         elif isinstance(source, Buffer):
             engine = _C.Reader.open_memory(source.view, name="BytesIO")
         else:
+            from ptsave.archive.remote import RemoteReader
+
             return RemoteReader(source, limits, verify=verify)
     except OSError as error:
         name_file(error, source.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import _compat_pickle
 import datetime
-import decimal
 import functools
 import io
 import pathlib
@@ -38,7 +37,7 @@ _APPENDS = b"h\0(e."  # whether a container can be appended to
 _SET_ITEM = b"h\0h\1h\2s."
 _SET_ITEMS = b"h\0(u."
 
-_DTYPE_CODE = re.compile(r"\?|[bBhHiIlLqQefdgFDG]|[biufcmM][0-9]{1,2}|[SU][0-9]{0,9}")
+_DTYPE_CODE = r"\?|[bBhHiIlLqQefdgFDG]|[biufcmM][0-9]{1,2}|[SU][0-9]{0,9}"
 _MAX_N_DIMENSIONS = 64
 _UNITS = {b"generic", *(b"Y M W D h m s ms us ns ps fs as".split())}
 _FACTORIES = (bool, dict, float, int, list, set, str, tuple, type(None))
@@ -72,7 +71,7 @@ def _is_plain_dtype(dtype: Any) -> bool:
 
 
 def _dtype(code: Any, align: Any = False, copy: Any = True) -> Any:
-    _require(type(code) is str and _DTYPE_CODE.fullmatch(code), "numpy.dtype")
+    _require(type(code) is str and re.fullmatch(_DTYPE_CODE, code), "numpy.dtype")
     _require(_all_are((align, copy), (bool, int)), "numpy.dtype")
     try:
         return _numpy().dtype(code, False, True)  # a copy, which may get another byte order
@@ -176,6 +175,8 @@ _TIME = (int, bytes, str, type(None), datetime.timezone)
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the names in pickles, as torch spells them, and what is called in their places."""
+    import decimal  # takes as long as this module
+
     if _numpy() is not None:
         yield "numpy.dtype", _dtype
         yield "numpy.ndarray", _array_type
@@ -202,8 +203,11 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "collections.deque", _deque
 
 
-_BY_NAME = dict(_functions())
-_FUNCTIONS = frozenset(_BY_NAME.values())
+@functools.cache
+def _by_name() -> dict[str, Callable[..., Any]]:
+    return dict(_functions())
+
+
 _TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
 
 
@@ -232,7 +236,7 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
             return self._global(program)
         target = memo.get(0)
         if program == _REDUCE:
-            if type(target) is FunctionType and target in _FUNCTIONS:
+            if type(target) is FunctionType and target in _by_name().values():
                 return self._call(target, memo[1])
         elif program == _BUILD:
             if self._build(target, memo[1]):
@@ -255,10 +259,10 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
             name = _full_name(*lines[:2])
             if name in _TYPES:
                 return _TYPES[name]
-            if name not in _BY_NAME:
+            if name not in _by_name():
                 raise
-            self.given.add(_BY_NAME[name])
-            return _BY_NAME[name]
+            self.given.add(_by_name()[name])
+            return _by_name()[name]
 
     def _call(self, function: Callable[..., Any], arguments: Any) -> Any:
         _require(type(arguments) is tuple, "a call")
@@ -309,7 +313,7 @@ def refuse_functions(obj: Any, given: Set[Callable[..., Any]]) -> None:
     kinds = (Mapping, list, tuple, set, frozenset, deque)
     for value in walk(obj, kinds, keys=True) if given else ():
         if type(value) is FunctionType and value in given:
-            name = next(name for name, function in _BY_NAME.items() if function is value)
+            name = next(name for name, function in _by_name().items() if function is value)
             raise pickle.UnpicklingError(
                 f"Unsupported global: GLOBAL {name} was not an allowed global by default"
             )

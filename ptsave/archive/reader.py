@@ -7,19 +7,21 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.serialization import LoadEndianness
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
-from ptsave.archive.parking import Parking
 from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError
-from ptsave.sources.ranges import LocalFile
 from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
+
+if TYPE_CHECKING:
+    from ptsave.archive.parking import Parking
+    from ptsave.sources.ranges import LocalFile
 
 __all__ = [
     "ID_RECORD",
@@ -69,7 +71,17 @@ class RecordReader:
         Whether the restricted machine makes harmless values that torch's refuses.
     small : dict of str to bytes
         The records that are no storages, by name, as far as they have been read.
+    is_fetched : bool
+        Whether its bytes come from a source that the engine does not read.
+    reads_when_asked : bool
+        Whether a storage is read when unpickling asks for it, and not ahead.
+    verifies : bool
+        Whether such a storage is compared with its checksum.
     """
+
+    is_fetched = False
+    reads_when_asked = False
+    verifies: bool
 
     def __init__(self, engine: _C.Reader, path: str, limits: Config, *, verify: bool) -> None:
         self.engine = engine
@@ -90,6 +102,8 @@ class RecordReader:
 
     def park(self, file: LocalFile) -> None:
         """Close the archive's file, which is this one, until it is read."""
+        from ptsave.archive.parking import Parking
+
         self._parking = Parking(self.engine, file, direct=self.limits.direct_reads)
 
     def opened(self) -> AbstractContextManager[None]:

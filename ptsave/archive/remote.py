@@ -37,6 +37,8 @@ class RemoteReader(RecordReader):
         If it is no archive.
     """
 
+    is_fetched = True
+
     def __init__(self, source: RangeSource, limits: Config, *, verify: bool) -> None:
         self.source = source
         self._with_headers: set[int] = set()  # records whose local headers are in the file

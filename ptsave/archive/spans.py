@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.damage import damage_of
 from ptsave.archive.format_errors import bare_message, corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.remote import RemoteReader
 from ptsave.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from ptsave.archive.remote import RemoteReader
 
 __all__ = [
     "MAX_FETCHED_GAP",
@@ -42,8 +42,7 @@ _BATCH_NBYTES = 64 * MIB
 _REQUEST_NBYTES = 8 * MIB
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A part of a record's payload, and the memory it belongs in.
 
     Attributes
@@ -62,8 +61,7 @@ class Span:
     target: Tensor
 
 
-@dataclass(frozen=True)
-class Damage:
+class Damage(NamedTuple):
     """A damaged record.
 
     Attributes
@@ -213,6 +211,8 @@ class EngineSpans:
             max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
         )
         if damaged:
+            from ptsave.archive.damage import damage_of
+
             raise damage_of(self._reader, damaged)
 
 
@@ -308,7 +308,12 @@ class FetchedSpans:
 
 def spans_of(reader: RecordReader) -> ArchiveSpans:
     """Return the reader of parts of an archive's records: fetched by ranges, or local."""
-    return FetchedSpans(reader) if isinstance(reader, RemoteReader) else EngineSpans(reader)
+    if not reader.is_fetched:
+        return EngineSpans(reader)
+    from ptsave.archive.remote import RemoteReader
+
+    assert isinstance(reader, RemoteReader)
+    return FetchedSpans(reader)
 
 
 def _damage_of(reader: RecordReader, number: int, error: Exception) -> Damage:

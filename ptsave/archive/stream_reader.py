@@ -64,12 +64,9 @@ class StreamReader(RemoteReader):
         The archive.  A file object gets its position back when this is made, and when it is closed.
     verify : bool
         Whether checksums are compared.
-
-    Attributes
-    ----------
-    verifies : bool
-        Whether those of storages are.
     """
+
+    reads_when_asked = True
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
         super().__init__(source, config.current(), verify=verify)

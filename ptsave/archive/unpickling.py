@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from ptsave import _C
-from ptsave.archive.damage import damage_of
 from ptsave.archive.filling import (
     Placement,
     ReceivedPlacement,
@@ -34,9 +33,7 @@ from ptsave.archive.filling import (
     verifies_storages,
 )
 from ptsave.archive.format_errors import raise_corrupt
-from ptsave.archive.plain_values import ValueUnpickler, refuse_functions
 from ptsave.archive.reader import RecordReader, UnfilledView
-from ptsave.archive.stream_reader import StreamReader
 from ptsave.errors import MalformedPickleError
 from ptsave.support.torch_serialization import (
     LOADER_KNOWS_WEIGHTS_ONLY,
@@ -101,8 +98,8 @@ def unpickle(
         return _load(shown, map_location, module, overall_storage, pickle_load_args)
 
     fills = fills_storages(map_location)
-    if overall_storage is not None or not fills or isinstance(reader, StreamReader):
-        if fills and isinstance(reader, StreamReader):
+    if overall_storage is not None or not fills or reader.reads_when_asked:
+        if fills and reader.reads_when_asked:
             reader.verifies = verifies_storages(reader)
         shown = reader.for_loader() if fills else UnfilledView(reader)
         return load(shown, _faster(pickle_module, reader, storages_are_plain=False))
@@ -146,6 +143,8 @@ def _wait(reader: RecordReader) -> None:
     """Wait until every storage is filled, and refuse the archive if any is damaged."""
     damaged = reader.engine.wait_all(progress=reader.progress)
     if damaged:
+        from ptsave.archive.damage import damage_of
+
         raise damage_of(reader, damaged)
 
 
@@ -450,10 +449,12 @@ class Unpickler:
     def load(self) -> Any:
         reader = self.archive()
         assert reader is not None
-        given: set[Any] = set()
-        machine = (
-            type("Machine", (ValueUnpickler,), {"given": given}) if reader.allows_values else None
-        )
+        machine = None
+        if reader.allows_values:
+            from ptsave.archive.plain_values import ValueUnpickler, refuse_functions
+
+            given: set[Any] = set()
+            machine = type("Machine", (ValueUnpickler,), {"given": given})
         try:
             obj = _C.unpickle_weights_only(
                 self.file.read(),
@@ -470,7 +471,8 @@ class Unpickler:
             if malformed is None:
                 raise
             raise malformed from error
-        refuse_functions(obj, given)
+        if machine is not None:
+            refuse_functions(obj, given)
         return obj
 
 

@@ -29,7 +29,6 @@ from ptsave.support.torch_serialization import (
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import resolve_target
-from ptsave.writing.weights_only_check import warn_of_refusals
 
 __all__ = ["async_save", "release_staging_memory"]
 
@@ -130,6 +129,8 @@ def async_save(
         target = os.path.join(os.getcwd(), named)  # not normalized: links decide where ".." leads
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     if weights_only_check:
+        from ptsave.writing.weights_only_check import warn_of_refusals
+
         warn_of_refusals(obj, pickle_module, pickle_protocol, data)
     skip_data = options.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept

@@ -37,8 +37,7 @@ from ptsave.background.worker_lane import WorkerLane
 from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.writing.targets import TargetWriter, name_of
-from ptsave.writing.url_targets import UrlTarget
+from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 
 __all__ = [
     "BackgroundSave",
@@ -105,7 +104,7 @@ class BackgroundSave:
         **options: Any,
     ) -> None:
         name = f"<{type(target).__name__}>"
-        if isinstance(target, (str, UrlTarget)):
+        if isinstance(target, str) or is_url_file(target):
             name = name_of(target)
         self.future = SaveFuture(name, plan.nbytes, self._withdraw, release_own)
         self._plan = plan
@@ -125,7 +124,7 @@ class BackgroundSave:
     @property
     def is_remote(self) -> bool:
         """Whether it goes to a URL."""
-        return isinstance(self._target, UrlTarget)
+        return is_url_file(self._target)
 
     # ------------------------------------------------------------------------------------- staging
 

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ptsave.archive.recovery import recovered
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, list_tensors
 from ptsave.sources.local import describe
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.tree.capture_schema import CapturedCall, CapturedValue
-from ptsave.tree.captured_run import CapturedRun
-from ptsave.tree.captured_summary import CaptureSummary, summary_of
 from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.names import EntryNames
 from ptsave.tree.paths import Path
 from ptsave.tree.view_blocks import check_index
+
+if TYPE_CHECKING:
+    from ptsave.tree.capture_schema import CapturedCall, CapturedValue
+    from ptsave.tree.captured_run import CapturedRun
+    from ptsave.tree.captured_summary import CaptureSummary
 
 __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
 
@@ -318,11 +319,15 @@ class Archive:
         >>> [(each.name, each.n_calls, each.shapes) for each in summary.classes]
         [('Sequential', 1, ((2, 3),)), ('Linear', 1, ((2, 3),)), ('ReLU', 1, ((2, 3),))]
         """
+        from ptsave.tree.captured_summary import summary_of
+
         with pausing_garbage_collection():
             return summary_of(self._run)
 
     @cached_property
     def _run(self) -> CapturedRun:
+        from ptsave.tree.captured_run import CapturedRun
+
         with pausing_garbage_collection():
             return CapturedRun(self._contents.obj, self.path)
 
@@ -488,6 +493,10 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     tensor([1., 1., 1.])
     """
     check_flags(verify=verify, recover=recover)
-    localize = recovered if recover else None
+    localize = None
+    if recover:
+        from ptsave.archive.recovery import recovered
+
+        localize = recovered
     contents = open_contents(f, storage_options, verify=verify, localize=localize)
     return Archive(contents, describe(f), verify=verify)

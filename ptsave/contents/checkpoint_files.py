@@ -6,8 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptsave import _core
 from ptsave.contents.rank_directories import (
@@ -40,12 +39,12 @@ from ptsave.support.text import some_of
 
 __all__ = ["CheckpointFiles", "checkpoint_files", "find_files"]
 
-_INDEX = re.compile(r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX))
+_INDEX = r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX)
 # A file of such a name that is no checkpoint is a damaged one.
-_PROMISING = re.compile(r".*\.(?:safetensors|pth?|ckpt)", re.I)
+_PROMISING = r"(?i).*\.(?:safetensors|pth?|ckpt)"
 # Other programs have files of this suffix, too: these names are those of transformers, accelerate,
 # peft and diffusers.
-_PROMISING_BIN = re.compile(
+_PROMISING_BIN = (
     r"(?:.*[_-])?(?:model|optimizer|scheduler|training_args|sampler|scaler|weights|dl_state_dict)"
     r"(?:[_-].*)?\.bin"
 )
@@ -108,7 +107,7 @@ def _files_of(
         except BaseException:
             place.close()
             raise
-    return replace(files, path=path, storage_options=storage_options)
+    return files._replace(path=path, storage_options=storage_options)
 
 
 def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) -> ShardFiles:
@@ -156,7 +155,6 @@ def _only_checkpoint_in(folder: Folder) -> ShardFiles:
     )
 
 
-@dataclass
 class CheckpointFiles:
     """The checkpoints and other files in a directory.
 
@@ -176,11 +174,12 @@ class CheckpointFiles:
         Names of the subdirectories, which are not looked into.
     """
 
-    path: str
-    sets: list[ShardFiles] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    ignored: dict[str, str] = field(default_factory=dict)
-    directories: list[str] = field(default_factory=list)
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.sets: list[ShardFiles] = []
+        self.problems: list[str] = []
+        self.ignored: dict[str, str] = {}
+        self.directories: list[str] = []
 
 
 def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> CheckpointFiles:
@@ -238,7 +237,7 @@ def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
         entries = [name for name in entries if not is_rank_file(name)]
         found.sets += [metadata_files(folder, [name]) for name in metadata]
     names = _sort_by_content(found, folder, entries)
-    for index in list(filter(_INDEX.fullmatch, found.ignored)):
+    for index in list(filter(re.compile(_INDEX).fullmatch, found.ignored)):
         _add_indexed(found, folder, index, names)
     if distributed:
         _add_rank_sets(found, folder, names)
@@ -305,8 +304,7 @@ def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str])
     return names
 
 
-@dataclass(frozen=True)
-class _Else:
+class _Else(NamedTuple):
     text: str
     is_damage: bool = False
 
@@ -319,7 +317,7 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
     IsADirectoryError
         If it is a directory.
     """
-    is_promising = bool(_PROMISING.fullmatch(name) or _PROMISING_BIN.fullmatch(name))
+    is_promising = bool(re.fullmatch(_PROMISING, name) or re.fullmatch(_PROMISING_BIN, name))
     if _core.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
     if not folder.exists(path):
@@ -344,7 +342,7 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
 
 def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[str]) -> None:
     """Add the set of an index, unless the model is there in one file, which readers prefer."""
-    match = _INDEX.fullmatch(index)
+    match = re.fullmatch(_INDEX, index)
     assert match is not None
     if match["single"] in names:
         found.ignored[index] = f"not used: {match['single']} is there"
@@ -352,7 +350,7 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
     del found.ignored[index]
     try:
         files = read_index(open_source(folder.join(index), folder.storage_options), folder)
-        files = replace(files, path=files.index_path, storage_options=folder.storage_options)
+        files = files._replace(path=files.index_path, storage_options=folder.storage_options)
         _require_all(files)
     except FileNotFoundError as error:
         found.problems.append(f"{error.filename}: {error.strerror}")
@@ -364,5 +362,5 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
     # A file that is no checkpoint has been named already, but for those in subdirectories.
     paths = [path for path, name in shards.items() if name in names or "/" in name]
     weight_map = {name: path for name, path in (files.weight_map or {}).items() if path in paths}
-    found.sets.append(replace(files, paths=paths, weight_map=weight_map))
+    found.sets.append(files._replace(paths=paths, weight_map=weight_map))
     names.difference_update(shards.values())

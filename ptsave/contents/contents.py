@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.archive.checks import find_damage
-from ptsave.archive.damage import damage_of
 from ptsave.archive.filling import to_device
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import ArchiveSpans, Span, spans_of
@@ -22,7 +20,6 @@ from ptsave.archive.weights_only import raise_with_advice
 from ptsave.contents.metadata import metadata_of
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.state.plain_copies import shares_bytes
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
@@ -297,6 +294,9 @@ class UnreadContents(OneFile):
                 del error  # whose traceback refers to this frame, and that to the archive
 
     def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
+        from ptsave.archive.checks import find_damage
+        from ptsave.archive.damage import damage_of
+
         damage = find_damage(self.reader, self._spans, progress)
         crcs = [found.crcs for found in damage if found.crcs is not None]
         others = [found.error for found in damage if found.crcs is None]
@@ -355,6 +355,8 @@ class LoadedContents(OneFile):
         return to_device(self._part_of(tensor, index), device)
 
     def _part_of(self, tensor: Tensor, index: Any) -> Tensor:
+        from ptsave.state.plain_copies import shares_bytes
+
         if shares_bytes(tensor):
             raise TypeError(
                 f"no part of a {tensor.dtype} tensor can be read, as its elements share bytes: "

@@ -1,29 +1,129 @@
-"""Loads a checkpoint of any kind, from anywhere: its content decides who reads it."""
+"""`load`: a checkpoint of any kind, from anywhere; its content decides who reads it."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ptsave.archive.group_loading import load_by_group
+from torch.utils.serialization import config as torch_config
+
 from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
-from ptsave.archive.stream_reader import StreamReader
-from ptsave.contents.checkpoint_files import find_files
-from ptsave.contents.safetensors_loading import load_safetensors
-from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
-from ptsave.sources.opening import open_source
-from ptsave.sources.ranges import FsspecFile, RangeSource
+from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url_source
-from ptsave.support.group_call import has_others
+from ptsave.support.flags import check_flags
+from ptsave.support.together import failing_together, has_others
 
-__all__ = ["load_source"]
+if TYPE_CHECKING:
+    from ptsave.contents.shard_files import ShardFiles
+    from ptsave.sources.ranges import FsspecFile, RangeSource
+
+__all__ = ["load", "load_source"]
 
 _HEADER_OFFSET = 8  # in a safetensors file
+
+
+def load(
+    f: Any,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    verify: bool = True,
+    progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
+    **pickle_load_args: Any,
+) -> Any:
+    """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
+
+    Storages are filled by several threads, directly in their final memory: cached bytes come from
+    the page cache, others from the disk past it.  The content of a file decides how it is read,
+    whatever it is called.
+
+    Parameters
+    ----------
+    f : str, os.PathLike or file-like
+        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``: of
+        a ``.pt`` file of any age, a safetensors file, or (a path only) an index of shards or their
+        directory.
+    map_location : callable, torch.device, str, dict or None
+        As for :func:`torch.load`.
+    pickle_module : module or None
+        As for :func:`torch.load`.
+    weights_only : bool or None
+        As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
+        are built, and no code of the file runs.
+    mmap : bool or None
+        Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
+        verified.  Only for local paths.
+    verify : bool, default True
+        Whether every record is compared with its CRC-32, while its bytes are in the cache.  Files
+        whose storages were overwritten in place on purpose need ``verify=False``, or
+        ``PTSAVE_VERIFY=0`` in the environment where the call cannot be edited.
+    progress : bool, default False
+        Whether to show a progress bar.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks that load the same path or URL at the same time, one archive of torch 1.6 or
+        later: rank 0 of the group reads each byte once, for all, or the first rank of each host
+        does, if the file is there.  Every rank calls this, with options of its own, as to where its
+        tensors belong.  None: each rank reads.
+    **pickle_load_args
+        Passed to the unpickler if ``weights_only=False``.
+
+    Returns
+    -------
+    object
+        The saved object; of a safetensors file, and of several files, one dict of tensors.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        A :class:`RuntimeError` that names the damaged record, its offset and the entries using it.
+    UnsupportedUrlError
+        A :class:`FileNotFoundError`: fsspec cannot read such a URL.
+    ValueError
+        `mmap` is asked of something else than a local path.
+    pickle.UnpicklingError
+        As from :func:`torch.load`.
+    RuntimeError, TypeError
+        `process_group` has been destroyed, or is no process group; or a rank of it has ended.
+
+    Notes
+    -----
+    With `process_group`, what fails on one rank (the file is damaged, a pickle is refused there)
+    is an error on all, which names the rank and the file.  A chunk of 8 MiB is on its way while the
+    next is read; a rank needs 40 MiB above its tensors, and compares the checksums itself.  One
+    that uses no bytes (``map_location="meta"``) keeps none.
+
+    Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
+    File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
+    files are read in order, one storage at a time.  The position of any file-like object is behind
+    the last storage afterwards, where torch leaves it.  A safetensors file has no checksums.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> stream = io.BytesIO()
+    >>> torch.save([torch.arange(3), "three"], stream)
+    >>> _ = stream.seek(0)
+    >>> ptsave.load(stream)
+    [tensor([0, 1, 2]), 'three']
+    """
+    with failing_together(process_group, describe(f)):
+        check_flags(verify=verify)
+    maps = torch_config.load.mmap if mmap is None else mmap
+    options = LoadOptions(
+        map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args
+    )
+    return load_source(f, options, storage_options, process_group)
 
 
 def load_source(
@@ -37,8 +137,12 @@ def load_source(
     A local file that begins as an archive is opened once, and nothing else is asked of the system.
     """
     if has_others(process_group):
+        from ptsave.archive.group_loading import load_by_group
+
         return load_by_group(f, options, storage_options, process_group)
     if is_url_source(f, storage_options):
+        from ptsave.contents.checkpoint_files import find_files
+
         return _load_files(find_files(f, storage_options), options)
     try:
         reader = reader_for(f, options.mmap, options.verify)
@@ -58,6 +162,8 @@ def _files_in(directory: str) -> ShardFiles:
     IsADirectoryError
         If it holds none: torch's words, and why.
     """
+    from ptsave.contents.checkpoint_files import find_files
+
     try:
         return find_files(directory)
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -69,6 +175,8 @@ def _files_in(directory: str) -> ShardFiles:
 
 def _load_path(f: Any, options: LoadOptions) -> Any:
     """Load a safetensors file, or the files of an index; torch loads the rest, or refuses it."""
+    from ptsave.contents.checkpoint_files import find_files
+
     path: object = os.fspath(f)
     if not isinstance(path, str):
         return load_file(f, options, None)
@@ -87,12 +195,18 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
     """Load what is no archive from a file object: a safetensors file, or torch does."""
     head = _head_of(f)
     if head.lstrip().startswith(b"{"):
+        from ptsave.contents.checkpoint_files import find_files
+
         begin = f.tell()
         find_files(f)  # refuses an index
         f.seek(begin)
     if head[_HEADER_OFFSET:].startswith(b"{"):
+        from ptsave.sources.opening import open_source
+
         source = open_source(f)
         if is_safetensors(head, source.nbytes):
+            from ptsave.contents.safetensors_loading import load_safetensors
+
             _refuse_mmap(source, options)
             tensors = load_safetensors(source, options)
             del source  # a BytesIO cannot grow meanwhile
@@ -114,6 +228,8 @@ def _head_of(f: Any) -> bytes:
 
 def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
     """Load the files of a checkpoint, one after another, as one dict; a single one as it is."""
+    from ptsave.contents.shard_files import merged
+
     if files.is_one:
         (source,) = files.open()
         return _load_file(source, options)
@@ -123,11 +239,15 @@ def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
 
 def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> Any:
     """Load a file that was opened by its path, to be named as that was given, or its URL."""
+    from ptsave.sources.ranges import FsspecFile
+
     path = source.name if path is None else path
     if isinstance(source, FsspecFile):
         return _load_remote(source, options)
     with source.closed_on_error():
         if source.kind == "safetensors":
+            from ptsave.contents.safetensors_loading import load_safetensors
+
             return load_safetensors(source, options)
     source.close()
     return load_file(path, options, reader_for(path, options.mmap, options.verify))
@@ -136,7 +256,11 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
 def _load_remote(source: FsspecFile, options: LoadOptions) -> Any:
     _refuse_mmap(source, options)
     if source.kind == "safetensors":
+        from ptsave.contents.safetensors_loading import load_safetensors
+
         return load_safetensors(source, options)
+    from ptsave.archive.stream_reader import StreamReader
+
     with source.stream() as stream:
         is_archive = source.kind == "zip"
         reader = StreamReader(source, verify=options.verify) if is_archive else None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
-from ptsave.archive.checks import check_compressed_members
 from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import open_source_archive, reader_for
 from ptsave.archive.reader import RecordReader
@@ -21,15 +19,12 @@ from ptsave.contents.rank_directories import (
     refuse_file_of_rank,
     require_files_beside,
 )
-from ptsave.contents.rank_sets import ranks_of_parts
-from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import (
     ShardFiles,
     is_zero_file,
     name_lost_entries,
     refuse_files_of_ranks,
 )
-from ptsave.contents.sharded import ShardedContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.file_limits import n_files_to_hold, naming_limit
 from ptsave.sources.kinds import Kind, what_it_is
@@ -111,9 +106,12 @@ def open_contents(
     parts = list(open_each(files, verify=verify, localize=localize, stays_open=stays_open))
     if files.is_one:
         return parts[0]
+    from ptsave.contents.rank_sets import ranks_of_parts
+    from ptsave.contents.sharded import ShardedContents
+
     ranks = ranks_of_parts(files)
     if ranks is not None and ShardedContents.have_same_names(parts):
-        files = replace(files, ranks=ranks)
+        files = files._replace(ranks=ranks)
     return ShardedContents(parts, files)
 
 
@@ -163,6 +161,8 @@ def open_file(source: RangeSource, *, verify: bool) -> Contents:
                 return DcpContents(source, verify=verify)
             kind = require_checkpoint(source)
             if kind == "safetensors":
+                from ptsave.contents.safetensors import SafetensorsContents
+
                 return SafetensorsContents(source)
             if kind == "legacy":
                 return _load_whole(source, _LEGACY, verify)
@@ -211,6 +211,8 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
     reader = open_source_archive(source, verify=verify)
     require_saved_object(reader)
     if not reader.engine.all_stored:
+        from ptsave.archive.checks import check_compressed_members
+
         check_compressed_members(reader)
         return _load_whole(source, {"format": "pt, compressed"}, verify)
     reader.check_version()

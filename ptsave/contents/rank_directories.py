@@ -24,20 +24,26 @@ __all__ = [
 ]
 
 _METADATA = ".metadata"
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
+# Patterns take time to compile, so only names that begin as these are matched.
+_OF_RANK = "__"
+_RANK_METADATA = r"__\d+\.metadata"
 _SUFFIX = ".distcp"
-_RANK_FILE = re.compile(r"__\d+_(?:[0-9a-f]{16}|\d+)\.distcp")
+_RANK_FILE = r"__\d+_(?:[0-9a-f]{16}|\d+)\.distcp"
 
 
 def is_rank_file(name: str) -> bool:
     """Whether a file belongs to a checkpoint of torch.distributed.checkpoint, by its name."""
-    return name.endswith(_SUFFIX) or name == _METADATA or bool(_RANK_METADATA.fullmatch(name))
+    return name.endswith(_SUFFIX) or name == _METADATA or _is_rank_metadata(name)
+
+
+def _is_rank_metadata(name: str) -> bool:
+    return name.startswith(_OF_RANK) and re.fullmatch(_RANK_METADATA, name) is not None
 
 
 def is_metadata(source: RangeSource) -> bool:
     """Whether a file is the metadata of such a checkpoint: by its content, or its name."""
     name = os.path.basename(source.name)
-    return source.kind == "dcp" or name == _METADATA or bool(_RANK_METADATA.fullmatch(name))
+    return source.kind == "dcp" or name == _METADATA or _is_rank_metadata(name)
 
 
 def require_files_beside(source: RangeSource) -> None:
@@ -52,7 +58,7 @@ def require_files_beside(source: RangeSource) -> None:
 def refuse_file_of_rank(source: RangeSource) -> None:
     """Raise UnsupportedSourceError for what one rank has saved: archives that lie end to end."""
     folder, name = os.path.split(source.name)
-    if _RANK_FILE.fullmatch(name):
+    if name.startswith(_OF_RANK) and re.fullmatch(_RANK_FILE, name):
         raise UnsupportedSourceError(
             f"{source.name} is what one rank has saved of a distributed checkpoint, which only the "
             f"metadata beside it describes: pass the directory, {folder or os.curdir}"
@@ -62,7 +68,7 @@ def refuse_file_of_rank(source: RangeSource) -> None:
 def nbytes_of_ranks(path: str) -> int:
     """Return the sizes of the files that may belong to local metadata; 0 for another file."""
     folder, name = os.path.split(path)
-    if name != _METADATA and not _RANK_METADATA.fullmatch(name):
+    if name != _METADATA and not _is_rank_metadata(name):
         return 0
     with os.scandir(folder or ".") as entries:
         return sum(entry.stat().st_size for entry in entries if entry.name.endswith(_SUFFIX))
@@ -91,7 +97,7 @@ def find_metadata(folder: Folder, names: list[str]) -> list[str]:
     has_files = any(name.endswith(_SUFFIX) for name in names)
     if _METADATA in names and (has_files or _is_metadata(folder, _METADATA)):
         return [_METADATA]
-    found = [name for name in names if _RANK_METADATA.fullmatch(name)]
+    found = [name for name in names if _is_rank_metadata(name)]
     if found and (has_files or all(_is_metadata(folder, name) for name in found)):
         return found
     if has_files:

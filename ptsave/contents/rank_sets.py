@@ -16,9 +16,9 @@ from ptsave.sources.opening import Folder
 __all__ = ["find_rank_set", "is_step_of_rank", "rank_sets", "ranks_of_parts"]
 
 # <item>_<rank>.pt, as torch_checkpointing names them.
-_ITEM = re.compile(r"(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt")
+_ITEM = r"(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt"
 # Those of ptsave.AsyncCheckpointer: a step, a save, and a part of it.
-_STEP = re.compile(
+_STEP = (
     r"(?P<save>step-(?P<step>\d+)\.(?P<session>[0-9a-f]{16})-(?P<count>\d{1,9}))"
     r"\.rank-(?P<rank>\d{1,9})-of-(?P<size>\d{1,9})\.pt"
 )
@@ -32,7 +32,7 @@ def is_step_of_rank(name: str) -> bool:
     >>> is_step_of_rank("step-00000100.0123456789abcdef-0.rank-1-of-2.pt")
     True
     """
-    return _STEP.fullmatch(name) is not None
+    return re.fullmatch(_STEP, name) is not None
 
 
 def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
@@ -48,7 +48,7 @@ def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
     names = list(names)
     sets = rank_sets(folder, names)
     if not sets and any(map(is_step_of_rank, names)):
-        parts = [match for match in map(_STEP.fullmatch, names) if match is not None]
+        parts = [match for match in map(re.compile(_STEP).fullmatch, names) if match is not None]
         _refuse_missing(folder, max(parts, key=_order)[0])
     return sets[-1] if sets else None
 
@@ -65,8 +65,8 @@ def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
     steps = _steps(folder, names)
     if steps or any(map(is_step_of_rank, names)):
         return steps
-    items = [match for match in map(_ITEM.fullmatch, names) if match is not None]
-    others = [name for name in names if name.endswith(".pt") and not _ITEM.fullmatch(name)]
+    items = [match for match in map(re.compile(_ITEM).fullmatch, names) if match is not None]
+    others = [name for name in names if name.endswith(".pt") and not re.fullmatch(_ITEM, name)]
     ranks: dict[str, set[int]] = {}
     for match in items:
         ranks.setdefault(match["item"], set()).add(int(match["rank"]))
@@ -103,7 +103,7 @@ def _order(match: re.Match[str]) -> tuple[int, str, int]:
 def _steps(folder: Folder, names: list[str]) -> list[ShardFiles]:
     saves: dict[tuple[int, str, int], dict[int, str]] = {}
     sizes: dict[tuple[int, str, int], int] = {}
-    for match in filter(None, map(_STEP.fullmatch, names)):
+    for match in filter(None, map(re.compile(_STEP).fullmatch, names)):
         saves.setdefault(_order(match), {})[int(match["rank"])] = match[0]
         sizes[_order(match)] = int(match["size"])
     return [
@@ -114,7 +114,7 @@ def _steps(folder: Folder, names: list[str]) -> list[ShardFiles]:
 
 
 def _refuse_missing(folder: Folder, name: str) -> None:
-    match = _STEP.fullmatch(name)
+    match = re.fullmatch(_STEP, name)
     assert match is not None
     there = set(folder.names())
     size = min(int(match["size"]), _MAX_RANKS)

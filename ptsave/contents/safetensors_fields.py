@@ -6,9 +6,8 @@ import errno
 import json
 import os
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptsave.errors import CorruptCheckpointError, not_checkpoint
 from ptsave.sources.kinds import (
@@ -47,8 +46,7 @@ DTYPES = {  # the format's names, and torch's
 }
 
 
-@dataclass(frozen=True)
-class SafetensorsFields:
+class SafetensorsFields(NamedTuple):
     """The header of a safetensors file, as its library has judged it sound.
 
     Attributes

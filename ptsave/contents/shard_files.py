@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import what_came_instead
@@ -45,13 +45,12 @@ _MAX_SHARDS = 99_999
 _N_NAMED = 3
 
 
-@dataclass(frozen=True)
-class ShardFormat:
+class ShardFormat(NamedTuple):
     """File names of one format in the Hugging Face layout."""
 
     stem: str
     suffix: str
-    pattern: re.Pattern[str]  # of shards where there is no index
+    pattern: str  # of shards where there is no index
 
     @property
     def single(self) -> str:
@@ -59,30 +58,29 @@ class ShardFormat:
         return self.stem + self.suffix
 
     @property
-    def index(self) -> str:
+    def index_name(self) -> str:
         return self.single + INDEX_SUFFIX
 
 
 # In the order in which they are preferred, as transformers and inference engines do.
 FORMATS = {
-    "safetensors": ShardFormat("model", ".safetensors", re.compile(r"[^.].*\.safetensors")),
-    "bin": ShardFormat("pytorch_model", ".bin", re.compile(r"pytorch_model.*\.bin")),
-    "model bin": ShardFormat("model", ".bin", re.compile(r"model(?:[-_.].*)?\.bin")),
-    "pt": ShardFormat("model", ".pt", re.compile(r"[^.].*\.pt")),
-    "consolidated": ShardFormat("consolidated", ".pth", re.compile(r"consolidated.*\.pth")),
-    "pth": ShardFormat("model", ".pth", re.compile(r"[^.].*\.pth")),
+    "safetensors": ShardFormat("model", ".safetensors", r"[^.].*\.safetensors"),
+    "bin": ShardFormat("pytorch_model", ".bin", r"pytorch_model.*\.bin"),
+    "model bin": ShardFormat("model", ".bin", r"model(?:[-_.].*)?\.bin"),
+    "pt": ShardFormat("model", ".pt", r"[^.].*\.pt"),
+    "consolidated": ShardFormat("consolidated", ".pth", r"consolidated.*\.pth"),
+    "pth": ShardFormat("model", ".pth", r"[^.].*\.pth"),
 }
 # consolidated.00.pth, as Llama and Mistral were published
-_PARALLEL_PART = re.compile(r"consolidated\.\d+\.pth(?:$|[?#:])")
+_PARALLEL_PART = r"consolidated\.\d+\.pth(?:$|[?#:])"
 # <item>_<rank>.pt of torch_checkpointing, and the files of DeepSpeed's ZeRO.
-_FILE_OF_RANK = re.compile(r"(?P<item>.+)_\d+\.pt")
-_STEP_OF_RANK = re.compile(r"step-\d+\..+\.rank-\d+-of-\d+\.pt")
-_ZERO_FILE = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
-_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)")
+_FILE_OF_RANK = r"(?P<item>.+)_\d+\.pt"
+_STEP_OF_RANK = r"step-\d+\..+\.rank-\d+-of-\d+\.pt"
+_ZERO_FILE = r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt"
+_NUMBERED = r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)"
 
 
-@dataclass(frozen=True)
-class ShardFiles:
+class ShardFiles(NamedTuple):
     """The files of a checkpoint.
 
     Attributes
@@ -107,7 +105,7 @@ class ShardFiles:
     weight_map: dict[str, str] | None = None
     index_path: str = ""
     path: str = ""
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = MappingProxyType({})
     source: RangeSource | None = None
     ranks: tuple[tuple[str, ...], ...] | None = None
 
@@ -245,7 +243,7 @@ def is_parallel_part(path: str) -> bool:
     >>> is_parallel_part("llama/consolidated.00.pth")
     True
     """
-    return _PARALLEL_PART.search(path) is not None
+    return re.search(_PARALLEL_PART, path) is not None
 
 
 def is_zero_file(path: str) -> bool:
@@ -254,7 +252,7 @@ def is_zero_file(path: str) -> bool:
     >>> is_zero_file("global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     True
     """
-    return _ZERO_FILE.fullmatch(path.rpartition("/")[2]) is not None
+    return re.fullmatch(_ZERO_FILE, path.rpartition("/")[2]) is not None
 
 
 def refuse_files_of_ranks(files: ShardFiles) -> None:
@@ -272,13 +270,15 @@ def refuse_files_of_ranks(files: ShardFiles) -> None:
             "in which each rank has its part of flattened tensors: make one file of it with the "
             "zero_to_fp32.py beside it, or look into its files one by one, by their paths"
         )
-    if all(map(_STEP_OF_RANK.fullmatch, names)):
+    if all(map(re.compile(_STEP_OF_RANK).fullmatch, names)):
         raise ValueError(
             f"{files.path or files.paths[0]} holds {len(names)} files in which ranks have saved "
             "their parts with ptsave.AsyncCheckpointer: let its restore() load them on as many "
             "ranks, look into all with ptsave.open(), or pass the path of one"
         )
-    ranks = [match for match in map(_FILE_OF_RANK.fullmatch, names) if match is not None]
+    ranks = [
+        match for match in map(re.compile(_FILE_OF_RANK).fullmatch, names) if match is not None
+    ]
     items = sorted({match["item"] for match in ranks})
     if len(ranks) == len(names) > len(items):
         raise ValueError(
@@ -357,18 +357,18 @@ def _items_of(obj: Any, path: str) -> Iterator[tuple[Any, str, Any]]:
 
 def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
     indices = [name for name in names if name.endswith(shard_format.suffix + INDEX_SUFFIX)]
-    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+    numbered = [name for name in names if re.fullmatch(_NUMBERED, name)]
     if shard_format.single in names and (indices or _belong(numbered, shard_format)):
         return ShardFiles([folder.join(shard_format.single)])
     if indices:
-        standard = shard_format.index
+        standard = shard_format.index_name
         if standard not in indices and len(indices) > 1:
             raise ValueError(
                 f"{folder.path} holds several models: {', '.join(indices)}; pass the path of one"
             )
         path = folder.join(standard if standard in indices else indices[0])
         return read_index(open_source(path, folder.storage_options), folder)
-    shards = [name for name in names if shard_format.pattern.fullmatch(name)]
+    shards = [name for name in names if re.fullmatch(shard_format.pattern, name)]
     _require_all_numbers(folder, shards)
     return ShardFiles([folder.join(name) for name in shards]) if shards else None
 
@@ -390,8 +390,7 @@ def _require_all_numbers(folder: Folder, names: Iterable[str]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class NumberedSet:
+class NumberedSet(NamedTuple):
     """Files whose names say that they belong together.
 
     Attributes
@@ -416,7 +415,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
     'model-2-of-3.pt'
     """
     sets: dict[tuple[str, ...], list[str]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):
+    for match in filter(None, map(re.compile(_NUMBERED).fullmatch, sorted(names))):
         if match["stem"].endswith(".rank"):
             continue  # a rank's part of an AsyncCheckpointer, of which the first is 0
         key = match["stem"], match["count"], match["suffix"], str(len(match["number"]))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.contents.contents import ChunkInfo, Contents
 from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.tree.names import EntryNames
-from ptsave.tree.paths import Path
+
+if TYPE_CHECKING:
+    from ptsave.contents.contents import ChunkInfo, Contents
+    from ptsave.tree.names import EntryNames
+    from ptsave.tree.paths import Path
 
 __all__ = ["Facts", "TensorInfo", "facts_of", "list_tensors"]
 

@@ -48,11 +48,11 @@ from ptsave.writing.pickling import pickle_object
 from ptsave.writing.targets import (
     FileTarget,
     exists,
+    resolve,
     resolve_file,
     resolve_target,
     scratch_folder,
 )
-from ptsave.writing.url_targets import resolve
 
 __all__ = ["Compaction", "compact"]
 

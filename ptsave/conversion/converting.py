@@ -299,7 +299,7 @@ class _Writing:
             ).write()
         for other in FORMAT_FILES.keys() - {self._target.format}:
             files = FORMAT_FILES[other]
-            for name in (files.single, files.index):
+            for name in (files.single, files.index_name):
                 if folder.exists(name):
                     self._conversion.remarks.append(
                         f"{name} is in the directory, too: of both, readers take the safetensors"
@@ -468,7 +468,7 @@ def _own_names(target: _Target) -> set[str]:
     if target.format == "dcp":
         return {".metadata"}
     files = FORMAT_FILES[target.format]
-    return {files.single, files.index} | files_of_sets(target.files, files)
+    return {files.single, files.index_name} | files_of_sets(target.files, files)
 
 
 def _check_url(target: _Target, url: UrlTarget, source: str, *, force: bool) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
-from ptsave.serialization import load, save
+from ptsave.contents.loading import load
+from ptsave.serialization import save
 from ptsave.support.flags import check_flags
 from ptsave.support.syncing import sync_path
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ptsave.contents.loading import load
 from ptsave.integrations.pending_saves import (
     PendingSaves,
     make_parent,
@@ -18,7 +19,7 @@ from ptsave.integrations.pending_saves import (
     remove_checkpoint,
 )
 from ptsave.integrations.staged_files import StagedFile, staged_file
-from ptsave.serialization import load, save
+from ptsave.serialization import save
 from ptsave.support.flags import check_flags
 from ptsave.writing.targets import resolve_file
 

@@ -11,7 +11,7 @@ from typing import Any
 from ptsave.integrations.pending_saves import PendingSaves, make_parent, remove_checkpoint
 from ptsave.serialization import save
 from ptsave.support.flags import check_flags
-from ptsave.writing.url_targets import UrlTarget, resolve
+from ptsave.writing.targets import resolve
 
 __all__ = ["AsyncSaveHandler", "SaveHandler"]
 
@@ -85,7 +85,7 @@ class SaveHandler:
             weights_only_check=weights_only_check,
         )
         folder = resolve(dirname, storage_options)
-        is_url = isinstance(folder, UrlTarget)
+        is_url = not isinstance(folder, str)
         self._options: dict[str, Any] = {
             "fsync": fsync,
             "atomic": atomic,

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ptsave.errors import CorruptPickleError
-from ptsave.serialization import load, save
 from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX
 
 __all__ = ["ExtraState", "is_extra_state", "metadata_of", "require_loadable"]
@@ -64,12 +63,16 @@ def require_loadable(objects: Mapping[str, Any]) -> None:
 
 
 def _saved(value: Any) -> bytes:
+    from ptsave.serialization import save
+
     stream = io.BytesIO()
     save(value, stream)
     return stream.getvalue()
 
 
 def _loaded(data: bytes) -> Any:
+    from ptsave.contents.loading import load
+
     return load(io.BytesIO(data), "cpu", weights_only=True)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.errors import add_note
 from ptsave.models.packed_modules import ShardId
 from ptsave.models.pinned_memory import PinnedMemory
-from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, ShardReader
 from ptsave.models.weight_parts import Part, part_of, target_of
 from ptsave.models.weight_plan import WeightPlan, takes_slices
-from ptsave.models.weight_slices import WeightSlice
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.garbage import pausing_garbage_collection
@@ -30,13 +28,16 @@ from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import set_grad_enabled
 
+if TYPE_CHECKING:
+    from ptsave.models.weight_slices import WeightSlice
+
 __all__ = ["Filling", "Fills", "Item", "divided", "items_of", "note_changes", "put_into"]
 
 _CPU = torch.device("cpu")
 _PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Item:
     """A tensor of a file, or a part of it, and the target it fills.
 
@@ -107,7 +108,7 @@ def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]
             yield Item(entry, name, target, part)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Piece:
     """Elements of an item that are delivered together, from `begin` on."""
 
@@ -175,6 +176,8 @@ class Filling:
 
     def _deliver(self, items: list[Item]) -> None:
         """Read some batches ahead while the one before them is delivered, on this thread."""
+        from ptsave.models.reading_ahead import Bounds, read_ahead
+
         max_nbytes = self._max_ahead_nbytes(items)
         memory = RecycledMemory(max_nbytes)
         bounds = Bounds.of((item.entry.shard for item in items), max_nbytes)
@@ -206,6 +209,8 @@ class Filling:
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
         """Return the budget: page-locked memory's, if loaders are to copy to accelerators."""
+        from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES
+
         if any(map(_C.can_stage, {each.target.device for each in items if each.loader})):
             return min(MAX_AHEAD_NBYTES, config.current().max_pinned_nbytes)
         return MAX_AHEAD_NBYTES
@@ -231,6 +236,8 @@ class Filling:
 
     def _lend(self, item: Item) -> None:
         """Let a loader read the parts that it wants."""
+        from ptsave.models.weight_slices import WeightSlice
+
         with closing(WeightSlice(item.entry, self._reader)) as weight:
             put_into(item, weight)
         self._count([(item.entry.shard, item.nbytes)])

@@ -16,7 +16,7 @@ from ptsave.support.torch_modules import buffers_of, pre_hooks_of
 __all__ = ["LazyBuffers"]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _LazyBuffer:
     """One buffer, under all of its names in the model."""
 

@@ -24,29 +24,26 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ptsave.errors import CheckpointWarning
-from ptsave.models.assigning import Assignment
 from ptsave.models.filling import items_of
-from ptsave.models.group_weights import GroupWeights
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.module_code import ModuleLoad, ModuleLoadOptions, extra_state_in, runs_code
 from ptsave.models.opened_weights import LocalWeights, opened_weights
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.shards import ShardReader
-from ptsave.models.unpacking import note_parts
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.local import describe
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.group_call import failing_together
 from ptsave.support.progress import progress_bar
+from ptsave.support.together import failing_together
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
     apply_to_tensors_of,
@@ -57,6 +54,9 @@ from ptsave.support.torch_modules import (
 )
 from ptsave.support.torch_tensors import make_subclass
 from ptsave.support.user_warnings import warn_user
+
+if TYPE_CHECKING:
+    from ptsave.models.group_weights import GroupWeights
 
 __all__ = ["load_model"]
 
@@ -223,7 +223,8 @@ def load_model(
         modules = modules_in(model)
         lazy_buffers = LazyBuffers(modules, entries, renaming)
         tensors = ModelTensors(model, modules, lazy_buffers)
-        plan = WeightPlan(tensors, packed, shards, entries, renaming, ignore_mismatched_sizes)
+        skip = ignore_mismatched_sizes
+        plan = WeightPlan(tensors, packed, shards, entries, renaming, skip_mismatched=skip)
         options = ModuleLoadOptions(
             strict, ignore_mismatched_sizes, assign, device, dtype, progress
         )
@@ -236,6 +237,8 @@ def load_model(
             _fill_by_names(model, weights, plan, lazy_buffers, options)
         parts = [each for each in plan.deliveries if each.shard_id is not None]
         if parts:
+            from ptsave.models.unpacking import note_parts
+
             note_parts(tensors_in(model, modules), parts)
     return plan.report
 
@@ -260,7 +263,11 @@ def _fill_by_names(
     plan.check(model, strict=options.strict)
     weights.agree()
     tied_names = plan.tied_names()
-    assignment = Assignment(model, plan, options.dtype) if options.assign else None
+    assignment = None
+    if options.assign:
+        from ptsave.models.assigning import Assignment
+
+        assignment = Assignment(model, plan, options.dtype)
     on_meta = _move(model, plan, options, set() if assignment is None else assignment.names)
     if on_meta:
         filled = {name for names in tied_names.values() for name in names}

@@ -12,8 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.state.copying import CopyNow, Replacement
-from ptsave.state.modules import check_module, load_module
 from ptsave.state.plain_copies import Mismatch
 from ptsave.state.renaming import renamed_metadata
 from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_state_dict
@@ -36,8 +34,7 @@ from ptsave.support.torch_modules import METADATA, IncompatibleKeys, tensors_in
 __all__ = ["ModuleLoad", "runs_code"]
 
 
-@dataclass(frozen=True)
-class ModuleLoadOptions:
+class ModuleLoadOptions(NamedTuple):
     """Options of `load_model`."""
 
     strict: bool
@@ -98,6 +95,8 @@ class ModuleLoad:
         self.names = set(self._state_dict)
         self._elsewhere = self._names_elsewhere()
         self._add_present(self._state_dict)
+        from ptsave.state.modules import check_module
+
         self._copier.check_only = True
         ignores = options.ignore_mismatched_sizes
         check_module(
@@ -162,6 +161,8 @@ class ModuleLoad:
         RuntimeError
             As from :meth:`torch.nn.Module.load_state_dict`.
         """
+        from ptsave.state.modules import load_module
+
         self._add_present(self._state_dict)  # which may be others, now that the model has moved
         self._copier.begin(filling, reader)
         keys: IncompatibleKeys | None = load_module(

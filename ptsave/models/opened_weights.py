@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.models.filling import Filling
-from ptsave.models.group_weights import GroupWeights, group_weights
 from ptsave.models.shards import OpenShards, ShardReader, open_shards
-from ptsave.support.group_call import has_others
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.together import has_others
+
+if TYPE_CHECKING:
+    from ptsave.models.group_weights import GroupWeights
 
 __all__ = ["LocalWeights", "opened_weights"]
 
@@ -49,6 +51,8 @@ def opened_weights(
 ) -> Iterator[LocalWeights | GroupWeights]:
     """Open a model's files, by one rank of a group if there is one; as for `load_model`."""
     if has_others(group):
+        from ptsave.models.group_weights import group_weights
+
         with group_weights(f, storage_options, group) as received:
             yield received
         return

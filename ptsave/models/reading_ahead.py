@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -26,8 +26,7 @@ _MIN_MEAN_NBYTES = 4 << 10  # of reads: smaller ones cost more in Python, which 
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """How far reading may be ahead of use.
 
     Batches are small where files stay open, so that little memory is touched: the first tensors are
@@ -54,7 +53,7 @@ class Bounds:
         return cls(1, 1, max_nbytes // 2, max_nbytes)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class _Batch(Generic[_T]):
     """Items that are read together; `pending` is the future of bytes that are not there yet."""
 

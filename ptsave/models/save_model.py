@@ -284,7 +284,7 @@ class ShardSet:
         total = sum(shard.nbytes for shard in self.shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_bytes(self.folder.file(files.index), text.encode(), fsync=self.fsync)
+        write_bytes(self.folder.file(files.index_name), text.encode(), fsync=self.fsync)
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
         """Remove the older set, in an order in which every reader finds the new one meanwhile."""
@@ -294,8 +294,8 @@ class ShardSet:
             old |= {files.single}
             order = sorted(old, key=lambda name: name != files.single)
         else:
-            old |= {files.index}
-            order = sorted(old, key=lambda name: name == files.index)
+            old |= {files.index_name}
+            order = sorted(old, key=lambda name: name == files.index_name)
         for name in order:
             self.folder.remove(name)
 
@@ -314,7 +314,7 @@ def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
 def _is_of_model(name: str, files: ShardFormat) -> bool:
     """Return whether a file is the only one of a model, an index, or a shard of any set."""
     is_shard = _pattern_of_shards(files).fullmatch(name) is not None
-    return is_shard or name in (files.single, files.index)
+    return is_shard or name in (files.single, files.index_name)
 
 
 def _with_aliases(shard: Shard) -> dict[str, Any]:

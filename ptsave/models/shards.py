@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from ptsave.archive.filling import to_devices
 from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.views import bytes_of, new_storage, unfilled_tensors, view_as
-from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.safetensors_header import read_header
 from ptsave.contents.shard_files import (
     ShardFiles,
     name_lost_entries,
@@ -37,7 +35,6 @@ from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.sources.urls import is_url
 from ptsave.state.copying import Copier
-from ptsave.state.nested_state import parts_with_tensors
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
@@ -45,6 +42,9 @@ from ptsave.support.torch_modules import METADATA
 from ptsave.training.restoring import FileCopier, restoring
 from ptsave.tree.containers import items_of
 from ptsave.tree.view_blocks import blocks_of
+
+if TYPE_CHECKING:
+    from ptsave.contents.safetensors import SafetensorsContents
 
 __all__ = [
     "Entry",
@@ -65,7 +65,7 @@ _MIN_DIRECT_NBYTES = 256 << 10  # of each of several blocks that an index select
 _MAX_GAP = 1 << 10  # bytes between those that an index selects, which are read rather than skipped
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Entry:
     """A tensor of a file.
 
@@ -80,7 +80,7 @@ class Entry:
     stored_nbytes: int  # in the file: its own, or those of the storage that it is a view of
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Read:
     """The elements of an entry from `begin` on that fill a tensor, or those that an index selects.
 
@@ -112,6 +112,8 @@ class SafetensorsShard:
     """
 
     def __init__(self, file: LocalFile) -> None:
+        from ptsave.contents.safetensors_header import read_header
+
         self.path = file.name
         self.file = file
         self.close = file.close
@@ -174,6 +176,8 @@ class FetchedShard:
     """
 
     def __init__(self, source: RangeSource) -> None:
+        from ptsave.contents.safetensors import SafetensorsContents
+
         self.path = source.name
         contents = SafetensorsContents(source)
         self._contents: SafetensorsContents | None = contents
@@ -400,6 +404,8 @@ def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointEr
 
 
 def _loader_of(obj: Mapping[Any, Any]) -> str:
+    from ptsave.state.nested_state import parts_with_tensors
+
     parts = [part for part in parts_with_tensors(obj) if part.isidentifier()]
     if not parts:
         return "ptsave.load_checkpoint()"

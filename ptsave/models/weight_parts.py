@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ptsave.support.torch_distributed import is_distributed_tensor, local_part_o
 __all__ = ["Part", "part_of", "parts_along", "target_of"]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Part:
     """The elements of a stored tensor that are read.
 
@@ -37,8 +38,7 @@ class Part:
     index: tuple[slice, ...] | None = None
 
 
-@dataclass(frozen=True)
-class _Box:
+class _Box(NamedTuple):
     begins: tuple[int, ...]
     shape: tuple[int, ...]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -177,7 +176,6 @@ class Delivery(NamedTuple):
     place: tuple[int, int] | None = None
 
 
-@dataclass
 class WeightPlan:
     """All deliveries, in the order of the files, and the names that do not fit.
 
@@ -197,19 +195,25 @@ class WeightPlan:
         Whether entries of other shapes are left out instead of being errors.
     """
 
-    tensors: ModelTensors
-    packed: PackedModules
-    shards: Sequence[Shard]
-    entries: Sequence[Entry]
-    renaming: Renaming = field(default_factory=Renaming)
-    skip_mismatched: bool = False
-    deliveries: list[Delivery] = field(default_factory=list)
-    left_out: list[Delivery] = field(default_factory=list)  # because of their shapes
-    names: set[str] = field(default_factory=set)  # the model's, of all entries that count
-    loaders: dict[str, Callable[..., Any]] = field(init=False)
-    report: LoadedWeights = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        packed: PackedModules,
+        shards: Sequence[Shard],
+        entries: Sequence[Entry],
+        renaming: Renaming,
+        *,
+        skip_mismatched: bool,
+    ) -> None:
+        self.tensors = tensors
+        self.packed = packed
+        self.shards = shards
+        self.entries = entries
+        self.renaming = renaming
+        self.skip_mismatched = skip_mismatched
+        self.deliveries: list[Delivery] = []
+        self.left_out: list[Delivery] = []  # because of their shapes
+        self.names: set[str] = set()  # the model's, of all entries that count
         self.report = LoadedWeights([], [], [], {})
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by a tensor's first name
         self._packed_names: dict[str, str] = {}

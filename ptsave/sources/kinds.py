@@ -39,10 +39,9 @@ MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # that its library accepts; of text
 # The pickled magic number that files written before torch 1.6 begin with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 # A pickle whose first name is that of the class of DCP's metadata.
-_DCP_METADATA = re.compile(
-    rb"\x80[\x02-\x05].{0,16}(?:torch\.distributed\.checkpoint\.metadata.{1,8}Metadata"
-    rb"|megatron\.core\.dist_checkpointing\..{1,24}MCoreMetadata)",
-    re.DOTALL,
+_DCP_METADATA = (
+    rb"(?s)\x80[\x02-\x05].{0,16}(?:torch\.distributed\.checkpoint\.metadata.{1,8}Metadata"
+    rb"|megatron\.core\.dist_checkpointing\..{1,24}MCoreMetadata)"
 )
 _LFS_POINTER = b"version https://git-lfs"
 _EMPTY_ZIP = b"PK\x05\x06"
@@ -59,10 +58,10 @@ _SIGNATURES = {
     b"%PDF": "it is a PDF document",
     _EMPTY_ZIP: "it is an empty zip archive",
 }
-_PAGE = re.compile(
-    rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body|(?P<xml>\?xml))\b", re.I
+_PAGE = (
+    rb"(?i)(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body|(?P<xml>\?xml))\b"
 )
-_ONNX = re.compile(rb"\x08[\x01-\x1f]\x12.(?:pytorch|onnx|tf2onnx|keras2onnx|skl2onnx)", re.DOTALL)
+_ONNX = rb"(?s)\x08[\x01-\x1f]\x12.(?:pytorch|onnx|tf2onnx|keras2onnx|skl2onnx)"
 _UNKNOWN = "it begins with b"
 _NAME_OFFSET = 30  # of the first member's name in a zip archive
 
@@ -129,7 +128,7 @@ def is_legacy(head: bytes) -> bool:
 
 def is_dcp(head: bytes) -> bool:
     """Whether a file begins as the metadata of a torch.distributed.checkpoint directory does."""
-    return _DCP_METADATA.match(head) is not None
+    return re.match(_DCP_METADATA, head) is not None
 
 
 def is_safetensors(head: bytes, nbytes: int) -> bool:
@@ -177,7 +176,7 @@ def what_it_is(head: bytes, nbytes: int) -> str | None:
     for signature, what in _SIGNATURES.items():
         if head.startswith(signature):
             return what
-    if _ONNX.match(head):
+    if re.match(_ONNX, head):
         return "it is an ONNX model: load it with the onnx package"
     if head[257:262] == b"ustar":
         return "it is a tar archive: unpack it first (ptsave.load reads those of torch 0.1)"
@@ -202,7 +201,7 @@ def is_of_another_program(head: bytes) -> bool:
 
 
 def _has_signature(head: bytes) -> bool:
-    return head.startswith(tuple(_SIGNATURES)) or _ONNX.match(head) is not None
+    return head.startswith(tuple(_SIGNATURES)) or re.match(_ONNX, head) is not None
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -244,7 +243,7 @@ def what_came_instead(head: bytes, nbytes: int) -> str | None:
         return "it is empty: whatever wrote it has failed, or has not finished"
     if head.startswith(_LFS_POINTER):
         return _what_is_in_lfs(head)
-    if page := _PAGE.match(head):
+    if page := re.match(_PAGE, head):
         kind = "an XML document" if page["xml"] else "an HTML page"
         return (
             f"it is {kind}, such as a server sends in place of a file that is not there or "

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 __all__ = ["name_file", "named_errors", "os_errors"]
 
 # Of legacy files, whose storages torch reads itself.
-_TORCH_READ_ERROR = re.compile(r"read\(\): fd \d+ failed with (.+)")
+_TORCH_READ_ERROR = r"read\(\): fd \d+ failed with (.+)"
 _BY_STATUS: dict[int, type[OSError]] = {
     401: PermissionError,
     403: PermissionError,
@@ -30,7 +30,7 @@ def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
         name_file(error, name)
         raise
     except RuntimeError as error:
-        reason = _TORCH_READ_ERROR.search(str(error))
+        reason = re.search(_TORCH_READ_ERROR, str(error))
         if reason is None:
             raise
         number = {os.strerror(each): each for each in errno.errorcode}.get(reason[1], errno.EIO)

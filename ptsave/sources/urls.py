@@ -22,14 +22,14 @@ __all__ = [
 ]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
-_URL = re.compile(rf"({_SCHEME}::)*{_SCHEME}://")
+_URL = rf"({_SCHEME}::)*{_SCHEME}://"
 # A URL that pathlib or normpath has collapsed: s3:/bucket/file.
-_COLLAPSED = re.compile(rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)")
+_COLLAPSED = rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)"
 
 
 def is_url(f: Any) -> bool:
     """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
-    if not isinstance(f, str) or not ("://" in f or ("::" in f and not _COLLAPSED.match(f))):
+    if not isinstance(f, str) or not ("://" in f or ("::" in f and not re.match(_COLLAPSED, f))):
         return False
     return not os.path.exists(f)
 
@@ -87,7 +87,7 @@ def is_url_target(f: Any) -> bool:
     >>> is_url_target("s3://bucket/model.pt"), is_url_target("./s3://bucket/model.pt")
     (True, False)
     """
-    return isinstance(f, str) and _URL.match(f) is not None
+    return isinstance(f, str) and "://" in f and re.match(_URL, f) is not None
 
 
 def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -155,9 +155,11 @@ def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:
 
 
 def _looks_like_url(text: str) -> bool:
-    if _URL.match(text):
+    if ":/" not in text:  # patterns take time to compile
+        return False
+    if re.match(_URL, text):
         return True
-    collapsed = _COLLAPSED.match(text)
+    collapsed = re.match(_COLLAPSED, text)
     return collapsed is not None and not os.path.lexists(collapsed["first"])
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from ptsave.state.copying import Copier, CopyNow, tensors_in
 from ptsave.state.load_errors import no_mapping_error
 from ptsave.state.module_loading import Checking, Loading
-from ptsave.state.module_report import Report
 from ptsave.state.plain_copies import Mismatch
 from ptsave.state.trusted_loading import (
     gives_lists_away,
@@ -208,6 +207,8 @@ def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking
     if not (checking.errors or certain):
         return
     if not (checking.is_complete and keys_are_final):
+        from ptsave.state.module_report import Report
+
         report = Report(checking.metadata, checking.lender, checking.skip_mismatched)
         report.run(module, entries, strict)
     checking.raise_errors(module, certain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptsave.support import memory_limits
 
@@ -16,8 +16,7 @@ _MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousa
 _MAX_SHOWN = 40
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Bounds of the machine's resources that a save or load may use.
 
     Attributes

@@ -15,7 +15,7 @@ from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 from ptsave.support.host_groups import host_group, host_identity, in_global_order
 from ptsave.support.torch_distributed import device_of_group
 
-__all__ = ["GroupCall", "agree_on_file", "failing_together", "has_others"]
+__all__ = ["GroupCall", "agree_on_file"]
 
 # Types for errors of other ranks: the first of these that one has.
 _KINDS: dict[str, type[Exception]] = {
@@ -184,32 +184,6 @@ class _Done:
 
     def wait(self) -> None:
         """Do nothing."""
-
-
-def has_others(group: Any) -> bool:
-    """Whether a process group, or None, has other ranks than this; errors as of `GroupCall`."""
-    return group is not None and GroupCall(group).size > 1
-
-
-@contextmanager
-def failing_together(group: Any, name: str) -> Iterator[None]:
-    """Tell the other ranks of an error in the block, in the place of their first exchange.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup or None
-        The ranks.
-    name : str
-        The file that the call is about.
-    """
-    try:
-        yield
-    except Exception as error:
-        if has_others(group):
-            call = GroupCall(group)
-            call.name = name
-            call.agree(None, error)
-        raise
 
 
 def agree_on_file(call: GroupCall, f: Any) -> None:

@@ -12,9 +12,9 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 __all__ = [
     "available_nbytes",
@@ -27,8 +27,7 @@ _ROOT = Path("/")
 _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts
 
 
-@dataclass(frozen=True)
-class _Version:
+class _Version(NamedTuple):
     """The file names of one version of control groups."""
 
     filesystem: str
@@ -52,8 +51,7 @@ _V2 = _Version(
 )
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """One control group that this process is in, itself or through a descendant."""
 
     folder: Path

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
-from ptsave.serialization import save
 from ptsave.sources.local import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
-from ptsave.state.renaming import Rename
 from ptsave.support.flags import check_flags
-from ptsave.support.group_call import GroupCall, failing_together, has_others
+from ptsave.support.together import failing_together, has_others
 from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
-from ptsave.training.named_options import check_restoring, check_saving
-from ptsave.training.restored import RestoredEntries, keys_of
 from ptsave.training.restoring import check_locations, restoring
 from ptsave.training.targets import (
-    KeyMapping,
-    Match,
     TargetOptions,
     key_mappings,
     names_of_modules,
@@ -33,7 +26,12 @@ from ptsave.training.targets import (
 )
 from ptsave.tree.containers import items_of
 
-__all__ = ["entries_of", "load_checkpoint", "load_into", "restore_entries", "save_checkpoint"]
+if TYPE_CHECKING:
+    from ptsave.state.renaming import Rename
+    from ptsave.training.restored import RestoredEntries
+    from ptsave.training.targets import KeyMapping, Match
+
+__all__ = ["load_checkpoint", "load_into", "restore_entries", "save_checkpoint"]
 
 
 def load_into(
@@ -230,20 +228,13 @@ def save_checkpoint(
     >>> ptsave.load_checkpoint(stream, model=model, optimizer=optimizer)
     {'epoch': 3}
     """
+    from ptsave.serialization import save
+    from ptsave.training.named_options import check_saving, entries_of
+
     options: dict[str, Any] = {"fsync": fsync, "atomic": atomic, "progress": progress}
     options.update(storage_options=storage_options, weights_only_check=weights_only_check)
     check_saving("ptsave.save_checkpoint", objects, **options)
     save(entries_of(objects), f, **options)
-
-
-def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint of `objects`: their state dicts, or they themselves."""
-    return {name: _state_of(obj) for name, obj in objects.items()}
-
-
-def _state_of(obj: Any) -> Any:
-    state_dict = getattr(obj, "state_dict", None)
-    return state_dict() if callable(state_dict) and not isinstance(obj, type) else obj
 
 
 def load_checkpoint(
@@ -312,6 +303,8 @@ def load_checkpoint(
     >>> ptsave.load_checkpoint(stream, model_state_dict=model)
     {'epoch': 3}
     """
+    from ptsave.training.named_options import check_restoring
+
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options.update(strict=strict, map_location=map_location, storage_options=storage_options)
     options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes)
@@ -338,6 +331,8 @@ def restore_entries(
     process_group: Any = None,
 ) -> RestoredEntries:
     """Load as :func:`load_checkpoint` does, for targets of any name."""
+    from ptsave.training.restored import RestoredEntries, keys_of
+
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options.update(storage_options=storage_options, process_group=process_group)
     with failing_together(process_group, describe(f)):
@@ -396,7 +391,11 @@ def _naming_entry(name: str) -> Iterator[None]:
 
 def _any_rank(group: Any, fact: bool) -> bool:
     """Whether something is so on any rank of a group, or here."""
-    return any(GroupCall(group).agree(fact)) if has_others(group) else fact
+    if not has_others(group):
+        return fact
+    from ptsave.support.group_call import GroupCall
+
+    return any(GroupCall(group).agree(fact))
 
 
 def _rank(target: Any) -> int:
@@ -411,6 +410,8 @@ def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
         )
     for name in targets:
         if name not in obj:
+            import difflib
+
             near = difflib.get_close_matches(name, [str(key) for key in obj], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join(repr(key) for key in list(obj)[:8])

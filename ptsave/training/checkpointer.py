@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.serialization import config as torch_config
 
@@ -30,13 +30,14 @@ from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
 from ptsave.support.flags import check_flags
 from ptsave.support.ranks import check_rank_saves
-from ptsave.training.checkpoint import entries_of, restore_entries
 from ptsave.training.directory import CheckpointDirectory
-from ptsave.training.named_options import check_restoring, check_saving
+from ptsave.training.named_options import check_restoring, check_saving, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
-from ptsave.training.restored import RestoredEntries
-from ptsave.training.targets import KeyMapping, Match
 from ptsave.training.url_directory import directory_opener
+
+if TYPE_CHECKING:
+    from ptsave.training.restored import RestoredEntries
+    from ptsave.training.targets import KeyMapping, Match
 
 __all__ = ["AsyncCheckpointer"]
 
@@ -414,6 +415,8 @@ class AsyncCheckpointer:
     def _restored(
         self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: dict[str, Any]
     ) -> RestoredEntries:
+        from ptsave.training.checkpoint import restore_entries
+
         with opened as source:
             if isinstance(source, str):
                 options["storage_options"] = self._staging["storage_options"]

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ptsave.errors import CheckpointWarning
-from ptsave.state.nested_state import advice, optimizer_advice
 from ptsave.support.user_warnings import warn_user
 
 __all__ = ["part_named", "refuse_module", "warn_if_nothing_fits"]
@@ -49,6 +48,8 @@ def part_named(obj: Any, target: Any) -> Iterator[None]:
     except KeyError as error:
         if not isinstance(target, Optimizer) or error.args not in [("param_groups",), ("state",)]:
             raise
+        from ptsave.state.nested_state import optimizer_advice
+
         missing = error.args[0]
         words = f"the file holds no state dict of an optimizer: it has no {missing!r}"
         raise KeyError(". ".join(filter(None, (words, optimizer_advice(obj, target))))) from None
@@ -69,6 +70,8 @@ def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
 def _advice(obj: Any, target: Any) -> str:
     if not isinstance(target, (nn.Module, Mapping)):
         return ""
+    from ptsave.state.nested_state import advice
+
     return advice(obj, _keys_of(target), "model" if isinstance(target, nn.Module) else "target")
 
 

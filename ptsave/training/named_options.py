@@ -1,4 +1,4 @@
-"""Options beside objects that are given by name: ``save_checkpoint(f, model=model, fsync=True)``.
+"""Objects that are given by name, and options beside them: ``save_checkpoint(f, model=model)``.
 
 An option's name is taken for the option, so an object of that name is refused, and so is an option
 of another function, which would become an entry of the file, or something to restore.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["check_restoring", "check_saving"]
+__all__ = ["check_restoring", "check_saving", "entries_of"]
 
 
 class _Option(NamedTuple):
@@ -130,3 +130,13 @@ def _refuse_others(function: str, objects: Mapping[str, Any]) -> None:
                 f"{name}={objects[name]!r} is an option of {option.owner}, which {function} does "
                 "not have: leave it out, or give what it stands for another name"
             )
+
+
+def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a checkpoint of `objects`: their state dicts, or they themselves."""
+    return {name: _state_of(obj) for name, obj in objects.items()}
+
+
+def _state_of(obj: Any) -> Any:
+    state_dict = getattr(obj, "state_dict", None)
+    return state_dict() if callable(state_dict) and not isinstance(obj, type) else obj

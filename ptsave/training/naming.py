@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol
 
 __all__ = ["Naming", "Parts", "WholeFiles"]
 
-_WHOLE = re.compile(r"step-([0-9]+)\.pt")
-_PART = re.compile(
-    r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
-)
+_WHOLE = r"step-([0-9]+)\.pt"
+_PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
 _MIN_N_DIGITS = 8  # so that for a hundred million steps the order of names is that of steps
 
 
@@ -48,7 +46,7 @@ class WholeFiles:
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
         names: dict[int, list[str]] = {}
         for name in files:
-            if match := _WHOLE.fullmatch(name):
+            if match := re.fullmatch(_WHOLE, name):
                 names.setdefault(int(match[1]), []).append(name)
         return {step: self._own_first(step, several) for step, several in names.items()}
 
@@ -61,7 +59,7 @@ class WholeFiles:
         return []
 
     def is_checkpoint(self, name: str) -> bool:
-        return _WHOLE.fullmatch(name) is not None
+        return re.fullmatch(_WHOLE, name) is not None
 
     def name_of(self, step: int) -> str:
         return f"step-{step:0{_MIN_N_DIGITS}d}.pt"
@@ -193,7 +191,7 @@ def _name(save: tuple[int, str, int], rank: int, size: int) -> str:
 
 
 def _part(name: str) -> _Part | None:
-    match = _PART.fullmatch(name)
+    match = re.fullmatch(_PART, name)
     if match is None:
         return None
     part = _Part(int(match[1]), match[2], int(match[3]), size=int(match[5]), rank=int(match[4]))

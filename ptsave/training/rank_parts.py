@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import SaveError
-from ptsave.support.rank_groups import FileRanks, GroupRanks, Ranks
-from ptsave.support.rank_lock import RankLock
 from ptsave.support.ranks import check_rank_is_named, group_of_job
 from ptsave.training.naming import Parts
+
+if TYPE_CHECKING:
+    from ptsave.support.rank_groups import Ranks
 
 __all__ = ["RankParts", "check_ranks", "rank_parts"]
 
@@ -68,6 +69,8 @@ def rank_parts(
             return None
     if world_size == 1:
         return None
+    from ptsave.support.rank_groups import FileRanks, GroupRanks
+
     if world_size is None:
         return RankParts(GroupRanks(group, str(place)), place)
     if isinstance(place, str):
@@ -91,6 +94,8 @@ class RankParts:
     """
 
     def __init__(self, ranks: Ranks, place: Path | str) -> None:
+        from ptsave.support.rank_groups import FileRanks
+
         self._ranks = ranks
         self._place = place
         # Held from the beginning by ranks that find each other by it.
@@ -114,6 +119,8 @@ class RankParts:
             Another job does.
         """
         if self._lock is None and isinstance(self._place, Path):
+            from ptsave.support.rank_lock import RankLock
+
             self._lock = RankLock(self._place, self._ranks.rank, self._ranks.size)
 
     @property

@@ -14,35 +14,31 @@ import pickle
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.serialization import config as torch_config
 
 from ptsave import _C
-from ptsave.archive.damage import entries_in, entries_using
 from ptsave.archive.filling import fill, verifies_storages
-from ptsave.archive.group_archive import GroupArchive, group_archive
-from ptsave.archive.group_loading import load_received
-from ptsave.archive.group_records import CHECKED, PLANNED
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import spans_of
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
-from ptsave.archive.views import read_view
 from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
 from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url_source
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
-from ptsave.support.group_call import has_others
 from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.together import has_others
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
-from ptsave.training.group_filling import GroupFiller
+
+if TYPE_CHECKING:
+    from ptsave.archive.group_archive import GroupArchive
 
 __all__ = ["check_locations", "restoring"]
 
@@ -88,6 +84,10 @@ def restoring(
         map_location, weights_only=restricted, verify=verify, progress=progress, wants_state=True
     )
     if has_others(process_group):
+        from ptsave.archive.group_archive import group_archive
+        from ptsave.archive.group_loading import load_received
+        from ptsave.archive.group_records import PLANNED
+
         with group_archive(
             f, process_group, verify=verify, storage_options=storage_options
         ) as archive:
@@ -122,6 +122,8 @@ def _noting_changes(obj: Any, copier: MemoryCopier, path: str) -> Iterator[None]
         yield
     except BaseException as error:
         if copier.changed:
+            from ptsave.archive.damage import entries_in
+
             _note(error, entries_in(obj, copier.changed), path)
         raise
 
@@ -140,6 +142,8 @@ def _restoring_from(
         verify = verifies_storages(reader)
         filler: Filler = EngineFiller(reader, verify=verify)
         if archive is not None:
+            from ptsave.training.group_filling import GroupFiller
+
             filler = GroupFiller(archive, verify=verify)
         copier = FileCopier(reader, filler, callback)
         locations: set[str] = set()
@@ -232,6 +236,8 @@ class MemoryCopier(CopyLater):
 
     def agree(self) -> None:
         if self._archive is not None:
+            from ptsave.archive.group_records import CHECKED
+
             self._archive.wait(CHECKED)
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
@@ -320,6 +326,9 @@ class EngineFiller:
         fill(self._reader, records, verify=self._verify, progress=progress)
 
     def read(self, view: Tensor, max_gap: int) -> Tensor:
+        from ptsave.archive.spans import spans_of
+        from ptsave.archive.views import read_view
+
         record = self._reader.engine.record_of(view)
         spans = spans_of(self._reader)
         spans.max_gap = max_gap
@@ -366,6 +375,8 @@ class FileCopier:
         ]
 
     def _is_one_entrys(self, record: _C.Record) -> bool:
+        from ptsave.archive.damage import entries_using
+
         return len(entries_using(self.reader, {record.name})) == 1
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -450,6 +461,8 @@ def _tell_what_changed(
 ) -> None:
     """Add a note to an exception that names the entries copied into their targets before it."""
     if changed:
+        from ptsave.archive.damage import entries_using
+
         records = {record.name for record in changed}
         # A name that cannot be had is no reason to say that nothing has changed.
         _note(error, entries_using(reader, records) or sorted(records), reader.path)

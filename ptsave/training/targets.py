@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier
-from ptsave.state.mappings import check_mapping, load_mapping
 from ptsave.state.modules import IncompatibleKeys, check_module, load_module
-from ptsave.state.name_keyed import Named, bare_name, is_name_keyed, ways_of_naming
-from ptsave.state.optimizer_groups import UnmatchedParameters
-from ptsave.state.optimizers import Matching, check_optimizer, load_optimizer
 from ptsave.state.plain_copies import Mismatch
-from ptsave.state.renaming import Rename, Renaming
+
+if TYPE_CHECKING:
+    from ptsave.state.name_keyed import Named
+    from ptsave.state.optimizers import Matching
+    from ptsave.state.renaming import Rename, Renaming
 
 __all__ = [
     "KeyMapping",
@@ -32,8 +31,7 @@ Match: TypeAlias = 'Literal["order", "name"] | None'
 KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
 
 
-@dataclass(frozen=True)
-class TargetOptions:
+class TargetOptions(NamedTuple):
     """How one target is restored.
 
     Attributes
@@ -51,7 +49,7 @@ class TargetOptions:
     ignore_mismatched_sizes: bool = False
     match: Match = None
     renaming: Renaming | None = None
-    namings: Sequence[Named] = field(default_factory=list)
+    namings: Sequence[Named] = ()
 
     def check(self, target: Any, state: Any, copier: Copier) -> None:
         """Raise the errors that `load` is certain to raise, changing nothing."""
@@ -60,8 +58,12 @@ class TargetOptions:
             state = self._renamed(state)
             check_module(target, state, self.strict, copier, ignore_mismatched_sizes=ignore)
         elif isinstance(target, Optimizer):
+            from ptsave.state.optimizers import check_optimizer
+
             check_optimizer(target, state, copier, self._matching(state, []))
         elif isinstance(target, Mapping):
+            from ptsave.state.mappings import check_mapping
+
             check_mapping(target, state, self.strict)
         else:
             _check_type(target)
@@ -81,6 +83,8 @@ class TargetOptions:
         if isinstance(target, Optimizer):
             return self._load_optimizer(target, state, copier)
         if isinstance(target, Mapping):
+            from ptsave.state.mappings import load_mapping
+
             return load_mapping(target, state, self.strict, copier)
         _check_type(target)
         copier.show({"": state})
@@ -88,9 +92,14 @@ class TargetOptions:
 
     def goes_by_name(self, state: Any) -> bool:
         """Whether an optimizer's parameters are matched by their names."""
+        from ptsave.state.name_keyed import is_name_keyed
+
         return self.match == "name" or (self.match is None and is_name_keyed(state))
 
     def _load_optimizer(self, target: Optimizer, state: Any, copier: Copier) -> Any:
+        from ptsave.state.optimizer_groups import UnmatchedParameters
+        from ptsave.state.optimizers import load_optimizer
+
         mismatched: list[Mismatch] = []
         result = load_optimizer(
             target, state, copier, self._matching(state, mismatched), in_place=True
@@ -100,6 +109,8 @@ class TargetOptions:
         return IncompatibleKeys([], [], mismatched) if mismatched else result
 
     def _matching(self, state: Any, mismatched: list[Mismatch]) -> Matching:
+        from ptsave.state.optimizers import Matching
+
         by_name = self.goes_by_name(state)
         return Matching(
             self.match,
@@ -126,6 +137,8 @@ def _check_type(target: Any) -> None:
 
 def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
     """Return the ways of naming parameters that modules offer: each one's, and all together."""
+    from ptsave.state.name_keyed import bare_name
+
     all_named: list[list[Named]] = []
     for module in modules:
         named = [*module.named_parameters(remove_duplicate=False)]
@@ -139,7 +152,11 @@ def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
 
 def names_of_parameters(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Named]:
     """Return the ways of naming parameters that somebody's names offer."""
-    return [] if named_parameters is None else [*ways_of_naming(named_parameters)]
+    if named_parameters is None:
+        return []
+    from ptsave.state.name_keyed import ways_of_naming
+
+    return [*ways_of_naming(named_parameters)]
 
 
 def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
@@ -186,4 +203,6 @@ def _renaming(rename: Any) -> Renaming:
         raise TypeError(
             f"key_mapping must be a function or a mapping of names, not {type(rename).__name__}"
         )
+    from ptsave.state.renaming import Renaming
+
     return Renaming(rename)

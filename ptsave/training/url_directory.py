@@ -14,7 +14,7 @@ from typing import Any
 
 from ptsave.training.directory import CheckpointDirectory, create_directory
 from ptsave.training.naming import Naming
-from ptsave.writing.url_targets import UrlTarget, resolve
+from ptsave.writing.targets import resolve
 
 __all__ = ["directory_opener"]
 
@@ -32,7 +32,7 @@ def directory_opener(
         If there are options for the file system of a URL, and it is none.
     """
     target = resolve(directory, storage_options)
-    if isinstance(target, UrlTarget):
+    if not isinstance(target, str):
         target.make_directory()
         url = target.url
         # Once for each process: connections do not survive a fork.
@@ -59,7 +59,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
     ) -> None:
         super().__init__(url, naming)
         target = resolve(url, storage_options)
-        assert isinstance(target, UrlTarget)
+        assert not isinstance(target, str)
         self._target = target
 
     def remove_temporary_files(self) -> None:

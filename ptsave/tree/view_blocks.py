@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -16,8 +15,7 @@ __all__ = ["Blocks", "blocks_of", "check_index", "span_of"]
 Index: TypeAlias = int | slice | EllipsisType | None
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Parts of a storage, all of one size, and the view over them when they are packed together.
 
     Attributes

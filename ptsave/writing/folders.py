@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ptsave import _C, _core
 from ptsave.support.syncing import sync_path
-from ptsave.writing.url_targets import UrlTarget, resolve
+from ptsave.writing.targets import resolve
+
+if TYPE_CHECKING:
+    from ptsave.writing.url_targets import UrlTarget
 
 __all__ = ["Folder", "LocalFolder", "UrlFolder", "resolve_folder"]
 
@@ -122,4 +125,4 @@ def resolve_folder(
         As from `resolve`.
     """
     target = resolve(directory, storage_options)
-    return UrlFolder(target) if isinstance(target, UrlTarget) else LocalFolder(target)
+    return LocalFolder(target) if isinstance(target, str) else UrlFolder(target)

@@ -11,8 +11,7 @@ import torch
 
 from ptsave import _C
 from ptsave.support.torch_serialization import options, storage_alignment
-from ptsave.writing.targets import name_of, root_for_path
-from ptsave.writing.url_targets import UrlTarget
+from ptsave.writing.targets import is_url_file, name_of, root_for_path
 
 __all__ = ["engine_can_save", "plan_archive"]
 
@@ -49,7 +48,7 @@ def plan_archive(
     records += _storage_records(storages)
     records += _records_after_storages(no_byte_order)
     root = "archive"
-    if isinstance(target, (str, UrlTarget)):
+    if isinstance(target, str) or is_url_file(target):
         root = root_for_path(name_of(target))
     return _C.WritePlan(root, records, storage_alignment())
 

@@ -18,19 +18,22 @@ import errno
 import io
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ptsave import _C
 from ptsave.errors import SaveError, operation_of
 from ptsave.sources.local import real_file
-from ptsave.sources.urls import refuse_storage_options
+from ptsave.sources.urls import is_url_target, refuse_storage_options, refuse_url_target
 from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback
-from ptsave.writing.url_targets import UrlTarget, resolve
+
+if TYPE_CHECKING:
+    from ptsave.writing.url_targets import UrlTarget
 
 __all__ = [
     "FileTarget",
@@ -38,15 +41,17 @@ __all__ = [
     "TargetWriter",
     "direct_nbytes",
     "exists",
+    "is_url_file",
     "name_of",
     "replaceable_file",
+    "resolve",
     "resolve_file",
     "resolve_target",
     "root_for_path",
     "scratch_folder",
 ]
 
-FileTarget: TypeAlias = str | UrlTarget
+FileTarget: TypeAlias = "str | UrlTarget"
 
 # Errors of rename that say "not this file, not here", as opposed to "the disk failed".
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
@@ -58,19 +63,25 @@ _MIN_DIRECT_NBYTES = 16 << 20
 _STAGING_SLACK = 64 << 10
 
 
+def is_url_file(target: object) -> TypeGuard[UrlTarget]:
+    """Whether something is a `UrlTarget`, whose module is imported where there is one."""
+    url_targets = sys.modules.get("ptsave.writing.url_targets")
+    return url_targets is not None and isinstance(target, url_targets.UrlTarget)
+
+
 def name_of(target: FileTarget) -> str:
     """Return the path or the URL of a target."""
-    return target.url if isinstance(target, UrlTarget) else target
+    return target if isinstance(target, str) else target.url
 
 
 def exists(target: FileTarget) -> bool:
     """Return whether there is anything of that name, also a link that leads nowhere."""
-    return target.exists() if isinstance(target, UrlTarget) else os.path.lexists(target)
+    return os.path.lexists(target) if isinstance(target, str) else target.exists()
 
 
 def scratch_folder(target: FileTarget) -> str:
     """Return the directory for temporary files of a save: the target's own if it is local."""
-    if isinstance(target, UrlTarget):
+    if not isinstance(target, str):
         return tempfile.gettempdir()
     return os.path.dirname(target) or "."
 
@@ -108,7 +119,7 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
 
     Raises now everything that is known of errors that writing to it would raise later.
     """
-    if isinstance(f, UrlTarget):
+    if is_url_file(f):
         return f
     if isinstance(f, (str, os.PathLike)):
         path: Any = os.fspath(f)
@@ -121,6 +132,29 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
     refuse_storage_options(storage_options)
     check_stream(f)
     return f
+
+
+def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
+    """Return the file or directory that a path or a URL names; for ``file://`` its local path.
+
+    Raises
+    ------
+    UnsupportedUrlError
+        If it is a URL that cannot be written to.
+    SaveError
+        If it is empty, as the value of a variable that is not set is.
+    TypeError
+        If there are options for the file system of a URL, and it is none.
+    """
+    if is_url_target(f):
+        from ptsave.writing.url_targets import resolve_url
+
+        return resolve_url(str(f), storage_options)
+    refuse_url_target(f, storage_options)
+    path = os.fsdecode(f)
+    if not path:
+        raise SaveError(errno.ENOENT, "invalid file name: it is empty", path)
+    return path
 
 
 def resolve_file(
@@ -136,7 +170,7 @@ def resolve_file(
         As from `resolve`.
     """
     target = resolve(f, storage_options)
-    if isinstance(target, UrlTarget):
+    if not isinstance(target, str):
         target.require_file_name()
         _require_root(target.url)
     return target
@@ -240,7 +274,7 @@ class FileWriter:
 
     def write_file(self, target: FileTarget) -> None:
         """Write to a path or a URL."""
-        if isinstance(target, UrlTarget):
+        if not isinstance(target, str):
             with target.opened(self._plan.nbytes) as sink:
                 self._write_stream(sink.write, _zero_writer(sink.write))
         else:
@@ -354,7 +388,7 @@ class TargetWriter(FileWriter):
 
     def write(self, target: Any) -> None:
         """Write to a path, a URL or a file-like object."""
-        if isinstance(target, (str, UrlTarget)):
+        if isinstance(target, str) or is_url_file(target):
             self.write_file(target)
         else:
             self.write_object(target)

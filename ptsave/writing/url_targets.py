@@ -16,15 +16,14 @@ import asyncio
 import errno
 import io
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
-from ptsave.sources.urls import is_url_target, options_of, refuse_url_target, url_to_fs
+from ptsave.sources.urls import options_of, url_to_fs
 
-__all__ = ["ByteSink", "UrlTarget", "resolve", "save_errors"]
+__all__ = ["ByteSink", "UrlTarget", "resolve_url", "save_errors"]
 
 _PART_NBYTES = 16 << 20
 _MAX_N_PARTS = 10_000  # of S3; others allow more
@@ -224,6 +223,8 @@ class UrlTarget:
 
     @contextmanager
     def _moved(self) -> Iterator[ByteSink]:
+        import secrets
+
         parent, _, name = self.path.rpartition("/")
         temporary = f"{parent}/.{name}.{secrets.token_hex(8)}.ptsave".removeprefix(
             "" if self.path.startswith("/") else "/"
@@ -276,30 +277,7 @@ class _NamingSink:
         return n
 
 
-def resolve(
-    f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> str | UrlTarget:
-    """Return the file or directory that a path or a URL names; for ``file://`` its local path.
-
-    Raises
-    ------
-    UnsupportedUrlError
-        If it is a URL that cannot be written to.
-    SaveError
-        If it is empty, as the value of a variable that is not set is.
-    TypeError
-        If there are options for the file system of a URL, and it is none.
-    """
-    if is_url_target(f):
-        return _resolve_url(str(f), storage_options)
-    refuse_url_target(f, storage_options)
-    path = os.fsdecode(f)
-    if not path:
-        raise SaveError(errno.ENOENT, "invalid file name: it is empty", path)
-    return path
-
-
-def _resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
+def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
     """Return the file or directory that a URL names; for ``file://`` its local path.
 
     Raises

@@ -394,7 +394,7 @@ def test_defaults_for_code_that_one_cannot_edit(
     )
     monkeypatch.setattr("ptsave.serialization.TargetWriter.write", lambda *_: None)
     monkeypatch.setattr(
-        "ptsave.serialization.load_source", lambda f, options, *_: seen.append(options.verify)
+        "ptsave.contents.loading.load_source", lambda f, options, *_: seen.append(options.verify)
     )
     path = tmp_path / "x"
 

@@ -847,7 +847,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
         os.unlink(tmp_path / name_of(1))
         return restore_entries(*args, **options)
 
-    monkeypatch.setattr("ptsave.training.checkpointer.restore_entries", removed)
+    monkeypatch.setattr("ptsave.training.checkpoint.restore_entries", removed)
     target = {"weight": torch.zeros(100_000)}
     rest = checkpointer.restore(value=target)
     assert torch.equal(target["weight"], value)
