@@ -79,8 +79,8 @@ benchmark: $(SETUP_STAMP) build  ## all benchmarks: make benchmark [ROUNDS=5] [S
 	  $(RUN) -m benchmarks.$$name $(MEASURE) $(if $(RESULTS),--output $(RESULTS)/$$name.md); \
 	done
 
-BENCHMARKS := serialization object_graph state_dicts optimizer_state restore archive command weights \
-  async_save convert ranks distributed appending capture capture_diff integrations
+BENCHMARKS := serialization object_graph state_dicts optimizer_state restore archive command first_calls \
+  weights async_save convert ranks distributed appending capture capture_diff integrations
 benchmark: ROUNDS ?= 2
 MEASURE = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(STATES),--states $(STATES))
 
