@@ -18,7 +18,8 @@ _SPREAD, _MET = "min - max", "met"
 _LIMITS = ("limit", "floor", "memcpy")
 _COLUMNS = ("stock", "torch", "ptsave", *_LIMITS)
 _NAMES = ("stock", "torch", "loop", "ptsave")
-_GENERAL = ("contender", "process", "")
+_STATE = "state"
+_GENERAL = ("contender", "process", _STATE, "")
 _UNIT = re.compile(
     r"(?:(?P<before>[^≤≥]*?),? )?(?P<unit>s|seconds|ms|us|µs|GB/s|MiB)(?: (?P<after>.*))?"
 )
@@ -95,7 +96,7 @@ def _table_by_state(tables: Mapping[str, str]) -> str:
     if any(own[:2] != [header, rule] for own in rows.values()):
         raise ValueError(f"tables with other headings: {[own[0] for own in rows.values()]}")
     place = max(sum(cell == "---" for cell in rule) - 1, 0)
-    found = [[*header[:place], "state", *header[place:]], [*rule[:place], "---", *rule[place:]]]
+    found = [[*header[:place], _STATE, *header[place:]], [*rule[:place], "---", *rule[place:]]]
     # The order of the first state's rows, and behind them rows that it does not have.
     labels = dict.fromkeys(tuple(row[:place]) for own in rows.values() for row in own[2:])
     for label in labels:
@@ -190,7 +191,8 @@ def _groups_by_row(
         unit = columns[0].unit or _unit_of(row[columns[0].column])
         if not unit and labels:  # of each row: "small", "save, us"
             unit = _taken_apart(0, labels[-1]).unit
-        alone = labels[0] if labels else "ptsave"
+        names = zip(table.header[:n_labels], row, strict=False)
+        alone = next((cell for heading, cell in names if cell and heading != _STATE), "ptsave")
         figures = [each for each in columns if row[each.column]]
         bars = [_bar(table, row, each, each.label or alone, unit) for each in figures]
         title = ": ".join(label for label in labels if label != "seconds")

@@ -78,6 +78,15 @@ def test_contenders_are_columns() -> None:
     assert groups_of(table) == expected
 
 
+def test_one_contender_in_each_state() -> None:
+    table = of("state | call | ms", "--- | --- | ---:", "cold | save | 2", "cold | load | 1")
+    bars = [Bar("save", 2, 2, 2, "2 ms"), Bar("load", 1, 1, 1, "1 ms")]
+    alone = of("state | call | ms | torch", "--- | --- | ---: | ---:", "cold | save | 2 | 3")
+    both = [Bar("save", 2, 2, 2, "2 ms"), Bar("torch", 3, 3, 3, "3 ms")]
+    assert groups_of(table) == [("ms", Group("call, cold", bars))]
+    assert groups_of(alone) == [("ms", Group("cold: save", both))]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
