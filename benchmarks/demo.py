@@ -2,7 +2,8 @@
 
 Trains one AdamW step of a model with GPT-2 small's shapes, saves and loads the checkpoint with
 both libraries, compares the files byte for byte and the loaded tensors with the trained ones, and
-prints what it took.  The exit status is non-zero if anything differs.
+prints how long calls take as users meet them: each is the first of a fresh process, after a rest.
+The exit status is non-zero if anything differs.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from __future__ import annotations
 import argparse
 import filecmp
 import os
-import subprocess
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ptsave.bench.system import fetch_free_memory
+from benchmarks import works
+from benchmarks._program import ROOT, compile_modules
+from benchmarks.as_found import HERE, TORCH, Machine
+from ptsave.bench.system import AS_FOUND
 
-ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 50257
 CONTEXT = 1024
 WIDTH = 768
@@ -35,9 +36,11 @@ HEADS = 12
 LAYERS = 12
 BATCH = (2, 64)
 ROUNDS = 3
-MAX_SECONDS = 90  # no further round starts after so long
+MAX_SECONDS = 30  # no further round starts after so long
+REST_SECONDS = 2.0
+OPERATIONS = {"save": works.SAVE, "save + fsync": works.SAVE_DURABLE, "load": works.LOAD}
 
-Seconds = dict[tuple[str, str], list[float]]  # by library and operation
+Seconds = dict[tuple[str, str], list[float]]  # by library and work
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -155,93 +158,27 @@ def equal(left: object, right: object) -> bool:
 # ----------------------------------------------------------------------------------------- timing
 
 
-def sync_path(path: Path) -> None:
-    for target in (path, path.parent):
-        fd = os.open(target, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-class Stock:
-    """torch.save and torch.load."""
-
-    name = "torch"
-
-    def save(self, checkpoint: object, path: Path, *, fsync: bool) -> None:
-        torch.save(checkpoint, path)
-        if fsync:
-            sync_path(path)
-
-    def load(self, path: Path) -> object:
-        return torch.load(path)
-
-
-class Ptsave:
-    """ptsave.save and ptsave.load."""
-
-    name = "ptsave"
-
-    def __init__(self) -> None:
-        try:
-            import ptsave
-        except ImportError as error:
-            sys.exit(f"{error}: `make demo` builds and installs ptsave first")
-        self._save = ptsave.save
-        self._load = ptsave.load
-
-    def save(self, checkpoint: object, path: Path, *, fsync: bool) -> None:
-        self._save(checkpoint, path, fsync=fsync)
-
-    def load(self, path: Path) -> object:
-        return self._load(path)
-
-
-Library = Stock | Ptsave
-LIBRARIES: dict[str, type[Library]] = {"torch": Stock, "ptsave": Ptsave}
-
-
-def seconds_of(action: Callable[[], object], nbytes: int) -> float:
-    os.sync()  # what others wrote must not slow this one down
-    fetch_free_memory(nbytes + nbytes // 8)  # a file in the page cache, or tensors
+def measure(folder: Path, rounds: int) -> Seconds:
+    """Time calls as users meet them: the first of a process, with memory as the system has it."""
+    compile_modules()
+    machine = Machine(folder, 1.0, REST_SECONDS, {HERE: ROOT})
+    seconds: Seconds = {}
     start = time.perf_counter()
-    result = action()
-    seconds = time.perf_counter() - start
-    del result  # freed after the clock has stopped
+    for number in range(1, rounds + 1):
+        if number > 1 and time.perf_counter() - start > MAX_SECONDS:
+            break
+        print(f"Saving and loading with both, round {number} of {rounds} ...", flush=True)
+        for work in OPERATIONS.values():
+            for who in random.sample((TORCH, HERE), 2):
+                taken = machine.measure(who, work, [AS_FOUND])[AS_FOUND]
+                seconds.setdefault((who, work), []).append(taken)
     return seconds
-
-
-def seconds_of_load_in_fresh_process(library: Library, path: Path) -> float:
-    """Time a load as a resumed training does it: this process has memory to reuse, that one not."""
-    command = [sys.executable, "-m", "benchmarks.demo", "--time-load", library.name, str(path)]
-    result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return float(result.stdout)
-
-
-def seconds_of_load(name: str, path: Path) -> float:
-    """Time one load of a file in the page cache; a direct save leaves none of it there."""
-    library = LIBRARIES[name]()
-    with path.open("rb", buffering=0) as file:
-        while file.read(8 << 20):
-            pass
-    return seconds_of(partial(library.load, path), path.stat().st_size)
-
-
-def time_round(library: Library, checkpoint: object, path: Path, seconds: Seconds) -> None:
-    """Do everything once with one library; its file stays behind."""
-    nbytes = nbytes_of(checkpoint)
-    for operation, fsync in (("save", False), ("save + fsync", True)):
-        path.unlink(missing_ok=True)
-        elapsed = seconds_of(partial(library.save, checkpoint, path, fsync=fsync), nbytes)
-        seconds.setdefault((library.name, operation), []).append(elapsed)
-    elapsed = seconds_of_load_in_fresh_process(library, path)
-    seconds.setdefault((library.name, "load"), []).append(elapsed)
 
 
 def print_table(seconds: Seconds, nbytes: int) -> None:
     print(f"\n  {'':14}{'torch':>18}{'ptsave':>20}{'ratio':>9}")
-    for operation in ("save", "save + fsync", "load"):
-        stock = median(seconds["torch", operation])
-        ours = median(seconds["ptsave", operation])
+    for operation, work in OPERATIONS.items():
+        stock, ours = median(seconds[TORCH, work]), median(seconds[HERE, work])
         cells = (f"{s:6.2f} s {nbytes / s / 1e9:5.2f} GB/s" for s in (stock, ours))
         print(f"  {operation:14}{'  '.join(cells)}  {stock / ours:6.1f}x")
 
@@ -254,57 +191,41 @@ def check(claim: str, holds: bool) -> bool:
     return holds
 
 
-def check_all(libraries: list[Library], checkpoint: object, paths: dict[str, Path]) -> bool:
-    """Print what is the same, and return whether everything is."""
-    verdicts = [
-        check(
-            "the two files are identical, byte for byte",
-            filecmp.cmp(paths["torch"], paths["ptsave"], shallow=False),
-        )
-    ]
-    for library in libraries:
-        other = next(path for name, path in paths.items() if name != library.name)
-        verdicts.append(
-            check(
-                f"{library.name}.load of the other's file gives back what was trained",
-                equal(library.load(other), checkpoint),
-            )
-        )
+def check_all(checkpoint: object, folder: Path) -> bool:
+    """Save with both, print what is the same, and return whether everything is."""
+    import ptsave
+
+    # One file name in two folders: torch puts the file's name into the file.
+    paths = {who: folder / who / works.FILE for who in (TORCH, HERE)}
+    for who, save in ((TORCH, torch.save), (HERE, ptsave.save)):
+        paths[who].parent.mkdir()
+        save(checkpoint, paths[who])
+    same = filecmp.cmp(paths[TORCH], paths[HERE], shallow=False)
+    verdicts = [check("the two files are identical, byte for byte", same)]
+    for who, load, other in ((TORCH, torch.load, HERE), (HERE, ptsave.load, TORCH)):
+        claim = f"{who}.load of the other's file gives back what was trained"
+        verdicts.append(check(claim, equal(load(paths[other]), checkpoint)))
+    paths[HERE].unlink()
+    paths[TORCH].rename(folder / works.FILE)
     return all(verdicts)
 
 
-@contextmanager
-def scratch_directory(parent: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ptsave-demo-", dir=parent) as directory:
-        yield Path(directory).resolve()
-
-
-def run(directory: Path, rounds: int) -> bool:
-    libraries = [make_library() for make_library in LIBRARIES.values()]
+def run(folder: Path, rounds: int) -> bool:
     print("Training one step of a GPT-2-small-shaped model with AdamW ...", flush=True)
     checkpoint = train_one_step()
     nbytes = nbytes_of(checkpoint)
     print(f"Its checkpoint (model, optimizer, random state): {nbytes / 1e9:.2f} GB of tensors.")
-
-    # One file name in two folders: torch puts the file's name into the file.
-    paths = {library.name: directory / library.name / "checkpoint.pt" for library in libraries}
-    seconds: Seconds = {}
-    start = time.perf_counter()
-    for number in range(1, rounds + 1):
-        if number > 1 and time.perf_counter() - start > MAX_SECONDS:
-            break
-        print(f"Saving and loading with both, round {number} of {rounds} ...", flush=True)
-        for library in libraries:
-            paths[library.name].parent.mkdir(exist_ok=True)
-            time_round(library, checkpoint, paths[library.name], seconds)
-
     print("\nIs everything the same?")
-    same = check_all(libraries, checkpoint, paths)
+    same = check_all(checkpoint, folder)
+    del checkpoint
+    print()
+    seconds = measure(folder, rounds)
     print_table(seconds, nbytes)
-    n_rounds = len(seconds["ptsave", "load"])
+    n_rounds = len(seconds[HERE, works.SAVE])
     n_cores = len(os.sched_getaffinity(0))
-    print(f"\n  Medians of {n_rounds} rounds on {n_cores} cores.", end=" ")
-    print("Loads: fresh process, file in the page cache.")
+    how = f"medians of {n_rounds} rounds" if n_rounds > 1 else "one round"
+    print(f"\n  First calls of processes, {how} on {n_cores} cores;", end=" ")
+    print("loads: the file is in the page cache.")
     return same
 
 
@@ -312,14 +233,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to use")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
-    parser.add_argument("--time-load", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.time_load is not None:
-        name, path = options.time_load[0], Path(options.time_load[1])
-        print(seconds_of_load(name, path))
-        return
-    with scratch_directory(options.dir) as directory:
-        same = run(directory, options.rounds)
+    with tempfile.TemporaryDirectory(prefix="ptsave-demo-", dir=options.dir) as folder:
+        same = run(Path(folder).resolve(), options.rounds)
     sys.exit(0 if same else "\nSomething differs: this is a bug in ptsave.")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import as_found, works
+from benchmarks import as_found, demo, works
 from benchmarks._program import ROOT
 from benchmarks._tables import by_state
 from benchmarks.as_found import BASE, HERE, TORCH, LacksError, Machine, Rounds
@@ -77,6 +77,27 @@ def test_a_commit_that_is_faster(
     with pytest.raises(SystemExit, match="slower than HEAD: nosync, as found"):
         as_found.main(["nosync", *options])
     assert "| 0.50 **slower** |" in capsys.readouterr().out
+
+
+def test_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its table is of first calls of processes, which read the file that it has checked."""
+
+    def measure(machine: Machine, who: str, work: str, states: Collection[str]) -> dict[str, float]:
+        assert [*states] == [AS_FOUND]
+        assert works.FILE in os.listdir(machine.folder)
+        return {AS_FOUND: 1.0 if who == TORCH else 0.25}
+
+    monkeypatch.setattr(Machine, "measure", measure)
+    for name, value in {"VOCABULARY": 64, "CONTEXT": 64, "WIDTH": 24, "LAYERS": 1}.items():
+        monkeypatch.setattr(demo, name, value)
+    assert demo.run(tmp_path, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("  yes  ") for line in lines) == 3
+    table = [line.split() for line in lines if line.endswith("4.0x")]
+    assert [row[0] for row in table] == ["save", "save", "load"]
+    assert "First calls of processes, medians of 2 rounds" in lines[-1]
 
 
 @pytest.mark.parametrize(
