@@ -23,7 +23,7 @@ from ptsave.bench.rounds import (
     Workload,
     run_rounds,
 )
-from ptsave.bench.system import filesystem_of, make_cold
+from ptsave.bench.system import AS_FOUND, available_states, filesystem_of, make_cold
 from ptsave.sources.urls import refuse_url_target
 from ptsave.support.memory_limits import available_nbytes
 
@@ -94,6 +94,8 @@ class Plan:
         By short names; a file system in memory has fewer.
     remarks : list of str
         Measurements that are left out, and why.
+    state : str
+        The state of processes and memory: one of `ptsave.bench.system.STATES`.
     """
 
     directory: Path
@@ -102,6 +104,7 @@ class Plan:
     contenders: list[str]
     workloads: dict[str, Workload]
     remarks: list[str]
+    state: str = AS_FOUND
 
     @property
     def n_files(self) -> int:
@@ -139,7 +142,9 @@ class Measurement:
     remarks: list[str]
 
 
-def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Plan:
+def plan_disk(
+    directory: str, nbytes: int | None = None, rounds: int = 3, state: str = AS_FOUND
+) -> Plan:
     """Plan the measurements that a directory allows, without writing anything.
 
     Parameters
@@ -151,17 +156,22 @@ def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Pla
         memory, and of the free space in the directory.
     rounds : int, default 3
         Number of rounds.
+    state : str
+        The state of processes and memory: one of `ptsave.bench.system.STATES`.
 
     Raises
     ------
     OSError
-        If the directory is not there, cannot be written to, or has not enough room.
+        If the directory is not there, cannot be written to, or has not enough room, or if memory
+        cannot be brought into the state.
     MemoryError
         If there is not enough memory.
     ValueError
         If `nbytes` is less than `MIN_NBYTES`.
     """
     refuse_url_target(directory)
+    if not available_states([state]):
+        raise PermissionError(errno.EPERM, f"memory becomes {state} for root alone")
     folder = Path(directory)
     _require_writable(folder)
     free, memory = shutil.disk_usage(folder).free, available_nbytes()
@@ -177,7 +187,7 @@ def plan_disk(directory: str, nbytes: int | None = None, rounds: int = 3) -> Pla
     if in_memory := kind in ("tmpfs", "ramfs"):
         workloads = _IN_MEMORY
         remarks.append(f"{directory} is in memory ({kind}): nothing there is durable, or cold")
-    plan = Plan(folder.resolve(), nbytes, rounds, contenders, dict(workloads), remarks)
+    plan = Plan(folder.resolve(), nbytes, rounds, contenders, dict(workloads), remarks, state)
     _require_room(plan, directory, free, memory, in_memory=in_memory)
     return plan
 
@@ -225,7 +235,9 @@ def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
     """
     workloads, remarks = dict(plan.workloads), [*plan.remarks]
     with _scratch_folder(plan.directory) as folder:
-        bench = Bench(folder, folder, plan.nbytes, plan.contenders, limits.measure)
+        bench = Bench(
+            folder, folder, plan.nbytes, plan.contenders, limits.measure, state=plan.state
+        )
         bench.prepare()
         try:
             make_cold(bench.loaded_file(STOCK), drop_all=False)

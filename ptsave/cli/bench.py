@@ -48,6 +48,13 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
     help="Tensors in each file.  [default: 1GiB, at most a quarter of free memory and disk]",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--state",
+    type=click.Choice(["as-found", "warmed-up", "cold"]),
+    default="as-found",
+    show_default=True,
+    help="First calls of processes, later ones, or first ones with cold memory (root).",
+)
 @click.option("--markdown", is_flag=True, help="Print a markdown report with the machine's data.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Write a picture, too: .png, .svg or .pdf.")
@@ -58,6 +65,7 @@ def command(
     *,
     size: int | None,
     rounds: int,
+    state: str,
     markdown: bool,
     as_json: bool,
     plot: str | None,
@@ -66,8 +74,9 @@ def command(
 
     A GPT-2-like model is saved durably (fsync) and not, and loaded from the disk (cold) and from
     the page cache (warm).  Contenders take turns, in a shuffled order; each figure comes from a
-    fresh process, and a load ends when every page has been touched.  s and GB/s are medians;
-    ratios are medians of the ratios within a round.  Files are removed afterwards.
+    fresh process, and is its first call unless --state says otherwise.  A load ends when every page
+    has been touched.  s and GB/s are medians; ratios are medians of the ratios within a round.
+    Files are removed afterwards.
     """
     from ptsave.bench.disk import measure_disk, plan_disk
     from ptsave.bench.plot import plot_speeds
@@ -75,7 +84,7 @@ def command(
 
     if plot is not None:
         _require_plot(plot)
-    plan = plan_disk(directory, size, rounds)
+    plan = plan_disk(directory, size, rounds, state.replace("-", " "))
     note(
         ctx,
         f"writes {size_text(plan.nbytes_written)} in all to {directory}, "
@@ -97,7 +106,7 @@ def command(
         else:
             click.echo(aligned(SPEED_HEADER, rows, 2))
     if plot is not None:
-        title = f"{size_text(plan.nbytes)} of tensors, medians of {plan.rounds} rounds"
+        title = f"{size_text(plan.nbytes)} of tensors, {plan.state}, medians of {rounds} rounds"
         plot_speeds(plot, found.workloads, found.results, title)
 
 
@@ -122,7 +131,8 @@ def _machine(plan: Plan) -> str:
     from ptsave.bench.system import describe_machine
 
     command = ["ptsave", "bench", "--size", f"{plan.nbytes >> 20}MiB"]
-    return describe_machine(plan.directory, [*command, "--rounds", str(plan.rounds)])
+    command += ["--rounds", str(plan.rounds), "--state", plan.state.replace(" ", "-")]
+    return describe_machine(plan.directory, command)
 
 
 def _as_json(plan: Plan, found: Measurement) -> dict[str, Any]:
@@ -143,6 +153,7 @@ def _as_json(plan: Plan, found: Measurement) -> dict[str, Any]:
     return {
         "nbytes": plan.nbytes,
         "rounds": plan.rounds,
+        "state": plan.state,
         "workloads": workloads,
         "remarks": found.remarks,
     }

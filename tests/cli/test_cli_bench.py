@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from ptsave.bench import disk, limits, rounds, worker
+from ptsave.bench import disk, limits, rounds, system, worker
 from ptsave.bench.disk import MIN_NBYTES, plan_disk
 from ptsave.bench.report import SPEED_HEADER
 from ptsave.bench.rounds import LIMIT, Results
@@ -99,12 +99,26 @@ def test_says_beforehand_what_is_written(fake: Fake, tmp_path: Path) -> None:
 
 def test_json_and_markdown(fake: Fake, tmp_path: Path) -> None:
     found = json.loads(bench(str(tmp_path), "--json", "--size", "40M").stdout)
-    assert found["nbytes"] == 40 * MIB
+    assert (found["nbytes"], found["state"]) == (40 * MIB, "as found")
     assert found["workloads"]["load-warm"]["ptsave"]["times_torch"] == 4.0
     assert found["workloads"]["save"]["ptsave"]["seconds"] == [1.0] * 3
     text = bench(str(tmp_path), "--markdown").stdout
     assert "| load, warm | ptsave | 1.000 | 1.000 - 1.000 | 1.00 | 4.00 | 0.50 |" in text
     assert str(tmp_path) not in text
+
+
+def test_states(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def states(*arguments: str) -> set[str]:
+        fake.tasks.clear()
+        assert bench(str(tmp_path), "--size", "32MiB", *arguments).exit_code == 0
+        return {task.state for task in fake.tasks if "loaded" not in task.path or task.nbytes == 0}
+
+    assert states() == {"as found"}
+    assert states("--state", "warmed-up") == {"warmed up"}
+    monkeypatch.setattr(system, "_COMPACT_MEMORY", tmp_path / "nothing")
+    result = bench(str(tmp_path), "--state", "cold")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "memory becomes cold for root alone" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["speeds.png", "speeds.svg"])
