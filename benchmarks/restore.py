@@ -7,8 +7,9 @@
 In each round every workload runs once with every contender and with the hardware's limit, in a
 shuffled order.  Every figure comes from a fresh process in which the model (and its optimizer's
 state, except for a fresh optimizer) is in memory already, and which has restored one small model
-before if it is warmed up.  Stock is torch.load followed by load_state_dict.  The limit is reading
-the same bytes, with memory fetched in every state: from
+before if it is warmed up.  Stock is torch.load followed by load_state_dict.  flashpack takes part
+where it is installed: the tensors of its own file, which it maps, are copied into the parameters,
+without checksums.  The limit is reading the same bytes, with memory fetched in every state: from
 the page cache, once, in a fresh process like any other and into the same tensors, with the number
 of threads (1, 2 or 4, a process for each) that has the best median; from a cold disk, past the page
 cache, with whichever of them is fastest.  Restored values are compared outside the clock, in the
@@ -17,6 +18,7 @@ first round.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 import time
@@ -35,7 +37,8 @@ from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memor
 from benchmarks.demo import Decoder, equal
 from ptsave.bench.system import MIB, PeakMemory, make_cold, make_warm
 
-STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
+STOCK, PTSAVE, FLASHPACK, LIMIT = "stock", "ptsave", "flashpack", "limit"
+HAS_FLASHPACK = importlib.util.find_spec("flashpack") is not None
 LIMIT_THREADS = {f"limit with {n} threads": n for n in _limits.THREAD_COUNTS}
 WIDTH = 2048
 LAYERS = 6
@@ -108,7 +111,10 @@ def make_training(seed: int, *, fresh: bool) -> dict[str, Any]:
 
 def save_checkpoint(checkpoint: str, path: str) -> None:
     if checkpoint == "decoder":
-        torch.save(make_decoder(0).state_dict(), path)
+        model = make_decoder(0)
+        torch.save(model.state_dict(), path)
+        if HAS_FLASHPACK:
+            pack(model, path)
     else:
         objects = make_training(0, fresh=False)
         torch.save({name: obj.state_dict() for name, obj in objects.items()}, path)
@@ -138,9 +144,28 @@ class Figure:
     peak_nbytes: int = 0  # resident memory above what there was before
 
 
+def pack(model: nn.Module, path: str) -> None:
+    """Write the file that flashpack reads in the place of `path`."""
+    from flashpack.serialization import pack_to_file
+
+    pack_to_file(model.state_dict(), str(packed(path)), target_dtype=torch.float32)
+
+
+def packed(path: str | Path) -> Path:
+    return Path(f"{path}.flashpack")
+
+
 def restore_module(contender: str, path: str, model: nn.Module) -> None:
     if contender == STOCK:
         model.load_state_dict(torch.load(path))
+        return
+    if contender == FLASHPACK:
+        from flashpack.deserialization import iterate_from_flash_tensor, read_flashpack_file
+
+        # Its own functions replace parameters by views of the file, which they map.
+        tensors, file = model.state_dict(), read_flashpack_file(str(packed(path)))
+        for name, tensor in iterate_from_flash_tensor(*file):
+            tensors[name].copy_(tensor)
         return
     import ptsave
 
@@ -183,6 +208,8 @@ def warm_up(contender: str, path: Path) -> None:
         return
     model = nn.Linear(2, 2)
     torch.save(model.state_dict(), path)
+    if contender == FLASHPACK:
+        pack(model, str(path))
     restore_module(contender, str(path), model)
 
 
@@ -201,7 +228,8 @@ def measure(task: Task) -> Figure:
     else:
         objects = make_training(1, fresh=task.fresh_optimizer)
     action = restorer(task, objects)
-    make_cold(path) if task.cold else make_warm(path)
+    file = packed(path) if task.contender == FLASHPACK else path
+    make_cold(file) if task.cold else make_warm(file)
     settle_memory(2 * path.stat().st_size, is_limit=task.contender in LIMIT_THREADS)
     memory = PeakMemory()
     start = time.perf_counter()
@@ -243,6 +271,8 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
         workload = WORKLOADS[name]
         path = paths[workload.checkpoint]
         contenders = [STOCK, PTSAVE, *([LIMIT] if workload.cold else LIMIT_THREADS)]
+        if HAS_FLASHPACK and workload.checkpoint == "decoder":
+            contenders.append(FLASHPACK)
         for contender in random.sample(contenders, len(contenders)):
             if contender == LIMIT:
                 measured = measure_cold_limit(path)
@@ -253,7 +283,7 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
                     str(path),
                     cold=workload.cold,
                     fresh_optimizer=workload.fresh_optimizer and contender in (STOCK, PTSAVE),
-                    compare=number == 0 and contender in (STOCK, PTSAVE),
+                    compare=number == 0 and contender in (STOCK, PTSAVE, FLASHPACK),
                 )
                 measured = {contender: run_task(task)}
             for measured_contender, figure in measured.items():
@@ -280,8 +310,8 @@ def ratio(mine: list[Figure], other: list[Figure]) -> float:
 
 def speed_rows(titles: dict[str, str], other: str, figures: Figures) -> Iterator[list[str]]:
     """Compare with `other` and the limit; `titles` are those of the workloads, by name."""
-    for name, contender in itertools.product(titles, (other, PTSAVE, LIMIT)):
-        if (name, contender) not in figures:  # the limit of workloads that have none
+    for name, contender in itertools.product(titles, (other, PTSAVE, FLASHPACK, LIMIT)):
+        if (name, contender) not in figures:  # workloads that it does not take, or have no limit
             continue
         ours, limit = figures[name, contender], figures.get((name, LIMIT))
         seconds = [figure.seconds for figure in ours]
