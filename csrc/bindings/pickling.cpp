@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "pickle/in/unpickler.h"
 #include "pickle/out/pickler.h"
+#include "pickle/scan/claims.h"
 #include "pickle/scan/scan.h"
 #include "storage/storage.h"
 
@@ -62,6 +63,12 @@ void bind_pickling(py::module_& module) {
         return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes);
       },
       py::arg("pickle"), py::arg("dtypes"));
+  module.def(
+      "unjustified_claim",
+      [](const py::bytes& pickle) {
+        return unjustified_claim(static_cast<std::string_view>(pickle));
+      },
+      py::arg("pickle"));
   module.def("pickle_object", &pickled, py::arg("obj"));
   module.def(
       "unfilled_storages",

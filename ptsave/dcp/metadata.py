@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ptsave import _C
 from ptsave.dcp.metadata_pickle import pickled_metadata
-from ptsave.dcp.pickle_sizes import refuse_huge_claims
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
 from ptsave.support import torch_dcp
@@ -164,10 +163,9 @@ def load_metadata(path: str, *, data: bytes | None = None) -> Metadata:
         data[:-_TRAILER_NBYTES]
     ):
         raise CorruptCheckpointError(f"{path}: damaged: its checksum differs", path=path)
-    try:
-        refuse_huge_claims(data)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: damaged: {error}", path=path) from None
+    claim = _C.unjustified_claim(data)
+    if claim is not None:
+        raise CorruptCheckpointError(f"{path}: damaged: {claim}", path=path)
     return _unpickled(io.BytesIO(data), path)
 
 

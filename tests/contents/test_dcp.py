@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import random
 import shutil
 import sys
@@ -29,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ptsave
+from ptsave._C import unjustified_claim
 from ptsave.cli.commands import commands
 from ptsave.dcp.metadata import load_metadata
-from ptsave.dcp.pickle_sizes import refuse_huge_claims
 from ptsave.distributed import StorageReader, StorageWriter
 from ptsave.inspection.verification import verify_directory, verify_file
 
@@ -547,7 +548,23 @@ def test_metadata_that_asks_for_memory(folder: Path, data: bytes) -> None:
 def test_whole_metadata_asks_for_nothing(n: int) -> None:
     values = {"k" * (i % 500) + str(i): (i, 1.5, b"x", 10 ** (i % 99), [None]) for i in range(n)}
     for protocol in range(6):
-        refuse_huge_claims(pickle.dumps(values, protocol=protocol))
+        assert unjustified_claim(pickle.dumps(values, protocol=protocol)) is None
+
+
+@pytest.mark.parametrize("opcode", pickletools.opcodes, ids=lambda each: each.name)
+def test_every_opcode_has_its_argument(opcode: Any) -> None:
+    arguments = {
+        pickletools.UP_TO_NEWLINE: b"1\n2\n" if opcode.name in ("GLOBAL", "INST") else b"1\n",
+        pickletools.TAKEN_FROM_ARGUMENT1: b"\1.",
+        pickletools.TAKEN_FROM_ARGUMENT4: b"\1\0\0\0.",
+        pickletools.TAKEN_FROM_ARGUMENT4U: b"\1\0\0\0.",
+        pickletools.TAKEN_FROM_ARGUMENT8U: b"\1\0\0\0\0\0\0\0.",
+    }
+    n = 0 if opcode.arg is None else opcode.arg.n
+    data = opcode.code.encode("latin-1") + (bytes(n) if n >= 0 else arguments[n])
+    is_whole = opcode.name == "STOP"
+    assert (unjustified_claim(data) is None) == is_whole
+    assert unjustified_claim(data + b".") is None
 
 
 @pytest.mark.parametrize("size", [100, 70_000, 140_000, 17_000_000])
@@ -556,11 +573,9 @@ def test_numbers_as_large_as_the_metadata(size: int) -> None:
         data = b"\x80\x02" + b"N0" * (size // 2 - 9)
         data += b"Nr" + number.to_bytes(4, "little") + b"."
         data = data.ljust(size, b".")
-        if is_too_large:
-            with pytest.raises(ValueError, match=f"it numbers a value {number}"):
-                refuse_huge_claims(data)
-        else:
-            refuse_huge_claims(data)
+        claim = unjustified_claim(data)
+        assert (claim is not None) == is_too_large
+        assert claim is None or claim.startswith(f"it numbers a value {number}, and has ")
 
 
 def test_metadata_that_is_a_pipe(folder: Path) -> None:
