@@ -37,6 +37,9 @@ def find_values(
     dicts: Sequence[dict[str, Any]], values: Sequence[object]
 ) -> list[tuple[int, str, int]]: ...
 
+# The pairs (name, object) whose object has an attribute of its own that is true.
+def having(pairs: list[tuple[str, _T]], attribute: str) -> list[tuple[str, _T]]: ...
+
 # Whether the engine copies from and to this device.
 def can_stage(device: torch.device) -> bool: ...
 
@@ -458,6 +461,20 @@ def tensor_facts(
 def tensor_kinds(
     values: list[Any], types: tuple[type, ...], *, pinned: bool = False
 ) -> list[int]: ...
+
+# Contiguous tensors in CPU memory, with any values.
+def empty_tensors(shapes: list[torch.Size], dtypes: list[torch.dtype]) -> list[torch.Tensor]: ...
+
+# The address of each tensor; 0 for one without elements in memory, None for one of a subclass.
+def addresses(tensors: list[torch.Tensor]) -> list[int | None]: ...
+
+# Of each tensor whether it takes bytes of a dtype that follow each other, as they are in a file: it
+# is of exactly torch's own types, contiguous, and in CPU memory or on an accelerator that can_stage
+# is true of.
+def take_bytes(tensors: list[torch.Tensor], dtypes: list[torch.dtype]) -> list[bool]: ...
+
+# Whether the memory of no tensor may overlap another one's.
+def are_apart(tensors: list[torch.Tensor]) -> bool: ...
 
 # Whether `target.copy_(source)` moves numbers and can neither fail nor warn: both are tensors of
 # exactly torch's own types, strided, of one shape and on real devices.

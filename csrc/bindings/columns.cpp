@@ -1,10 +1,13 @@
 // ptsave._C's functions over columns of Python objects: kinds of tensors, copies of small ones,
 // instances of a class, rows of bytes.  A state dict has 100,000 tensors, and a step of Python for
 // each takes a second.
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -14,11 +17,13 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "device/side_streams.h"
 
 namespace py = pybind11;
 
@@ -160,6 +165,89 @@ std::size_t copy_small(const py::list& pairs, std::size_t begin) {
   return pairs.size();
 }
 
+const at::Tensor& tensor_at(const py::list& tensors, std::size_t i) {
+  PyObject* const object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+  if (!THPVariable_Check(object)) throw py::type_error("expected tensors");
+  return THPVariable_Unpack(object);
+}
+
+bool has_elements_in_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() != 0 &&
+         tensor.has_storage() && tensor.storage().data_ptr();
+}
+
+c10::ScalarType dtype_at(const py::list& dtypes, std::size_t i) {
+  PyObject* const dtype = PyList_GET_ITEM(dtypes.ptr(), static_cast<Py_ssize_t>(i));
+  if (!THPDtype_Check(dtype)) throw py::type_error("expected dtypes");
+  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+}
+
+// Contiguous tensors in CPU memory, with any values.
+py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
+                       const py::list& dtypes) {
+  if (shapes.size() != dtypes.size()) throw py::value_error("expected lists of one length");
+  py::list result(shapes.size());
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    result[i] = py::reinterpret_steal<py::object>(
+        THPVariable_Wrap(at::detail::empty_cpu(shapes[i], dtype_at(dtypes, i))));
+  }
+  return result;
+}
+
+// The address of each tensor; 0 for one without elements in memory, None for one of a subclass.
+py::list addresses(const py::list& tensors) {
+  py::list result(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensor_at(tensors, i);
+    if (!THPVariable_CheckExact(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i)))) {
+      result[i] = py::none();
+    } else {
+      result[i] = py::int_(has_elements_in_memory(tensor)
+                               ? reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr())
+                               : 0);
+    }
+  }
+  return result;
+}
+
+// Of each tensor whether it takes bytes of a dtype that follow each other, as they are in a file.
+std::vector<bool> take_bytes(const py::list& tensors, const py::list& dtypes) {
+  if (tensors.size() != dtypes.size()) throw py::value_error("expected lists of one length");
+  std::vector<bool> result(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensor_at(tensors, i);
+    PyObject* const object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+    result[i] = THPVariable_CheckExact(object) && tensor.scalar_type() == dtype_at(dtypes, i) &&
+                tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
+                !tensor.is_neg() &&
+                (tensor.is_cpu() || SideStreams::are_supported(tensor.device()));
+  }
+  return result;
+}
+
+// Whether the memory of no tensor may overlap another one's.
+bool are_apart(const py::list& tensors) {
+  struct Extent {
+    c10::Device device;
+    std::uintptr_t begin;
+    std::uintptr_t end;
+  };
+  std::vector<Extent> extents;
+  extents.reserve(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensor_at(tensors, i);
+    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr());
+    const std::size_t nbytes = tensor.is_contiguous() ? tensor.nbytes() : tensor.storage().nbytes();
+    extents.push_back({tensor.device(), begin, begin + nbytes});
+  }
+  std::ranges::sort(extents, {}, [](const Extent& extent) {
+    return std::tuple(extent.device.type(), extent.device.index(), extent.begin);
+  });
+  return std::ranges::adjacent_find(extents, [](const Extent& one, const Extent& other) {
+           return one.device == other.device && one.end > other.begin;
+         }) == extents.end();
+}
+
 // Values of an attribute or a row: a list has one for each, anything else is the value of all.
 class Column {
  public:
@@ -254,6 +342,10 @@ py::bytes packed_rows(const py::tuple& values) {
 void bind_columns(py::module_& module) {
   module.def("tensor_kinds", &tensor_kinds, py::arg("values"), py::arg("types"), py::kw_only(),
              py::arg("pinned") = false);
+  module.def("empty_tensors", &empty_tensors, py::arg("shapes"), py::arg("dtypes"));
+  module.def("addresses", &addresses, py::arg("tensors"));
+  module.def("take_bytes", &take_bytes, py::arg("tensors"), py::arg("dtypes"));
+  module.def("are_apart", &are_apart, py::arg("tensors"));
   module.def("copies_plainly", &copies_plainly, py::arg("target"), py::arg("source"));
   module.def("copy_small", &copy_small, py::arg("pairs"), py::arg("begin"));
   module.def("instances", &instances, py::arg("kind"), py::arg("attributes"));

@@ -1,4 +1,4 @@
-// ptsave._C.find_values.
+// ptsave._C's functions that look at the attributes and values of many objects.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -36,10 +36,31 @@ std::vector<Found> find_values(const std::vector<py::dict>& dicts,
   return result;
 }
 
+// The pairs (name, object) whose object has an attribute of its own that is true.  The attributes
+// of a torch.nn.Module take three times as long from Python, because the class has a `__getattr__`.
+py::list having(const py::list& pairs, const py::str& attribute) {
+  py::list result;
+  for (const py::handle pair : pairs) {
+    if (!PyTuple_Check(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2) {
+      throw py::type_error("expected pairs");
+    }
+    const auto attributes = py::reinterpret_steal<py::object>(
+        PyObject_GenericGetDict(PyTuple_GET_ITEM(pair.ptr(), 1), nullptr));
+    if (!attributes) throw py::error_already_set();
+    PyObject* const value = PyDict_GetItemWithError(attributes.ptr(), attribute.ptr());
+    if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    const int is_true = value == nullptr ? 0 : PyObject_IsTrue(value);
+    if (is_true < 0) throw py::error_already_set();
+    if (is_true != 0) result.append(pair);
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_names(py::module_& module) {
   module.def("find_values", &find_values, py::arg("dicts"), py::arg("values"));
+  module.def("having", &having, py::arg("pairs"), py::arg("attribute"));
 }
 
 }  // namespace ptsave

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ptsave.contents.safetensors_fields import DTYPES, LENGTH_NBYTES, read_fields
+from ptsave.contents.safetensors_fields import (
+    DTYPES,
+    LENGTH_NBYTES,
+    SafetensorsFields,
+    read_fields,
+)
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.garbage import pausing_garbage_collection
@@ -92,7 +97,7 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
     """
     with pausing_garbage_collection():
         stored = read_fields(source)
-        tensors = [_stored_tensor(source, *item, stored.nbytes) for item in stored.tensors]
+        tensors = list(_stored_tensors(source, stored))
     return SafetensorsHeader(tensors, stored.metadata)
 
 
@@ -135,9 +140,29 @@ def _dtype_of(name: str) -> torch.dtype | None:
     return dtype
 
 
-def _stored_tensor(
-    source: RangeSource, name: str, entry: Mapping[str, Any], data_offset: int
-) -> StoredTensor:
+def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[StoredTensor]:
+    first, max_end = stored.nbytes, source.nbytes
+    kinds: dict[tuple[Any, ...], tuple[torch.Size, torch.dtype, int]] = {}  # layers are alike
+    for name, entry in stored.tensors:
+        key = (entry["dtype"], *entry["shape"])
+        if key not in kinds:
+            kinds[key] = _kind_of(source, name, entry)
+        shape, dtype, nbytes = kinds[key]
+        begin, end = entry["data_offsets"]
+        begin, end = first + begin, first + end
+        if end - begin != nbytes or not first <= begin <= end <= max_end:
+            raise CorruptCheckpointError(
+                f"{source.name}: the header puts tensor {name} where its bytes cannot be",
+                path=source.name,
+                offset=begin,
+            )
+        # As StoredTensor(...), whose own code takes twice as long.
+        yield tuple.__new__(StoredTensor, (name, shape, dtype, begin, nbytes))
+
+
+def _kind_of(
+    source: RangeSource, name: str, entry: Mapping[str, Any]
+) -> tuple[torch.Size, torch.dtype, int]:
     dtype = _dtype_of(entry["dtype"])
     shape = None if dtype is None else _shape_in_torch(dtype, entry["shape"])
     if dtype is None or shape is None:
@@ -146,16 +171,7 @@ def _stored_tensor(
             f"shape {entry['shape']}",
             path=source.name,
         )
-    begin, end = entry["data_offsets"]
-    begin, end = data_offset + begin, data_offset + end
-    tensor = StoredTensor(name, shape, dtype, begin, prod(shape) * dtype.itemsize)
-    if end - begin != tensor.nbytes or not data_offset <= begin <= end <= source.nbytes:
-        raise CorruptCheckpointError(
-            f"{source.name}: the header puts tensor {name} where its bytes cannot be",
-            path=source.name,
-            offset=begin,
-        )
-    return tensor
+    return shape, dtype, prod(shape) * dtype.itemsize
 
 
 # ----------------------------------------------------------------------------------- made anew

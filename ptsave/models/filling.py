@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -51,6 +51,8 @@ class Item:
         The tensor it fills, or the parameter for its loader.
     part : Part
         The part of the entry.
+    nbytes : int
+        The bytes that are read.
     loader : callable or None
         The parameter's ``weight_loader``, which puts it in its place.
     shard_id : str, int, tuple or None
@@ -63,16 +65,10 @@ class Item:
     name: str
     target: Tensor
     part: Part
+    nbytes: int
     loader: Callable[..., Any] | None = None
     shard_id: ShardId | None = None
     is_sliced: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are read."""
-        if self.part.shape is self.entry.shape:
-            return self.entry.nbytes
-        return self.part.shape.numel() * self.entry.dtype.itemsize
 
 
 def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
@@ -90,22 +86,25 @@ def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
 
 
 def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]:
+    whole: dict[torch.Size, Part] = {}  # layers are alike
     for entry, name, shard_id, place in plan.deliveries:
         tensor, shape = tensors[name], entry.shape
+        part = whole.get(shape) or whole.setdefault(shape, Part(shape))
         loader = plan.loaders.get(name)
         if loader is not None:
             loader = getattr(tensor, "weight_loader", loader)
             is_sliced = takes_slices(loader)
-            yield Item(entry, name, tensor, Part(shape), loader, shard_id, is_sliced)
+            yield Item(entry, name, tensor, part, entry.nbytes, loader, shard_id, is_sliced)
             continue
         if place is None and not is_distributed_tensor(tensor):
-            yield Item(entry, name, tensor, Part(shape))
+            yield Item(entry, name, tensor, part, entry.nbytes)
             continue
         target = target_of(tensor, shape, place)
         if target is not None:
             is_packed = isinstance(entry.shard, SafetensorsShard)
             part = part_of(tensor, shape, place, is_packed=is_packed)
-            yield Item(entry, name, target, part)
+            nbytes = part.shape.numel() * entry.dtype.itemsize
+            yield Item(entry, name, target, part, nbytes)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -114,7 +113,8 @@ class _Piece:
 
     item: Item
     begin: int
-    n_elements: int
+    shape: torch.Size
+    nbytes: int
 
 
 class Fills(Protocol):
@@ -140,6 +140,7 @@ class Filling:
         self._nbytes_done = 0
         self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
         self._nbytes_left: dict[Shard, int] = {}
+        self._sent_to: set[torch.device] = set()  # by loaders, through page-locked memory
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
         """Fill targets: first those that are read straight into place, then the rest in order.
@@ -148,12 +149,17 @@ class Filling:
         """
         self._nbytes_left.clear()
         with pausing_garbage_collection():
-            if is_all:
-                sizes = ((item.entry.shard, item.nbytes) for item in items)
-                self._nbytes_left.update(_nbytes_by_shard(sizes))
             direct, others = divided(items)
+            sizes = _nbytes_by_shard((item.entry.shard, item.nbytes) for item in direct)
+            if is_all:
+                self._nbytes_left.update(sizes)
+                for shard, nbytes in _nbytes_by_shard(
+                    (item.entry.shard, item.nbytes) for item in others
+                ).items():
+                    self._nbytes_left[shard] = self._nbytes_left.get(shard, 0) + nbytes
             reads = [_read_of(item) for item in direct]
             self._read(reads)
+            self._count(sizes)
             note_changes([read.target for read in reads])
         if others:
             self._deliver(others)
@@ -163,11 +169,10 @@ class Filling:
         callback = self._progress
         progress = None if callback is None else lambda nbytes: callback(done + nbytes)
         self._reader.read(reads, progress)
-        self._count([(read.entry.shard, read.target.nbytes) for read in reads])
 
-    def _count(self, done: Iterable[tuple[Shard, int]]) -> None:
+    def _count(self, done: Mapping[Shard, int]) -> None:
         """Note that these bytes of shards are where they belong."""
-        for shard, nbytes in _nbytes_by_shard(done).items():
+        for shard, nbytes in done.items():
             self._nbytes_done += nbytes
             if shard in self._nbytes_left:
                 self._nbytes_left[shard] -= nbytes
@@ -181,37 +186,70 @@ class Filling:
         max_nbytes = self._max_ahead_nbytes(items)
         memory = RecycledMemory(max_nbytes)
         bounds = Bounds.of((item.entry.shard for item in items), max_nbytes)
-        pieces = ((piece, _nbytes_ahead(piece)) for item in items for piece in _pieces(item))
+        pieces = (
+            (piece, 0 if item.is_sliced else piece.nbytes)
+            for item in items
+            for piece in _pieces(item)
+        )
 
-        def stage(piece: _Piece) -> Read | None:
-            return None if piece.item.is_sliced else self._stage(memory, piece)
+        def stage(pieces: list[_Piece]) -> list[Read | None]:
+            return self._stage_all(memory, pieces)
 
         with closing(read_ahead(self._reader, pieces, stage, bounds)) as batches:
             for batch in batches:
                 self._count(
-                    (piece.item.entry.shard, 0 if read is None else read.target.nbytes)
-                    for piece, read in batch
+                    _nbytes_by_shard(
+                        (piece.item.entry.shard, 0 if read is None else piece.nbytes)
+                        for piece, read in batch
+                    )
                 )
                 self._put(batch)
                 if self._progress is not None:
                     self._progress(self._nbytes_done)
 
+    def _stage_all(self, memory: RecycledMemory, pieces: list[_Piece]) -> list[Read | None]:
+        """Return the reads of pieces; the memory of small ones is made by one call."""
+        are_small = [piece.nbytes < MIN_NBYTES and self._stays_here(piece.item) for piece in pieces]
+        small = list(compress(pieces, are_small))
+        dtypes = [piece.item.entry.dtype for piece in small]
+        targets = iter(_C.empty_tensors([piece.shape for piece in small], dtypes))
+        reads: list[Read | None] = []
+        for piece, is_small in zip(pieces, are_small, strict=True):
+            item = piece.item
+            if is_small:
+                begin = piece.begin + item.part.begin
+                reads.append(Read(item.entry, next(targets), begin, item.part.index))
+            else:
+                reads.append(None if item.is_sliced else self._stage(memory, piece))
+        return reads
+
+    def _stays_here(self, item: Item) -> bool:
+        """Whether an item is read into CPU memory that is not page-locked."""
+        if item.loader is None:
+            return not _is_converted_there(item)
+        return not item.is_sliced and not (self._sent_to and item.target.device in self._sent_to)
+
     def _stage(self, memory: RecycledMemory, piece: _Piece) -> Read:
         item = piece.item
         if item.loader is None:
             device = item.target.device if _is_converted_there(item) else _CPU
-            return _stage(device, memory, item, piece.begin, piece.n_elements)
-        if _C.can_stage(item.target.device):
+            return _stage(device, memory, piece)
+        if self._sent_to and item.target.device in self._sent_to:
             pinned = self._pinned.tensor(item.entry.shape, item.entry.dtype)
             if pinned is not None:
                 return Read(item.entry, pinned, piece.begin)
-        return _stage(_CPU, memory, item, piece.begin, piece.n_elements)
+        return _stage(_CPU, memory, piece)
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
         """Return the budget: page-locked memory's, if loaders are to copy to accelerators."""
         from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES
 
-        if any(map(_C.can_stage, {each.target.device for each in items if each.loader})):
+        self._sent_to = {
+            device
+            for device in {each.target.device for each in items if each.loader}
+            if _C.can_stage(device)
+        }
+        if self._sent_to:
             return min(MAX_AHEAD_NBYTES, config.current().max_pinned_nbytes)
         return MAX_AHEAD_NBYTES
 
@@ -240,7 +278,7 @@ class Filling:
 
         with closing(WeightSlice(item.entry, self._reader)) as weight:
             put_into(item, weight)
-        self._count([(item.entry.shard, item.nbytes)])
+        self._count({item.entry.shard: item.nbytes})
 
 
 def _read_of(item: Item) -> Read:
@@ -261,12 +299,12 @@ def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     """Return the reads straight into place, so that no byte is written twice, and the rest."""
     direct: list[Item] = []
     others: list[Item] = []
-    for item in items:
-        (direct if _is_filled_in_place(item) else others).append(item)
-    by_device: dict[torch.device, list[tuple[int, int]]] = {}
-    for item in direct:
-        by_device.setdefault(item.target.device, []).append(_extent_of(item.target))
-    if all(map(_are_apart, by_device.values())):
+    take_bytes = _C.take_bytes(
+        [item.target for item in items], [item.entry.dtype for item in items]
+    )
+    for item, takes_bytes in zip(items, take_bytes, strict=True):
+        (direct if _is_filled_in_place(item, takes_bytes) else others).append(item)
+    if _C.are_apart([item.target for item in direct]):
         return direct, others
     first: list[Item] = []
     taken: defaultdict[torch.device, _Places] = defaultdict(_Places)
@@ -284,11 +322,6 @@ def _extent_of(tensor: Tensor) -> tuple[int, int]:
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
     return begin, begin + tensor.untyped_storage().nbytes()  # at most
-
-
-def _are_apart(extents: list[tuple[int, int]]) -> bool:
-    extents = sorted(extents)
-    return all(one[1] <= other[0] for one, other in pairwise(extents))
 
 
 class _Places:
@@ -313,38 +346,27 @@ class _Places:
 
 def _pieces(item: Item) -> Iterator[_Piece]:
     """Yield the parts in which an item is delivered."""
-    n_elements = item.part.shape.numel()
-    step = max(1, _PIECE_NBYTES // item.entry.dtype.itemsize)
-    if n_elements <= step or not _is_filled_piecewise(item):
-        yield _Piece(item, 0, n_elements)
+    if item.nbytes <= _PIECE_NBYTES or not _is_filled_piecewise(item):
+        yield _Piece(item, 0, item.part.shape, item.nbytes)
         return
+    n_elements, itemsize = item.part.shape.numel(), item.entry.dtype.itemsize
+    step = max(1, _PIECE_NBYTES // itemsize)
     for begin in range(0, n_elements, step):
-        yield _Piece(item, begin, min(step, n_elements - begin))
+        n = min(step, n_elements - begin)
+        yield _Piece(item, begin, torch.Size([n]), n * itemsize)
 
 
-def _nbytes_ahead(piece: _Piece) -> int:
-    return 0 if piece.item.is_sliced else piece.n_elements * piece.item.entry.dtype.itemsize
-
-
-def _is_filled_in_place(item: Item) -> bool:
-    target = item.target
-    if item.loader is not None or type(target) not in PLAIN_TYPES or item.nbytes == 0:
+def _is_filled_in_place(item: Item, takes_bytes: bool) -> bool:
+    if item.loader is not None or item.nbytes == 0:
         return False
-    if isinstance(item.entry.shard, SafetensorsShard):
-        return target.layout is torch.strided and _takes_bytes(item)
-    return target.layout is torch.strided and not target.is_meta
-
-
-def _takes_bytes(item: Item) -> bool:
-    """Whether bytes of the entry that follow each other are all that a tensor takes."""
+    if takes_bytes and item.part.index is None:
+        return True
     target = item.target
     return (
-        (target.device == _CPU or _C.can_stage(target.device))
-        and target.dtype == item.entry.dtype
-        and item.part.index is None
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
+        not isinstance(item.entry.shard, SafetensorsShard)
+        and type(target) in PLAIN_TYPES
+        and target.layout is torch.strided
+        and not target.is_meta
     )
 
 
@@ -358,19 +380,14 @@ def _is_filled_piecewise(item: Item) -> bool:
     )
 
 
-def _stage(
-    device: torch.device, memory: RecycledMemory, item: Item, begin: int, n_elements: int
-) -> Read:
-    entry, shard, part = item.entry, item.entry.shard, item.part
-    is_whole = n_elements == part.shape.numel()
-    shape = part.shape if is_whole else torch.Size([n_elements])
-    begin += part.begin
-    if device != _CPU:
+def _stage(device: torch.device, memory: RecycledMemory, piece: _Piece) -> Read:
+    entry, part, shape = piece.item.entry, piece.item.part, piece.shape
+    begin = piece.begin + part.begin
+    if device is not _CPU:
         there = torch.empty(shape, dtype=entry.dtype, device=device)
         return Read(entry, there, begin, part.index)
-    nbytes = shape.numel() * entry.dtype.itemsize
-    if isinstance(shard, SafetensorsShard) and nbytes >= MIN_NBYTES and part.index is None:
-        mapped = shard.map_cached(entry, begin, shape)
+    if isinstance(entry.shard, SafetensorsShard) and part.index is None:
+        mapped = entry.shard.map_cached(entry, begin, shape)
         if mapped is not None:
             return Read(entry, mapped, begin, is_mapped=True)
     return Read(entry, memory.tensor(shape, entry.dtype), begin, part.index)
@@ -390,7 +407,10 @@ def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
     """Deliver an item's values, or the elements of its part from `begin` on."""
     try:
         if item.loader is not None:
-            _call(item, values)
+            if item.shard_id is None:
+                item.loader(item.target, values)
+            else:
+                item.loader(item.target, values, item.shard_id)
             return
         assert isinstance(values, Tensor)
         if values.shape == item.part.shape:
@@ -404,14 +424,6 @@ def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
             f"while {item.name} was being filled from tensor {entry.name} of {entry.shard.path}",
         )
         raise
-
-
-def _call(item: Item, weight: Tensor | WeightSlice) -> None:
-    assert item.loader is not None
-    if item.shard_id is None:
-        item.loader(item.target, weight)
-    else:
-        item.loader(item.target, weight, item.shard_id)
 
 
 def note_changes(tensors: Iterable[Tensor]) -> None:

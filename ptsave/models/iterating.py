@@ -95,7 +95,10 @@ def iter_weights(
                 return Read(entry, torch.empty(entry.shape, dtype=entry.dtype, device=place))
             return Read(entry, memory.tensor(entry.shape, entry.dtype))
 
-        batches = stack.enter_context(closing(read_ahead(reader, items, stage, bounds)))
+        def stage_all(items: list[tuple[Entry, str]]) -> list[Read | None]:
+            return [*map(stage, items)]
+
+        batches = stack.enter_context(closing(read_ahead(reader, items, stage_all, bounds)))
         for batch in batches:
             batch.reverse()
             while batch:

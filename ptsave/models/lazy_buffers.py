@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ptsave.models.shards import Entry
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.state.renaming import Renaming
-from ptsave.support.torch_modules import buffers_of, pre_hooks_of
+from ptsave.support.torch_modules import buffers_of, having, pre_hooks_of
 
 __all__ = ["LazyBuffers"]
 
@@ -47,7 +47,7 @@ class LazyBuffers:
 
     Parameters
     ----------
-    modules : sequence of (str, torch.nn.Module)
+    modules : list of (str, torch.nn.Module)
         The model's modules, each under all of its names.
     entries : sequence of Entry
         The checkpoint.  Of two entries of one name the later one decides.
@@ -62,14 +62,14 @@ class LazyBuffers:
 
     def __init__(
         self,
-        modules: Sequence[tuple[str, nn.Module]],
+        modules: list[tuple[str, nn.Module]],
         entries: Sequence[Entry],
         renaming: Renaming,
     ) -> None:
         found: dict[tuple[int, str], _LazyBuffer] = {}
         by_name: dict[str | None, Entry] = {}
-        for prefix, module in modules:
-            for hook in lazy_buffer_hooks(module) if pre_hooks_of(module) else ():
+        for prefix, module in having(modules, pre_hooks_of):
+            for hook in lazy_buffer_hooks(module):
                 by_name = by_name or {renaming(entry.name): entry for entry in entries}
                 if hook.name in buffers_of(module):
                     key = (id(module), hook.name)

@@ -45,7 +45,7 @@ class ModuleLoadOptions(NamedTuple):
     progress: bool
 
 
-def runs_code(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], plan: WeightPlan) -> bool:
+def runs_code(model: nn.Module, modules: list[tuple[str, nn.Module]], plan: WeightPlan) -> bool:
     """Whether filling a model, which has these modules, is more than copying tensors."""
     return overrides_load_state_dict(model) or have_code_of_their_own(modules, plan.names)
 
@@ -326,7 +326,9 @@ class ShardCopier(CopyNow):
             found = self._stand_ins.get(id(source))
             if found is not None:
                 _, name, entry = found
-                self.pending.append(Item(entry, name, target.detach(), Part(entry.shape)))
+                self.pending.append(
+                    Item(entry, name, target.detach(), Part(entry.shape), entry.nbytes)
+                )
             elif target is not source:
                 places = {item.target.data_ptr() for item in self.pending}
                 if target.data_ptr() in places:

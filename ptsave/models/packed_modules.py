@@ -63,6 +63,11 @@ class PackedModules:
         Names are one or more components of a path; a dot at one of their ends is a part of what
         the packed name takes the place of.
 
+    Attributes
+    ----------
+    places : dict of str to list
+        The packed names and shard ids of each name.
+
     Raises
     ------
     TypeError
@@ -80,20 +85,20 @@ class PackedModules:
     """
 
     def __init__(self, mapping: PackedModulesMapping) -> None:
-        self._places: dict[str, list[_Place]] = {}  # by a checkpoint's name
+        self.places: dict[str, list[_Place]] = {}  # by a checkpoint's name
         self._names: dict[str, dict[ShardId, str]] = {}  # of shards, in the mapping's order
         for name, places in _items_of(mapping):
             for place in places:
                 self._check(name, place)
             self._add(name, places)
-        self._patterns = NamePatterns(self._places)
+        self._patterns = NamePatterns(self.places)
 
     def _check(self, name: str, place: _Place) -> None:
         if not all(_components(name)) or not all(_components(place.packed)):
             raise ValueError(
                 f"packed_modules_mapping: {name!r} -> {place.packed!r}: a name is empty"
             )
-        for packed, shard_id in self._places.get(name, ()):
+        for packed, shard_id in self.places.get(name, ()):
             if packed == place.packed and shard_id != place.shard_id:
                 known = (packed, shard_id)
                 raise ValueError(
@@ -104,8 +109,8 @@ class PackedModules:
         for place in places:
             if name == place.packed and len(places) == 1:
                 continue  # not packed: the checkpoint has it as the model does
-            if place not in self._places.setdefault(name, []):
-                self._places[name].append(place)
+            if place not in self.places.setdefault(name, []):
+                self.places[name].append(place)
             if place.shard_id is not None:
                 self._names.setdefault(place.packed, {}).setdefault(place.shard_id, name)
 
@@ -141,7 +146,7 @@ class PackedModules:
         for match in self._patterns.matches(name):
             yield [
                 Route(match.replaced_by(packed), shard_id, packed)
-                for packed, shard_id in self._places[match.pattern]
+                for packed, shard_id in self.places[match.pattern]
             ]
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
@@ -149,7 +154,7 @@ class PackedModules:
         for match in self._patterns.loose_matches(name):
             yield [
                 Route(match.replaced_by(packed), shard_id, packed)
-                for packed, shard_id in self._places[match.pattern]
+                for packed, shard_id in self.places[match.pattern]
             ]
 
 

@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-import torch
-
 from ptsave.models.shards import Read, SafetensorsShard, Shard, ShardReader
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.thread_pool import ThreadPool
@@ -23,7 +21,6 @@ _T = TypeVar("_T")
 MAX_AHEAD_NBYTES = 128 << 20
 _MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
 _MIN_MEAN_NBYTES = 4 << 10  # of reads: smaller ones cost more in Python, which threads share
-_CPU = torch.device("cpu")
 
 
 class Bounds(NamedTuple):
@@ -65,7 +62,7 @@ class _Batch(Generic[_T]):
 def read_ahead(
     reader: ShardReader,
     items: Iterable[tuple[_T, int]],
-    stage: Callable[[_T], Read | None],
+    stage: Callable[[list[_T]], list[Read | None]],
     bounds: Bounds,
 ) -> Generator[list[tuple[_T, Read | None]], None, None]:
     """Yield batches of items whose reads are done, while the next ones are being read.
@@ -77,8 +74,8 @@ def read_ahead(
     items : iterable of (object, int)
         Reads that are wanted, each with its bytes.
     stage : callable
-        Returns the read of an item, with memory for it; None if there is nothing to read.  It is
-        called by the thread that asks for the batches.
+        Returns the reads of items, with memory for them; None for one of which nothing is read.  It
+        is called by the thread that asks for the batches.
     bounds : Bounds
         How far to be ahead.
     """
@@ -91,7 +88,7 @@ def read_ahead(
             ):
                 yield _first(batches)
             with pausing_garbage_collection():
-                staged = [(item, stage(item)) for item in group]
+                staged = list(zip(group, stage(group), strict=True))
                 batches.append(_begin(reader, staged, nbytes, threads))
             del staged
         while batches:
@@ -117,9 +114,11 @@ def _begin(
     reader: ShardReader, staged: list[tuple[_T, Read | None]], nbytes: int, threads: ThreadPool
 ) -> _Batch[_T]:
     # On this thread, whose streams their memory belongs to, or because it is not worth another.
-    reads = [read for _, read in staged if read is not None]
-    here = [read for read in reads if read.target.device != _CPU]
-    ahead = [read for read in reads if read.target.device == _CPU]
+    here: list[Read] = []
+    ahead: list[Read] = []
+    for _, read in staged:
+        if read is not None:
+            (ahead if read.target.is_cpu else here).append(read)
     pending = None
     min_nbytes = max(_MIN_AHEAD_NBYTES, _MIN_MEAN_NBYTES * len(ahead))
     if sum(read.target.nbytes for read in ahead if not read.is_mapped) >= min_nbytes:

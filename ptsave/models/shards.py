@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ __all__ = [
     "open_shards",
 ]
 
+_Range: TypeAlias = "tuple[int, int, Tensor]"  # file, offset in it, target
+
 _N_READS_AT_A_TIME = 3  # that open files of their own: the threads that read ahead, and a loader's
 _MAX_FETCHED_NBYTES = 64 << 20  # of tensors that are fetched before they are copied
 _MIN_DIRECT_NBYTES = 256 << 10  # of each of several blocks that an index selects
@@ -78,6 +80,7 @@ class Entry:
     shard: Shard
     nbytes: int
     stored_nbytes: int  # in the file: its own, or those of the storage that it is a view of
+    offset: int = 0  # of its first byte in a safetensors file
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -122,15 +125,9 @@ class SafetensorsShard:
         self.objects = ExtraState(header.metadata, self.path)
         self.metadata: Mapping[str, Any] = {}
         self.entries = [
-            Entry(each.name, each.shape, each.dtype, self, each.nbytes, each.nbytes)
-            for each in tensors
+            Entry(name, shape, dtype, self, nbytes, nbytes, file.begin + offset)
+            for name, shape, dtype, offset, nbytes in tensors
         ]
-        self._offsets = {stored.name: stored.offset for stored in tensors}
-
-    def range_of(self, read: Read) -> tuple[int, Tensor]:
-        """Return where in the file a read begins, and its tensor."""
-        offset = self._offsets[read.entry.name] + read.begin * read.entry.dtype.itemsize
-        return self.file.begin + offset, read.target
 
     def ranges_of(self, read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
         """Return the blocks that a read with an index needs, and what fills its target then."""
@@ -140,9 +137,8 @@ class SafetensorsShard:
         blocks = blocks_of(view, _MAX_GAP)
         storage = new_storage(blocks.nbytes * len(blocks.begins), target.device)
         memory = bytes_of(storage)
-        offset = self.file.begin + self._offsets[entry.name]
         ranges = [
-            (offset + begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
+            (entry.offset + begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
             for i, begin in enumerate(blocks.begins)
         ]
         return ranges, view_as(storage, view, 0, blocks.stride)
@@ -150,10 +146,10 @@ class SafetensorsShard:
     def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
         """Return the elements of an entry from `begin` on if the page cache has them at hand."""
         itemsize = entry.dtype.itemsize
-        offset = self._offsets[entry.name] + begin * itemsize
-        if (self.file.begin + offset) % itemsize:
+        offset = entry.offset + begin * itemsize
+        if offset % itemsize:
             return None
-        memory = self.file.map_cached(offset, shape.numel() * itemsize)
+        memory = self.file.map_cached(offset - self.file.begin, shape.numel() * itemsize)
         return None if memory is None else memory.view(entry.dtype).view(shape)
 
     def detach(self, storage: torch.UntypedStorage) -> None:
@@ -558,19 +554,23 @@ class ShardReader:
         CorruptCheckpointError, OSError
             Some targets may have been changed by then.
         """
-        local: list[tuple[SafetensorsShard, Read]] = []
+        whole: list[_Range] = []
+        parts: list[tuple[SafetensorsShard, Read]] = []
         by_shard: dict[FetchedShard | PickledShard | ReceivedShard, list[Read]] = {}
         for read in reads:
             shard = read.entry.shard
             if read.is_mapped:
                 continue
-            if isinstance(shard, SafetensorsShard):
-                local.append((shard, read))
-            else:
+            if not isinstance(shard, SafetensorsShard):
                 by_shard.setdefault(shard, []).append(read)
-        whole = [(shard, *shard.range_of(read)) for shard, read in local if read.index is None]
+            elif read.index is not None:
+                parts.append((shard, read))
+            else:
+                entry = read.entry
+                offset = entry.offset + (read.begin and read.begin * entry.dtype.itemsize)
+                whole.append((self._numbers[shard], offset, read.target))
         self._read_ranges(whole, progress)
-        self._read_indexed([each for each in local if each[1].index is not None])
+        self._read_indexed(parts)
         with self._lock:
             for other, its_reads in by_shard.items():
                 other.read(its_reads)
@@ -583,7 +583,7 @@ class ShardReader:
                 files = _files_of([shard], direct=False)
                 _read(files, [(0, *each) for each in ranges], [shard.path], max_gap=_MAX_GAP)
             else:
-                self._read_ranges([(shard, *each) for each in ranges], None)
+                self._read_ranges([(self._numbers[shard], *each) for each in ranges], None)
             with torch.no_grad():
                 read.target.copy_(values.reshape(read.target.shape))
 
@@ -594,14 +594,17 @@ class ShardReader:
 
     def _read_ranges(
         self,
-        ranges: Sequence[tuple[SafetensorsShard, int, Tensor]],
+        ranges: list[_Range],
         progress: ProgressCallback | None,
     ) -> None:
         assert not self._is_closed
-        groups: dict[int, list[tuple[int, int, Tensor]]] = {}
-        for shard, offset, target in ranges:
-            group, number = divmod(self._numbers[shard], self._n_at_a_time)
-            groups.setdefault(group, []).append((number, offset, target))
+        groups: dict[int, list[_Range]] = {}
+        if len(self._shards) <= self._n_at_a_time:
+            groups[0] = ranges
+        else:
+            for file, offset, target in ranges:
+                group, number = divmod(file, self._n_at_a_time)
+                groups.setdefault(group, []).append((number, offset, target))
         done = 0
         for group, numbered in sorted(groups.items()):
             begin = group * self._n_at_a_time
@@ -611,7 +614,8 @@ class ShardReader:
                 files = _files_of(shards, direct=config.current().direct_reads)
             for some in _rounds(numbered):
                 _read(files, some, [shard.path for shard in shards], _shifted(progress, done))
-                done += sum(target.nbytes for *_, target in some)
+                if progress is not None:
+                    done += sum(target.nbytes for *_, target in some)
 
 
 def _shifted(progress: ProgressCallback | None, done: int) -> ProgressCallback | None:
@@ -626,7 +630,7 @@ def _files_of(shards: Sequence[SafetensorsShard], *, direct: bool) -> _C.RangeFi
 
 def _read(
     files: _C.RangeFiles,
-    ranges: Sequence[tuple[int, int, Tensor]],
+    ranges: Sequence[_Range],
     paths: Sequence[str],
     progress: ProgressCallback | None = None,
     **options: int,
@@ -645,13 +649,15 @@ def _read(
 
 
 def _rounds(
-    ranges: Sequence[tuple[int, int, Tensor]],
-) -> list[list[tuple[int, int, Tensor]]]:
-    """Divide ranges (file, offset, target) so that none overlaps another: mostly all are one."""
-    rounds: list[list[tuple[int, int, Tensor]]] = []
+    ranges: Sequence[_Range],
+) -> Sequence[Sequence[_Range]]:
+    """Divide ranges so that none overlaps another: mostly all are one."""
+    rounds: list[list[_Range]] = []
     ends: list[tuple[int, int]] = []
+    if _are_in_order(ranges):
+        return [ranges]
     in_order = sorted(ranges, key=itemgetter(0, 1))
-    if _are_apart(in_order):
+    if _are_in_order(in_order):
         return [in_order]
     for each in in_order:
         file, offset, target = each
@@ -664,10 +670,11 @@ def _rounds(
     return rounds
 
 
-def _are_apart(in_order: Sequence[tuple[int, int, Tensor]]) -> bool:
+def _are_in_order(ranges: Sequence[_Range]) -> bool:
+    """Return whether each range begins behind the one before it."""
     last_file, last_end = -1, 0
-    for file, offset, target in in_order:
-        if file == last_file and offset < last_end:
+    for file, offset, target in ranges:
+        if file < last_file or (file == last_file and offset < last_end):
             return False
         last_file, last_end = file, offset + target.nbytes
     return True

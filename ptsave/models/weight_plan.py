@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ptsave import _C
 from ptsave.models.default_loader import fits
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
@@ -16,7 +18,7 @@ from ptsave.models.weight_parts import parts_along
 from ptsave.state.load_errors import mismatch_message, raise_load_errors
 from ptsave.state.plain_copies import PLAIN_TYPES, Mismatch
 from ptsave.state.renaming import Renaming
-from ptsave.support.torch_modules import non_persistent_buffers_of, tensors_in
+from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
 from ptsave.tree.expansion import ADVICE, default_limit
 
 __all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loaders_of", "takes_slices"]
@@ -93,54 +95,62 @@ class ModelTensors:
     def __init__(
         self,
         model: nn.Module,
-        modules: Sequence[tuple[str, nn.Module]],
+        modules: list[tuple[str, nn.Module]],
         lazy_buffers: LazyBuffers,
     ) -> None:
         self.by_name: dict[str, Tensor] = tensors_in(model, modules)
         if lazy_buffers.changing:
             self.by_name = lazy_buffers.in_place_of(self.by_name)
         self.required = set(self.by_name).difference(_left_out_of_state_dicts(modules))
-        self._groups: list[list[str]] = []
-        self._group_of: dict[str, list[str]] = {}
-        at: dict[int, list[tuple[Tensor, list[str]]]] = {}  # mostly one at an address
-        for name, tensor in self.by_name.items():
-            home = _home_of(tensor)
-            group = None
-            for other, names in at.get(home, ()):
-                if _are_one(tensor, other):
-                    group = names
-            if group is None:
-                group = []
-                at.setdefault(home, []).append((tensor, group))
-                self._groups.append(group)
-            group.append(name)
-            self._group_of[name] = group
+        self._ties: dict[str, list[str]] = {}
+        homes = _homes_of([*self.by_name.values()])
+        at: dict[int, list[tuple[Tensor, list[str]]]]
+        at = {home: [] for home, n in Counter(homes).items() if n > 1}
+        for (name, tensor), home in zip(self.by_name.items(), homes, strict=True) if at else ():
+            if home in at:
+                groups = [names for other, names in at[home] if _are_one(tensor, other)]
+                if not groups:
+                    groups.append([])
+                    at[home].append((tensor, groups[0]))
+                groups[-1].append(name)
+                self._ties[name] = groups[-1]
 
     def tied_names(self, name: str) -> list[str]:
         """Return all names of the tensor that has this one, in the model's order."""
-        return self._group_of[name]
+        return self._ties.get(name, [name])
 
-    def groups(self) -> list[list[str]]:
-        """Return the names of each tensor."""
-        return self._groups
+    def groups(self) -> Iterator[list[str]]:
+        """Yield the names of each tensor."""
+        for name in self.by_name:
+            names = self._ties.get(name)
+            if names is None:
+                yield [name]
+            elif names[0] == name:
+                yield names
 
 
-def _left_out_of_state_dicts(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
-    for prefix, module in modules:
+def _left_out_of_state_dicts(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
+    for prefix, module in having(modules, non_persistent_buffers_of):
         for name in non_persistent_buffers_of(module):
             yield f"{prefix}.{name}" if prefix else name
 
 
-def _home_of(tensor: Tensor) -> int:
-    """Return a number that tied tensors share: their address; of those without one below zero."""
-    if type(tensor) not in PLAIN_TYPES and (
-        is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0
-    ):
-        return -id(tensor)
-    try:  # a plain one has address 0 on the meta device, or if it has no elements
-        return tensor.data_ptr() or -id(tensor)
-    except RuntimeError:  # a layout or a subclass without memory of its own
-        return -id(tensor)
+def _homes_of(tensors: list[Tensor]) -> list[int]:
+    """Return numbers that tied tensors share: their addresses; below zero without one."""
+    return [
+        (_address_of(tensor) if address is None else address) or -id(tensor)
+        for tensor, address in zip(tensors, _C.addresses(tensors), strict=True)
+    ]
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor of a subclass, or 0."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it has no memory of its own
+        return 0
 
 
 def _are_one(tensor: Tensor, other: Tensor) -> bool:
@@ -233,11 +243,13 @@ class WeightPlan:
             self._leave_out_mismatched()
 
     def _add(self, entry: Entry, name: str) -> None:
-        for routes in self.packed.candidates(name):
-            if self._deliver(entry, routes):
-                return
+        if self.packed.places:
+            for routes in self.packed.candidates(name):
+                if self._deliver(entry, routes):
+                    return
         if name in self.tensors.by_name:
-            self._note_delivery(Delivery(entry, name, None), None)
+            # As Delivery(...), whose own code takes twice as long.
+            self._note_delivery(tuple.__new__(Delivery, (entry, name, None, None)), None)
             return
         for routes in self.packed.loose_candidates(name):
             if self._deliver(entry, routes):
@@ -377,12 +389,13 @@ class WeightPlan:
 
     def _fits_as_it_is(self, delivery: Delivery) -> bool:
         """Whether a delivery is the ordinary case; if not, there may be nothing wrong with it."""
-        return (
-            delivery.shard_id is None
-            and type(target := self.tensors.by_name[delivery.name]) in PLAIN_TYPES
-            and target.shape == delivery.entry.shape
-            and delivery.name not in self.loaders
-        )
+        entry, name, shard_id, place = delivery
+        if name in self.loaders:
+            return entry.nbytes <= entry.stored_nbytes
+        if shard_id is not None:
+            return place is not None
+        target = self.tensors.by_name[name]
+        return type(target) in PLAIN_TYPES and target.shape == entry.shape
 
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
@@ -397,8 +410,6 @@ class WeightPlan:
             return None
         if is_lazy(target):
             return f'"{delivery.name}" has no shape yet, and no weight_loader {_place_of(entry)}'
-        if delivery.place is not None:
-            return None
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '

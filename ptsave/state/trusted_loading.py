@@ -5,7 +5,7 @@ For those `module_state` does the same by itself; every other module's own code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from ptsave.support.torch_modules import (
     NormBase,
     WrappedHook,
     buffers_of,
+    having,
     lazy_load_hook,
     load_method_of,
     non_persistent_buffers_of,
@@ -184,23 +185,22 @@ def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | N
 
 
 def have_code_of_their_own(
-    modules: Sequence[tuple[str, nn.Module]], names: Container[str | None]
+    modules: list[tuple[str, nn.Module]], names: Container[str | None]
 ) -> bool:
     """Return whether `has_code_of_its_own` is true of any of these modules, given by name."""
     classes = {type(module) for _, module in modules}
     plain = {
         cls
         for cls in classes
-        if load_method_of(cls) is _MODULE and cls.__getattribute__ is object.__getattribute__
+        if load_method_of(cls) is _MODULE
+        and cls.__getattribute__ is object.__getattribute__
+        and cls.set_extra_state is nn.Module.set_extra_state
     }
+    own = [each for each in modules if type(each[1]) not in plain] if plain != classes else []
+    for attribute_of in (pre_hooks_of, post_hooks_of, load_method_of):
+        own += having(modules, attribute_of)
     return any(
-        has_code_of_its_own(module, f"{prefix}." if prefix else "", names)
-        for prefix, module in modules
-        if type(module) not in plain
-        or pre_hooks_of(module)
-        or post_hooks_of(module)
-        or sets_extra_state(module)
-        or LOAD_METHOD in vars(module)
+        has_code_of_its_own(module, f"{prefix}." if prefix else "", names) for prefix, module in own
     )
 
 

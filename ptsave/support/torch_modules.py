@@ -6,7 +6,7 @@ Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.optim import Optimizer
 
+from ptsave import _C
 from ptsave.support.torch_version import private
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "apply_to_tensors_of",
     "buffers_of",
     "children_of",
+    "having",
     "lazy_load_hook",
     "load_method_of",
     "modules_in",
@@ -52,10 +54,15 @@ _T = TypeVar("_T")
 _module = nn.Module()
 
 
+_attribute_of: dict[Any, str] = {}  # by the function that asks for it
+
+
 def _attribute(name: str) -> Any:
     """Return a function that asks a module for an attribute, which every module has."""
     private(_module, name)
-    return attrgetter(name)
+    getter = attrgetter(name)
+    _attribute_of[getter] = name
+    return getter
 
 
 # The dicts of a module; they may be changed.
@@ -73,8 +80,7 @@ apply_to_tensors_of = _attribute("_apply")
 
 # The method with which a module loads its own entries, and which some override.
 LOAD_METHOD = "_load_from_state_dict"
-load_method_of: Callable[[Any], Any] = attrgetter(LOAD_METHOD)
-private(_module, LOAD_METHOD)
+load_method_of: Callable[[Any], Any] = _attribute(LOAD_METHOD)
 
 # Registers a load pre-hook that is not given the module; returns its handle.
 register_pre_hook: Callable[[nn.Module, Callable[..., None]], Any]
@@ -121,8 +127,15 @@ def _note_modules(module: nn.Module, name: str, found: list[tuple[str, nn.Module
             _note_modules(child, f"{name}.{key}" if name else key, found)
 
 
+def having(
+    modules: list[tuple[str, nn.Module]], attribute_of: Callable[[nn.Module], Any]
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules, given by name, of which one of the attributes above is not empty."""
+    return _C.having(modules, _attribute_of[attribute_of])
+
+
 def tensors_in(
-    model: nn.Module, modules: Sequence[tuple[str, nn.Module]] | None = None
+    model: nn.Module, modules: list[tuple[str, nn.Module]] | None = None
 ) -> dict[str, Tensor]:
     """Return the parameters of a model, and then its buffers, each under all of its names.
 
@@ -130,7 +143,7 @@ def tensors_in(
     ----------
     model : torch.nn.Module
         The model.
-    modules : sequence of (str, torch.nn.Module), optional
+    modules : list of (str, torch.nn.Module), optional
         What `modules_in` has returned for it.
     """
     found: dict[str, Tensor] = {}
@@ -147,11 +160,11 @@ def tensors_in(
 
 
 def _note_tensors(
-    modules: Sequence[tuple[str, nn.Module]],
+    modules: list[tuple[str, nn.Module]],
     table_of: Callable[[nn.Module], dict[str, Tensor | None]],
     found: dict[str, Tensor],
 ) -> None:
-    for prefix, module in modules:
+    for prefix, module in having(modules, table_of):
         for name, tensor in table_of(module).items():
             if tensor is not None:
                 found[f"{prefix}.{name}" if prefix else name] = tensor
