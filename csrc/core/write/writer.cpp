@@ -20,9 +20,9 @@
 namespace ptsave {
 namespace {
 
-// Bytes are written when so many of them are gathered: few calls, and the processor's cache still
-// holds them.
-constexpr std::size_t kGatheredNbytes = kCacheWriteNbytes;
+// Bytes are written when so many of them are gathered, while the processor's cache still holds
+// them. Threads that write to one file wait for each other less often than with smaller ones.
+constexpr std::size_t kGatheredNbytes = std::size_t{1} << 20;
 // Bytes that are copied and then checksummed: they stay in the first level of the cache between.
 constexpr std::size_t kCheckedNbytes = std::size_t{16} << 10;
 // Payload pieces from this size on may be written from where they are.
@@ -209,7 +209,10 @@ void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& 
   const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
     if (data != nullptr) {
       const auto begin = thread_cpu_time();
-      file.write_at(offset, data, nbytes);
+      for (std::uint64_t done = 0; done < nbytes; done += kCacheWriteNbytes) {
+        file.write_at(offset + done, data + done,
+                      std::min<std::uint64_t>(nbytes - done, kCacheWriteNbytes));
+      }
       gauge.note(nbytes, thread_cpu_time() - begin);
     }
     offset += nbytes;
