@@ -20,7 +20,6 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.optim import Optimizer
 
-from ptsave import _C
 from ptsave.support.torch_version import private
 
 __all__ = [
@@ -131,6 +130,8 @@ def having(
     modules: list[tuple[str, nn.Module]], attribute_of: Callable[[nn.Module], Any]
 ) -> list[tuple[str, nn.Module]]:
     """Return the modules, given by name, of which one of the attributes above is not empty."""
+    from ptsave import _C  # not when this is imported: strip_prefix needs no engine
+
     return _C.having(modules, _attribute_of[attribute_of])
 
 
