@@ -71,19 +71,19 @@ def is_url_file(target: object) -> TypeGuard[UrlTarget]:
 
 def name_of(target: FileTarget) -> str:
     """Return the path or the URL of a target."""
-    return target if isinstance(target, str) else target.url
+    return target.url if is_url_file(target) else str(target)
 
 
 def exists(target: FileTarget) -> bool:
     """Return whether there is anything of that name, also a link that leads nowhere."""
-    return os.path.lexists(target) if isinstance(target, str) else target.exists()
+    return target.exists() if is_url_file(target) else os.path.lexists(str(target))
 
 
 def scratch_folder(target: FileTarget) -> str:
     """Return the directory for temporary files of a save: the target's own if it is local."""
-    if not isinstance(target, str):
+    if is_url_file(target):
         return tempfile.gettempdir()
-    return os.path.dirname(target) or "."
+    return os.path.dirname(str(target)) or "."
 
 
 def root_for_path(path: str) -> str:

@@ -14,7 +14,8 @@ namespace ptsave {
 std::unique_ptr<Stager> SourcedPayloads::begin_write(WriteOptions& options) {
   // Chunks may be made larger to suit a disk.
   const std::size_t nbytes = max_staged_nbytes(align_up(options.chunk_nbytes, kHugePageNbytes));
-  const std::size_t count = std::max<std::size_t>(options.n_threads, 1);
+  // One for each thread, or those that wait for one could hold up those that have one.
+  const std::size_t count = std::max<std::size_t>({options.n_threads, options.n_direct_threads, 1});
   auto stager =
       std::make_unique<SourceStager>(*sources_, payloads_, SourceStager::Buffers{nbytes, count});
   damaged_.clear();

@@ -94,7 +94,7 @@ inline std::string collect_stream(const ArchiveLayout& layout, const Payloads& p
 
 // So many of the first bytes past the page cache; 0: all through it.
 inline WriteOptions with_direct(WriteOptions options, std::uint64_t nbytes) {
-  options.n_direct_threads = options.n_threads;
+  options.n_direct_threads = 2 * options.n_threads;
   if (nbytes > 0) options.direct_nbytes = nbytes;
   return options;
 }
