@@ -14,9 +14,11 @@ Lightning's own, "installed" is that under ptsave.install().  The load is warm. 
 of resident memory during the save, above what there was.
 
 trainer: one checkpoint of transformers' Trainer, with AdamW, of a GPT-2 of 300 M parameters: model,
-optimizer, scheduler, random state.  "background" is the time for which training stands still, of
-the second checkpoint of a process if it is warmed up, of the first otherwise; its limit is a memcpy
-of as many bytes by two threads into memory that is there.
+optimizer, scheduler, random state.  The limit is writing as many bytes to one new file, as that
+of save_file is, by the faster of both ways: into the page cache, or past it with fdatasync.
+"background" is the time for which training stands still, of the second checkpoint of a process if
+it is warmed up, of the first otherwise; its limit, "copied", is a memcpy of as many bytes by two
+threads into memory that is there.
 
 save_file: 1 GiB by safetensors.torch.save_file, into the page cache and with fsync (stock: of the
 file and its directory after the call).  The limit is writing as many bytes to a new file with
@@ -59,7 +61,12 @@ CONTENDERS = {
     "save_file": (STOCK, PTSAVE, LIMIT),
     "save_file_fsync": (STOCK, PTSAVE, LIMIT),
 }
-LIMIT_MODES = {"trainer": "copy", "save_file": "buffered-write", "save_file_fsync": "direct-write"}
+BUFFERED, DIRECT = "buffered-write", "direct-write"
+LIMIT_MODES = {
+    "trainer": (BUFFERED, DIRECT),
+    "save_file": (BUFFERED,),
+    "save_file_fsync": (DIRECT,),
+}
 CLIENTS = ("lightning", "trainer", "accelerate", "diffusers", "peft")
 N_FLOATS_OF_TENSOR = 4 * MIB
 
@@ -285,11 +292,16 @@ Figures = dict[tuple[str, str], list[Figure]]  # by workload and contender
 
 
 def run_limit(name: str, folder: Path, nbytes: int) -> Figure:
-    mode = LIMIT_MODES[name]
-    os.sync()
-    _, by_threads = _limits.measure(mode, folder if mode == "copy" else folder / "limit", nbytes)
-    seconds = by_threads["2"] if mode == "copy" else min(by_threads.values())
-    return Figure({"save": seconds}, 0, nbytes)
+    by_mode = []
+    for mode in LIMIT_MODES[name]:
+        os.sync()
+        _, by_threads = _limits.measure(mode, folder / "limit", nbytes)
+        by_mode.append(min(by_threads.values()))
+    seconds = {"save": min(by_mode)}
+    if name == "trainer":
+        _, by_threads = _limits.measure("copy", folder, nbytes)
+        seconds["copied"] = by_threads["2"]
+    return Figure(seconds, 0, nbytes)
 
 
 def run_rounds(name: str, rounds: int, folder: Path) -> Figures:
@@ -368,7 +380,8 @@ def goal_rows(names: list[str], figures: Figures) -> Iterator[list[str]]:
         peak = max(figure.peak_nbytes for figure in figures["lightning", PTSAVE]) / MIB
         yield ["lightning, save", "≤ 64 MiB above the tensors", f"{peak:.0f}", met(peak <= 64)]
     if "trainer" in names:
-        times = 1 / ratio(figures["trainer", BACKGROUND], figures["trainer", LIMIT], "save")
+        pairs = zip(figures["trainer", BACKGROUND], figures["trainer", LIMIT], strict=True)
+        times = median(ours.seconds["save"] / limit.seconds["copied"] for ours, limit in pairs)
         yield ["trainer, background", "≤ 1.3 memcpy", f"{times:.2f}", met(times <= 1.3)]
     if "share" in names:
         share = min(figures[f"share {client}", PTSAVE][0].share for client in CLIENTS)
