@@ -24,6 +24,7 @@
 #include "core/base/error.h"
 #include "core/io/file.h"
 #include "core/io/late_release.h"
+#include "core/io/page_cache.h"
 #include "core/io/system.h"
 #include "core/read/reader.h"
 #include "core/write/appended_archive.h"
@@ -388,6 +389,17 @@ std::size_t expensive(std::size_t nbytes) {
   while (thread_cpu_time() - begin < kCost) {
   }
   return nbytes;
+}
+
+TEST(CacheGauge, OnePauseOfTheProcessorIsNoExpensiveCache) {
+  constexpr std::size_t kNbytes = std::size_t{1} << 20;
+  CacheGauge gauge;
+  for (int i = 0; i < 8; ++i) {
+    gauge.note(kNbytes, std::chrono::milliseconds{i % 4 == 0 ? 50 : 0});
+    EXPECT_TRUE(gauge.is_cheap()) << i;
+  }
+  for (int i = 0; i < 5; ++i) gauge.note(kNbytes, std::chrono::milliseconds{3});
+  EXPECT_FALSE(gauge.is_cheap());
 }
 
 TEST(CacheGauge, AnExpensiveCacheIsLeft) {
