@@ -1,9 +1,13 @@
 // ptsave._C.Snapshot.
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "core/memory/staging_pool.h"
+#include "core/pipeline/pipeline.h"
 #include "device/pinned_pool.h"
 #include "storage/snapshot.h"
 #include "storage/storage.h"
@@ -13,9 +17,14 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-void copy(Snapshot& snapshot, std::size_t n_threads, const py::object& callback) {
+void copy(Snapshot& snapshot, std::size_t n_threads, const py::object& callback,
+          const py::object& when_slow) {
   const Poll poll = make_poll([&] { return snapshot.nbytes_copied(); }, callback);
-  without_gil([&] { snapshot.copy(n_threads, poll); });
+  const auto call = [&] {
+    if (when_slow.is_none()) return;
+    with_gil([&] { drop_result(PyObject_CallNoArgs(when_slow.ptr())); });
+  };
+  without_gil([&] { snapshot.copy(n_threads, poll, call); });
   snapshot.release_sources();
 }
 
@@ -28,6 +37,19 @@ py::dict staging_statistics() {
   return result;
 }
 
+// By one thread that gives way to all others.
+void populate_staging_pool(const py::object& callback) {
+  const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
+  without_gil([&] {
+    const StagingPool& pool = StagingPool::instance();
+    const std::vector<StagingPool::FreePiece> pieces = pool.free_pieces();
+    ChunkPipeline pipeline(
+        pieces.size(), 1, [&](ChunkPipeline& /*self*/, std::size_t i) { pool.populate(pieces[i]); },
+        Priority::kBackground);
+    pipeline.finish(poll);
+  });
+}
+
 }  // namespace
 
 void bind_staging(py::module_& module) {
@@ -38,11 +60,14 @@ void bind_staging(py::module_& module) {
            }),
            py::arg("sources"), py::kw_only(), py::arg("without_bytes") = false)
       .def_property_readonly("storages", &Snapshot::storages)
-      .def("copy", &copy, py::kw_only(), py::arg("n_threads"), py::arg("progress"))
+      .def("copy", &copy, py::kw_only(), py::arg("n_threads"), py::arg("progress"),
+           py::arg("when_slow") = py::none())
+      .def("close", [](Snapshot& self) { without_gil([&] { self.payloads().close(); }); })
       .def("release", &Snapshot::release)
       .def("abandon", &Snapshot::abandon);
   module.def("staging_statistics", &staging_statistics);
   module.def("trim_staging_pool", [] { without_gil([] { StagingPool::instance().trim(); }); });
+  module.def("populate_staging_pool", &populate_staging_pool, py::arg("progress"));
   module.def("release_pinned_memory", [] { without_gil([] { release_pinned_memory(); }); });
 }
 

@@ -22,6 +22,7 @@
 #include "device/accelerator_payloads.h"
 #include "device/side_streams.h"
 #include "storage/planned_storages.h"
+#include "storage/snapshot.h"
 
 namespace py = pybind11;
 
@@ -135,6 +136,13 @@ void bind_plan(py::module_& module) {
   plan.def(py::init(&make_plan), py::arg("root"), py::arg("records"), py::arg("alignment"))
       .def("release", &ArchivePlan::release)
       .def("abandon", &ArchivePlan::abandon)
+      .def(
+          "follow",
+          [](ArchivePlan& self, Snapshot& copies) {
+            self.follow(copies.payloads());
+            return true;
+          },
+          py::arg("copies"), py::keep_alive<1, 2>())
       .def("read_from", &read_from, py::arg("sources"), py::arg("payloads"))
       .def_property_readonly("damaged", &damaged_records)
       .def(

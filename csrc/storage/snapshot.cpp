@@ -1,14 +1,11 @@
 #include "storage/snapshot.h"
 
-#include <algorithm>
-#include <iterator>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "core/base/keep_for_ever.h"
 #include "core/memory/buffer.h"
-#include "core/memory/stream_copy.h"
 #include "device/side_streams.h"
 
 namespace ptsave {
@@ -44,7 +41,8 @@ std::vector<Group> group_neighbours(const std::vector<c10::Storage>& storages) {
 
 }  // namespace
 
-Snapshot::Snapshot(const StorageList& sources, bool without_bytes, StagingPool& pool) {
+Snapshot::Snapshot(const StorageList& sources, bool without_bytes, StagingPool& pool)
+    : copying_(std::make_unique<StagingCopy>([this](std::size_t i) { return source(i); })) {
   std::vector<Group> groups;
   if (!without_bytes) groups = group_neighbours(sources.storages);
   std::vector<std::size_t> sizes;
@@ -71,40 +69,24 @@ void Snapshot::add_group(const StorageList& sources, const std::vector<std::size
     at = align_up(at, staging_alignment(nbytes));
     copies_.storages[i] = storage_over({block.data + at, nbytes, block.owner});
     if (source.device().is_cpu()) {
-      pieces_.push_back({source, block.data + at, nbytes_to_copy_});
-      nbytes_to_copy_ += nbytes;
+      sources_.push_back({source, nbytes});
+      copying_->add(block.data + at, nbytes, *block.mapping);
     }
     at += nbytes;
   }
 }
 
-void Snapshot::copy(std::size_t n_threads, const Poll& poll) {
-  const std::size_t n_chunks = (nbytes_to_copy_ + kStreamPieceNbytes - 1) / kStreamPieceNbytes;
-  ChunkPipeline pipeline(
-      n_chunks, n_chunks > 1 ? n_threads : 0, [this](ChunkPipeline& /*self*/, std::size_t chunk) {
-        const std::uint64_t begin = chunk * kStreamPieceNbytes;
-        const std::uint64_t end = std::min(begin + kStreamPieceNbytes, nbytes_to_copy_);
-        copy_range(begin, end);
-        nbytes_copied_.fetch_add(end - begin, std::memory_order_relaxed);
-      });
-  pipeline.finish(poll);
+const std::byte* Snapshot::source(std::size_t i) const {
+  const auto& [storage, nbytes] = sources_.at(i);
+  if (storage.nbytes() != nbytes) {
+    throw std::runtime_error("a storage was resized before its bytes had been copied");
+  }
+  return static_cast<const std::byte*>(storage.data());
 }
 
-void Snapshot::copy_range(std::uint64_t begin, std::uint64_t end) const {
-  auto piece = std::prev(std::ranges::upper_bound(pieces_, begin, {}, &Piece::begin));
-  while (begin < end) {
-    const auto next = std::next(piece);
-    const std::uint64_t piece_end = next == pieces_.end() ? nbytes_to_copy_ : next->begin;
-    if (piece->source.nbytes() != piece_end - piece->begin) {
-      throw std::runtime_error("a storage was resized before its bytes had been copied");
-    }
-    const std::uint64_t done = begin - piece->begin;
-    const std::uint64_t nbytes = std::min(end, piece_end) - begin;
-    const auto* const source = static_cast<const std::byte*>(piece->source.data());
-    stream_copy(piece->target + done, source + done, nbytes);
-    begin += nbytes;
-    piece = next;
-  }
+void Snapshot::copy(std::size_t n_threads, const Poll& poll,
+                    const std::function<void()>& when_slow) {
+  copying_->run(n_threads, poll, when_slow);
 }
 
 void Snapshot::release() {
@@ -113,7 +95,8 @@ void Snapshot::release() {
 }
 
 void Snapshot::abandon() {
-  keep_for_ever(std::exchange(pieces_, {}));
+  keep_for_ever(std::exchange(sources_, {}));
+  keep_for_ever(std::move(copying_));  // threads of the parent may wait in it
   keep_for_ever(std::exchange(copies_, {}));
 }
 

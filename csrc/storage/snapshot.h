@@ -1,18 +1,21 @@
 // Copies of storages, as they were at one moment.
 //
-// Neighbouring storages share blocks of 32 MiB, a larger one has its own.  Every storage is really
-// copied, in pieces of 4 MiB by all threads, with stores past the cache.
+// Neighbouring storages share blocks of 32 MiB, a larger one has its own.  A storage is really
+// copied, in pieces of 4 MiB by all threads, with stores past the cache, unless a plan writes it
+// meanwhile (StagingCopy).
 #pragma once
 
 #include <c10/core/Storage.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "core/memory/staging_pool.h"
 #include "core/pipeline/pipeline.h"
+#include "core/write/staging_copy.h"
 #include "storage/storage.h"
 
 namespace ptsave {
@@ -30,11 +33,13 @@ class Snapshot {
   // Copy i is that of source i.
   const StorageList& storages() const { return copies_; }
   // Copies the sources in CPU memory.  Those on devices that are out of reach are the caller's to
-  // copy.
-  void copy(std::size_t n_threads, const Poll& poll);
-  std::uint64_t nbytes_copied() const { return nbytes_copied_.load(std::memory_order_relaxed); }
+  // copy.  Calls `when_slow` if that takes long: a plan may follow payloads() from then on.
+  void copy(std::size_t n_threads, const Poll& poll, const std::function<void()>& when_slow);
+  std::uint64_t nbytes_copied() const { return copying_->nbytes_copied(); }
+  // The copies while they are being made.
+  StagingCopy& payloads() { return *copying_; }
   // Lets go of the sources.
-  void release_sources() { pieces_.clear(); }
+  void release_sources() { sources_.clear(); }
   // ... and of the copies.
   void release();
   // In a forked child, instead of release(): the memory stays for ever.  Memory of accelerators
@@ -42,21 +47,19 @@ class Snapshot {
   void abandon();
 
  private:
-  // A source, and its beginning in the sequence of all copied bytes.
-  struct Piece {
-    c10::Storage source;
-    std::byte* target = nullptr;
-    std::uint64_t begin = 0;
+  // A storage that is copied, and its size when the copy was planned.
+  struct Source {
+    c10::Storage storage;
+    std::size_t nbytes = 0;
   };
 
   void add_group(const StorageList& sources, const std::vector<std::size_t>& group,
                  const StagingBlock& block);
-  void copy_range(std::uint64_t begin, std::uint64_t end) const;
+  const std::byte* source(std::size_t i) const;
 
   StorageList copies_;
-  std::vector<Piece> pieces_;
-  std::uint64_t nbytes_to_copy_ = 0;
-  std::atomic<std::uint64_t> nbytes_copied_{0};
+  std::vector<Source> sources_;
+  std::unique_ptr<StagingCopy> copying_;
 };
 
 }  // namespace ptsave

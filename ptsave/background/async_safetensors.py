@@ -122,6 +122,10 @@ class _PlanOfCopies:
     def stage(self, **_: object) -> None:
         """Do nothing: the snapshot copies."""
 
+    def follow(self, _copies: _C.Snapshot) -> bool:
+        """Return False: the payloads are read when they have been copied."""
+        return False
+
     def write_file(self, *args: Any, **options: Any) -> None:
         self._plan.write_file(*args, **options)
 

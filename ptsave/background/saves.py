@@ -9,6 +9,10 @@
 * The default budget has two bounds: half of the memory that this process may ever use, above which
   a save is refused; and, while others are unfinished, half of the memory that would be free without
   them.  The second is an estimate, so it can delay a save and never refuses one.
+* Fresh staging memory can cost more than the disk, where a virtual machine's host has taken free
+  memory back.  A copy that notices that has the file written at once, past the page cache, from
+  its first byte on, while the copy goes on from the last byte towards it: neither takes longer than
+  it would alone.  Only files that are replaced as a whole are, because the copy may fail.
 * A traceback that somebody keeps refers to plans and snapshots, so these are told to release their
   memory when a save ends, in whatever way.
 * Forked children do not have the pool's memory, begin with an empty queue and budget, and fail the
@@ -114,6 +118,10 @@ class BackgroundSave:
         self._show_progress = show_progress
         self._withdrawn = False
         self._copying = threading.Lock()
+        self._copier: threading.Thread | None = None
+        self._may_write = threading.Event()
+        self._is_followed = False
+        self.is_queued = False
         self._progress = _Progress(self.future)
         self._writer = TargetWriter(
             plan, progress=self._progress, payloads_are_still=True, **options
@@ -130,16 +138,49 @@ class BackgroundSave:
 
     def stage(self) -> None:
         """Copy the storages of the plan."""
+        self._copier = threading.current_thread()
         try:
             with self._copying:
                 self._stop_if_cancelled(0)
-                self._snapshot.copy(n_threads=self._n_threads, progress=self._stop_if_cancelled)
+                self._snapshot.copy(
+                    n_threads=self._n_threads,
+                    progress=self._stop_if_cancelled,
+                    when_slow=self._write_meanwhile,
+                )
                 self._plan.stage(n_threads=self._n_threads, progress=self._stop_if_cancelled)
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            if self._is_followed:
+                self.future.set_staged(error)
+                if not self.future.cancel():
+                    self.future.exception()  # the write ends, which has lost its tensors
+            else:
+                self._release()
             raise
-        self._snapshot.release()  # the plan has the copies, and nothing has the tensors
+        finally:
+            self._copier = None
+            self._may_write.set()
+        if not self._is_followed:
+            self._snapshot.release()  # the plan has the copies, and nothing has the tensors
         self.future.set_staged()
+
+    def _write_meanwhile(self) -> None:
+        """Have the file written while its storages are copied, if the target allows it."""
+        if _writing.closed or not self._writer.follow(self._snapshot, self._target):
+            return
+        self._is_followed = True
+        release_own()
+        self.queue()
+        self._may_write.set()
+
+    def queue(self) -> None:
+        """Have the file written after those before it."""
+        if self.is_queued:
+            return
+        self.is_queued = True
+        _unfinished[self.future] = self
+        if self.is_remote:
+            _wait_before_executors_end()
+        _writing.put(self.write)
 
     def stage_in_background(self) -> None:
         """Copy the storages, and set the outcome for those who wait for it."""
@@ -162,20 +203,26 @@ class BackgroundSave:
         if self.future.done() and not self.future.cancelled():
             _unfinished.pop(self.future, None)
             return
+        if self._copier is threading.current_thread():  # no thread can be started
+            self._is_followed = self.is_queued = False
+            return
         error: BaseException | None = None
         try:
             if self.future.running():
                 raise MemoryError("the thread that writes has run out of memory")
             if not self.future.set_running_or_notify_cancel():
                 return  # abandoned
-            staging_error = self.future.join_staging()
-            if staging_error is not None:
-                raise staging_error
+            self._may_write.wait()
+            if not self._is_followed:
+                staging_error = self.future.join_staging()
+                if staging_error is not None:
+                    raise staging_error
             with progress_bar(self._show_progress, "saving", self.future.nbytes) as bar:
                 self._progress.bar = bar
                 self._writer.write(self._target)
         except BaseException as caught:
             error = caught
+        self._snapshot.close()
         self._release()
         try:
             if error is None:
@@ -187,6 +234,8 @@ class BackgroundSave:
         finally:
             _unfinished.pop(self.future, None)  # not before: a forked process must find it
             staging_error = error = None  # they refer to this frame
+        if self._is_followed:
+            _populate_pool()
 
     # ------------------------------------------------------------------------------------- the end
 
@@ -276,17 +325,26 @@ def _shrink_pool(nbytes: int) -> None:
         _C.trim_staging_pool()
 
 
+def _populate_pool() -> None:
+    """Fetch the staging memory that a save did without, for the next one."""
+
+    def stop_if_waited_for(_nbytes: int) -> None:
+        if _writing.is_waited_for():
+            raise concurrent.futures.CancelledError
+
+    with suppress(concurrent.futures.CancelledError, MemoryError):
+        _C.populate_staging_pool(progress=stop_if_waited_for)
+
+
 def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
     """Stage a save, or let that be done, and have it written after those before it."""
     try:
-        if not stage_in_background:
-            save.stage()
-        _unfinished[save.future] = save
-        if save.is_remote:
-            _wait_before_executors_end()
         if stage_in_background:
+            _unfinished[save.future] = save
             _staging.put(save.stage_in_background)
-        _writing.put(save.write)
+        else:
+            save.stage()
+        save.queue()
     except BaseException:
         save.abandon()
         raise

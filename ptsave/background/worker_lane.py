@@ -70,6 +70,10 @@ class WorkerLane:
             self._calls.remove(call)
             return True
 
+    def is_waited_for(self) -> bool:
+        """Return whether other calls, or the end of the process, wait for the current one."""
+        return self.closed or bool(self._calls) or not threading.main_thread().is_alive()
+
     def runs_here(self) -> bool:
         """Return whether the current thread is running one of the calls."""
         return self._thread is threading.current_thread()

@@ -7,8 +7,8 @@
   links, directories, owners and mounts, never from two looks at a file.
 * A save of 16 MiB or more goes past the page cache if it waits for the disk: with ``fsync``, or if
   it is larger than half of the dirty pages that the kernel holds before it makes writers wait.
-  Any other one goes through the cache until the cache turns out to be expensive (`CacheGauge` in
-  csrc/core/io/page_cache.h), and past it from there on.
+  Any other one goes through the cache until the cache turns out to be expensive (`MemoryGauge`
+  in csrc/core/memory/fresh_pages.h), and past it from there on.
 * The file of a URL is a stream: `url_targets` says how it becomes visible.
 """
 
@@ -271,6 +271,7 @@ class FileWriter:
         self._scratch_for = scratch_for
         self._payloads_are_still = payloads_are_still
         self._config = config.current() if limits is None else limits
+        self._is_following = False
 
     def write_file(self, target: FileTarget) -> None:
         """Write to a path or a URL."""
@@ -353,6 +354,8 @@ class FileWriter:
             return None
         if self._plan.nbytes < _MIN_DIRECT_NBYTES:
             return None
+        if self._is_following:  # fresh memory is expensive, that of the cache as well
+            return self._plan.nbytes
         in_background = self._payloads_are_still  # they are copies
         return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
@@ -385,6 +388,24 @@ class TargetWriter(FileWriter):
     def begin_staging(self) -> None:
         """Fix the values of tensors on accelerators: those that the caller's streams leave now."""
         self._plan.begin_staging(options=self._options())
+
+    def follow(self, copies: _C.Snapshot, target: Any) -> bool:
+        """Let `write` take storages that are still being copied; returns whether it can.
+
+        Only past the page cache, and into a file that replaces another one as a whole: nothing of
+        it is lost if the copy fails.
+        """
+        is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
+        if not isinstance(target, str) or not self._atomic or not is_direct:
+            return False
+        if self._plan.has_holes or self._plan.is_pinned:
+            return False
+        try:
+            replaceable_file(target)
+        except SaveError:
+            return False
+        self._is_following = self._plan.follow(copies)
+        return self._is_following
 
     def write(self, target: Any) -> None:
         """Write to a path, a URL or a file-like object."""

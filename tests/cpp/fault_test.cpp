@@ -391,9 +391,9 @@ std::size_t expensive(std::size_t nbytes) {
   return nbytes;
 }
 
-TEST(CacheGauge, OnePauseOfTheProcessorIsNoExpensiveCache) {
+TEST(MemoryGauge, OnePauseOfTheProcessorIsNoExpensiveCache) {
   constexpr std::size_t kNbytes = std::size_t{1} << 20;
-  CacheGauge gauge;
+  MemoryGauge gauge;
   for (int i = 0; i < 8; ++i) {
     gauge.note(kNbytes, std::chrono::milliseconds{i % 4 == 0 ? 50 : 0});
     EXPECT_TRUE(gauge.is_cheap()) << i;
@@ -402,7 +402,7 @@ TEST(CacheGauge, OnePauseOfTheProcessorIsNoExpensiveCache) {
   EXPECT_FALSE(gauge.is_cheap());
 }
 
-TEST(CacheGauge, AnExpensiveCacheIsLeft) {
+TEST(MemoryGauge, AnExpensiveCacheIsLeft) {
   const std::string data = noise(3 << 20, 1);
   constexpr std::size_t kChunkNbytes = std::size_t{64} << 10;
   for (const bool costs : {false, true}) {

@@ -20,6 +20,12 @@ namespace {
 
 std::chrono::nanoseconds now() { return std::chrono::steady_clock::now().time_since_epoch(); }
 
+// `page` is the address of one.
+bool is_present(std::byte* page) noexcept {
+  unsigned char residency = 0;
+  return ::mincore(page, 1, &residency) == 0 && (residency & 1) != 0;
+}
+
 }  // namespace
 
 Mapping::Mapping(std::size_t nbytes, Use use) {
@@ -84,8 +90,9 @@ void Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
   }
 }
 
-// Of pieces that are not a whole huge page nothing is learned.
+// Memory that is used again is there.  Of pieces that are not a whole huge page nothing is learned.
 void Mapping::populate_piece(std::size_t begin, std::size_t end) const noexcept {
+  if (is_present(data_ + begin) && is_present(data_ + end - page_nbytes())) return;
   const auto populate = [&] {
     return ::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0;
   };

@@ -41,6 +41,7 @@ class Mapping {
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
   // Makes the pages that hold [begin, end) present, by the kind of page that FreshPages chooses.
+  // Pieces of a huge page count as present if their first and last pages are.
   // Does nothing on kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
   void populate(std::size_t begin, std::size_t end) const noexcept;
   // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <exception>
 #include <iterator>
@@ -82,8 +83,36 @@ void StagingPool::trim() {
 StagingPool::Statistics StagingPool::statistics() const {
   const std::lock_guard lock(mutex_);
   Statistics result{0, used_nbytes_, n_mappings_};
-  for (const auto& [address, mapping] : mappings_) result.mapped_nbytes += mapping.nbytes();
+  for (const auto& [address, mapping] : mappings_) result.mapped_nbytes += mapping->nbytes();
   return result;
+}
+
+std::vector<StagingPool::FreePiece> StagingPool::free_pieces() const {
+  std::vector<FreePiece> pieces;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [data, nbytes] : free_) {
+    const auto& [address, mapping] = *std::prev(mappings_.upper_bound(data));
+    const auto begin = static_cast<std::size_t>(data - address);
+    for (std::size_t at = begin; at < begin + nbytes;) {
+      const std::size_t end = align_down(at, kHugePageNbytes) + kHugePageNbytes;
+      pieces.push_back({mapping, at, std::min(end, begin + nbytes)});
+      at = end;
+    }
+  }
+  return pieces;
+}
+
+// Without the lock, for which others would wait: a block that is taken meanwhile may be populated,
+// too, and memory that is given back meanwhile goes with the piece.
+void StagingPool::populate(const FreePiece& piece) const {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto extent = free_.upper_bound(piece.mapping->data() + piece.begin);
+    if (extent == free_.begin()) return;
+    const auto& [data, nbytes] = *std::prev(extent);
+    if (data + nbytes < piece.mapping->data() + piece.end) return;
+  }
+  piece.mapping->populate(piece.begin, piece.end);
 }
 
 StagingPool::Extents::iterator StagingPool::best_fit(std::size_t nbytes) {
@@ -97,7 +126,8 @@ StagingPool::Extents::iterator StagingPool::best_fit(std::size_t nbytes) {
 
 StagingBlock StagingPool::take(Extents::iterator extent, std::size_t nbytes) {
   auto* const block = new Block(*this);
-  StagingBlock result{extent->first, nbytes, OwnerReference(block)};
+  const Mapping& mapping = *std::prev(mappings_.upper_bound(extent->first))->second;
+  StagingBlock result{extent->first, nbytes, OwnerReference(block), &mapping};
   if (extent->second > nbytes) free_.emplace(extent->first + nbytes, extent->second - nbytes);
   auto node = free_.extract(extent);
   node.mapped() = nbytes;
@@ -107,10 +137,10 @@ StagingBlock StagingPool::take(Extents::iterator extent, std::size_t nbytes) {
 }
 
 std::byte* StagingPool::map(std::size_t nbytes) {
-  Mapping mapping(nbytes);
-  mapping.exclude_from_children();
-  std::byte* const data = mapping.data();
-  const auto extent = free_.emplace(data, mapping.nbytes()).first;
+  auto mapping = std::make_shared<Mapping>(nbytes);
+  mapping->exclude_from_children();
+  std::byte* const data = mapping->data();
+  const auto extent = free_.emplace(data, mapping->nbytes()).first;
   try {
     mappings_.emplace(data, std::move(mapping));
   } catch (...) {
@@ -147,12 +177,12 @@ void StagingPool::trim_locked() {
   for (auto extent = free_.begin(); extent != free_.end();) {
     const auto mapping = std::prev(mappings_.upper_bound(extent->first));
     const auto [data, nbytes] = *extent;
-    if (data == mapping->first && nbytes == mapping->second.nbytes()) {
+    if (data == mapping->first && nbytes == mapping->second->nbytes()) {
       mappings_.erase(mapping);
       extent = free_.erase(extent);
     } else {
       const auto begin = static_cast<std::size_t>(data - mapping->first);
-      mapping->second.discard(begin, begin + nbytes);
+      mapping->second->discard(begin, begin + nbytes);
       ++extent;
     }
   }
@@ -160,7 +190,7 @@ void StagingPool::trim_locked() {
 
 // In a forked child, where the memory of the mappings does not exist.
 void StagingPool::forget() noexcept {
-  for (auto& [address, mapping] : mappings_) mapping.abandon();
+  for (auto& [address, mapping] : mappings_) mapping->abandon();
   mappings_.clear();
   free_.clear();
   used_nbytes_ = 0;

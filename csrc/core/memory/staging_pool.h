@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct StagingBlock {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   OwnerReference owner;
+  const Mapping* mapping = nullptr;  // it is part of, and which lives as long as the block
 };
 
 // Of storages that share a block: small ones are packed more tightly than torch's allocator would.
@@ -53,6 +55,17 @@ class StagingPool {
   void trim();
   Statistics statistics() const;
 
+  // A part of the memory that was in no block when it was listed.
+  struct FreePiece {
+    std::shared_ptr<const Mapping> mapping;
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+  // All of that memory, in pieces of a huge page.
+  std::vector<FreePiece> free_pieces() const;
+  // Makes a piece present, for a later block, unless a block has it by now.
+  void populate(const FreePiece& piece) const;
+
  private:
   class Block;
   using Extents = std::map<std::byte*, std::size_t>;  // sizes by address
@@ -67,7 +80,7 @@ class StagingPool {
   void survive_forks();
 
   mutable std::mutex mutex_;
-  std::map<std::byte*, Mapping> mappings_;  // by address
+  std::map<std::byte*, std::shared_ptr<Mapping>> mappings_;  // by address
   Extents free_;
   std::size_t used_nbytes_ = 0;
   std::uint64_t n_mappings_ = 0;

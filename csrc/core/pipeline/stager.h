@@ -1,9 +1,10 @@
-// Interfaces for payloads on their way from the memory of an accelerator into host memory, or back.
-// core knows no more about accelerators; device/ implements them.
+// Interfaces for payloads on their way from the memory of an accelerator into host memory, or back,
+// and into copies on the host.  core knows no more about accelerators; device/ implements them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -44,6 +45,24 @@ class Stager {
   // for each chunk that has any.
   virtual std::unique_ptr<StagedPieces> stage(std::size_t chunk,
                                               std::span<const PayloadPiece> pieces) = 0;
+};
+
+// Payloads that are written while they are being copied: StagingCopy.  They are named by the memory
+// of their copies; other memory is itself.  Workers call it concurrently.
+class ArrivingPayloads {
+ public:
+  // Gets the bytes of a part, one piece after another, which are gone when it returns.
+  using Use = std::function<void(std::span<const std::byte> bytes)>;
+
+  ArrivingPayloads() = default;
+  ArrivingPayloads(const ArrivingPayloads&) = delete;
+  ArrivingPayloads& operator=(const ArrivingPayloads&) = delete;
+  virtual ~ArrivingPayloads() = default;
+
+  // Hands out a part of a payload, each byte once.  Throws if the copy has failed.
+  virtual void read(const std::byte* copy, std::size_t nbytes, const Use& use) = 0;
+  // Copies a part that will be read, too.
+  virtual void peek(const std::byte* copy, std::span<std::byte> out) = 0;
 };
 
 // Host memory for a chunk whose bytes go on to accelerators.

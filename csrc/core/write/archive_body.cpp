@@ -158,10 +158,29 @@ std::uint32_t RecordsBody::put_payload(std::size_t i, ByteRange part, StagedCurs
       sink.put_hole(part.nbytes());
       return 0;
     }
+    if (arriving_ != nullptr) return put_arriving(i, part, payload, sink);
     data = std::span(payload, record.nbytes).subspan(part.begin - record.payload_offset);
   }
   if (part.begin == record.payload_offset) lookalikes_[i] = descriptor_lookalike(data);
   const std::uint32_t crc = sink.put_payload(data.data(), part.nbytes(), 0);
+  return compute_crcs_ ? crc : 0;
+}
+
+std::uint32_t RecordsBody::put_arriving(std::size_t i, ByteRange part, const std::byte* payload,
+                                        ChunkSink& sink) {
+  const RecordLayout& record = layout_.record(i);
+  if (part.begin == record.payload_offset) {
+    std::array<std::byte, 8> front{};  // descriptor_lookalike() looks at these
+    const std::span<std::byte> seen(front.data(),
+                                    std::min<std::uint64_t>(front.size(), record.nbytes));
+    arriving_->peek(payload, seen);
+    lookalikes_[i] = descriptor_lookalike(seen);
+  }
+  std::uint32_t crc = 0;
+  arriving_->read(payload + (part.begin - record.payload_offset), part.nbytes(),
+                  [&](std::span<const std::byte> bytes) {
+                    crc = sink.put_payload(bytes.data(), bytes.size(), crc);
+                  });
   return compute_crcs_ ? crc : 0;
 }
 

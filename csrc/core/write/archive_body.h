@@ -96,6 +96,8 @@ class RecordsBody : public FileBody {
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
   std::string tail() override { return {}; }
   std::span<const std::uint32_t> crcs() override { return crcs_.all(); }
+  // Payloads in host memory are read through this.
+  void follow(ArrivingPayloads* arriving) { arriving_ = arriving; }
 
  protected:
   const ArchiveLayout& layout() const { return layout_; }
@@ -110,6 +112,8 @@ class RecordsBody : public FileBody {
   void put_header(std::size_t i, ByteRange part, std::vector<std::byte>& scratch,
                   ChunkSink& sink) const;
   std::uint32_t put_payload(std::size_t i, ByteRange part, StagedCursor& staged, ChunkSink& sink);
+  std::uint32_t put_arriving(std::size_t i, ByteRange part, const std::byte* payload,
+                             ChunkSink& sink);
   void put_descriptor(std::size_t i, std::uint32_t crc, ByteRange part, ChunkSink& sink) const;
 
   const ArchiveLayout& layout_;
@@ -117,6 +121,7 @@ class RecordsBody : public FileBody {
   const std::string front_;
   const Payloads& payloads_;
   Stager* const stager_;
+  ArrivingPayloads* arriving_ = nullptr;
   const bool compute_crcs_;
   RecordCrcs crcs_;
   std::vector<std::optional<std::uint32_t>> lookalikes_;

@@ -99,8 +99,10 @@ std::unique_ptr<Stager> ArchivePlan::begin_write(WriteOptions& options) {
 
 std::unique_ptr<FileBody> ArchivePlan::make_body(const WriteOptions& options,
                                                  std::size_t chunk_nbytes) const {
-  return std::make_unique<ArchiveBody>(layout_, payloads_, options.stager, options.compute_crcs,
-                                       chunk_nbytes);
+  auto body = std::make_unique<ArchiveBody>(layout_, payloads_, options.stager,
+                                            options.compute_crcs, chunk_nbytes);
+  body->follow(options.arriving);
+  return body;
 }
 
 void ArchivePlan::write_descriptor(int fd, std::uint64_t offset, const std::string& name,

@@ -1,6 +1,6 @@
 #include "core/write/file_plan.h"
 
-#include "core/io/file.h"
+#include "core/base/error.h"
 
 namespace ptsave {
 
@@ -10,7 +10,12 @@ void FilePlan::write_file(const Replacement& target, const WriteOptions& options
     AtomicFile replacement(target.path, target.display);
     File& file = replacement.file();
     write_to(file, write, poll);
-    replacement.commit(target.durable);
+    try {
+      replacement.commit(target.durable);
+    } catch (const IoError&) {
+      if (arriving_ != nullptr) complete_ = File::duplicate(file.fd(), target.display);
+      throw;
+    }
   });
 }
 
@@ -20,6 +25,11 @@ void FilePlan::write_in_place(const std::string& path, std::optional<int> scratc
     const auto write_it = [&](File& file) { write_to(file, write, poll); };
     std::optional<File> first;
     if (scratch) first = File::duplicate(*scratch, path);
+    if (complete_) {
+      overwrite(path, &*complete_, nbytes(), durable, [](File& /*complete*/) {}, poll);
+      progress_ = nbytes();
+      return;
+    }
     overwrite(path, first ? &*first : nullptr, has_holes() ? 0 : nbytes(), durable, write_it, poll);
   });
 }

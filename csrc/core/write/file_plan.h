@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/io/file.h"
 #include "core/write/file_body.h"
 #include "core/write/payload_staging.h"
 #include "core/write/writer.h"
@@ -44,6 +45,8 @@ class FilePlan {
 
   // Replaces a file, or creates it.  IoError, FormatError.
   void write_file(const Replacement& target, const WriteOptions& options, const Poll& poll);
+  // Lets the next write, of a file that appears whole, read payloads while they are copied.
+  void follow(ArrivingPayloads& payloads) { arriving_ = &payloads; }
   // Overwrites a file where it is, or creates it; by way of the empty file `scratch`, a descriptor,
   // if payloads are read from that very file.
   void write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
@@ -64,6 +67,7 @@ class FilePlan {
   template <typename Write>
   void run(WriteOptions options, const Write& write) {
     progress_ = 0;
+    options.arriving = arriving_;
     const std::unique_ptr<Stager> stager = begin_write(options);
     write(std::as_const(options));
   }
@@ -73,6 +77,9 @@ class FilePlan {
   void write_to(File& file, const WriteOptions& options, const Poll& poll);
 
   Progress progress_{0};
+  ArrivingPayloads* arriving_ = nullptr;
+  // A file of arriving payloads, of which there is no second copy, that could not be renamed.
+  std::optional<File> complete_;
 };
 
 }  // namespace ptsave

@@ -16,6 +16,7 @@
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
 #include "core/io/page_cache.h"
+#include "core/memory/fresh_pages.h"
 
 namespace ptsave {
 namespace {
@@ -204,7 +205,7 @@ std::size_t gathered_nbytes(const FileBody& body) {
 // Writes a chunk through the page cache.
 void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& file,
                   std::uint64_t base_offset, bool compute_crcs, Gather gather, std::byte* buffer,
-                  CacheGauge& gauge) {
+                  MemoryGauge& gauge) {
   std::uint64_t offset = base_offset + body.chunk_range(i).begin;
   const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
     if (data != nullptr) {
@@ -266,7 +267,8 @@ class DirectWriter {
     const std::size_t nbytes = std::min(range.end, aligned_end_) - range.begin;
     std::function<void(const File&)> write;
     // What a stager has brought is gone when the chunk is produced.
-    if (options_.payloads_are_still && options_.stager == nullptr) {
+    const bool comes_later = options_.stager != nullptr || options_.arriving != nullptr;
+    if (options_.payloads_are_still && !comes_later) {
       BlockChunk chunk(buffer.data(), offset, alignment_, options_.compute_crcs);
       body_.produce(pipeline, i, chunk);
       write = [offset, pieces = chunk.pieces(nbytes)](const File& file) {
@@ -401,7 +403,7 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
       std::min(std::max<std::size_t>(n_threads + n_more, 1), body.n_chunks());
   LazyBuffers gathered(n_buffers, gathered_nbytes(body));
   DirectWriter direct(body, file, base_offset, options, n_buffers);
-  CacheGauge gauge;
+  MemoryGauge gauge;
   std::once_flag turned;
   run_chunks(body, n_threads, options.priority, progress, poll,
              [&](ChunkPipeline& pipeline, std::size_t i) {

@@ -37,7 +37,8 @@ struct WriteOptions {
   bool compute_crcs = true;   // false writes 0 for every CRC, as torch does
   std::size_t n_threads = 0;  // 0: on the calling thread
   std::size_t chunk_nbytes = std::size_t{4} << 20;
-  Stager* stager = nullptr;  // brings payloads that are not in host memory
+  Stager* stager = nullptr;              // brings payloads that are not in host memory
+  ArrivingPayloads* arriving = nullptr;  // through which those in host memory are read; optional
   // Gets the CRCs of all payloads when they are known, and may refuse them by throwing.  Optional.
   std::function<void(std::span<const std::uint32_t> crcs)> check_crcs = nullptr;
   // Nobody changes the payloads until the file is written, so that a device may read them itself:
@@ -47,7 +48,7 @@ struct WriteOptions {
   // Threads while chunks go past the page cache.
   std::size_t n_direct_threads = 0;
   // So many of the file's first bytes go past the page cache, and the rest does where the cache is
-  // expensive (CacheGauge).  Empty: all goes through the cache.
+  // expensive (MemoryGauge).  Empty: all goes through the cache.
   std::optional<std::uint64_t> direct_nbytes = std::nullopt;
   // Page-locked host memory for what comes from accelerators.
   std::size_t max_pinned_nbytes = 0;

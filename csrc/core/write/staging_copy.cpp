@@ -1,0 +1,234 @@
+#include "core/write/staging_copy.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "core/base/cpu_time.h"
+#include "core/memory/stream_copy.h"
+
+namespace ptsave {
+namespace {
+
+constexpr std::uint64_t kUnitNbytes = kStreamPieceNbytes;
+constexpr std::chrono::milliseconds kLookAround{100};
+
+}  // namespace
+
+void StagingCopy::add(std::byte* copy, std::uint64_t nbytes, const Mapping& memory) {
+  const std::uint64_t begin = this->nbytes();
+  parts_.push_back({copy, begin, begin + nbytes, &memory});
+}
+
+std::size_t StagingCopy::part_at(std::uint64_t at) const {
+  const auto next = std::ranges::upper_bound(parts_, at, {}, &Part::begin);
+  return static_cast<std::size_t>(next - parts_.begin()) - 1;
+}
+
+void StagingCopy::run(std::size_t n_threads, const Poll& poll,
+                      const std::function<void()>& when_slow) {
+  const std::size_t n_units = (nbytes() + kUnitNbytes - 1) / kUnitNbytes;
+  {
+    const std::lock_guard lock(mutex_);
+    copied_.assign(n_units, false);
+    copies_begin_ = nbytes();
+    changed_.notify_all();
+  }
+  MemoryGauge gauge;
+  std::atomic<std::size_t> n_left{n_units};
+  try {
+    ChunkPipeline pipeline(n_units, n_units > 1 ? n_threads : 0,
+                           [&](ChunkPipeline& /*self*/, std::size_t i) {
+                             copy_unit(n_units - 1 - i, gauge);
+                             n_left.fetch_sub(1, std::memory_order_relaxed);
+                           });
+    pipeline.wait_until([&] { return n_left.load() == 0 || !gauge.is_cheap(); }, poll);
+    if (n_left.load() > 0) when_slow();
+    pipeline.finish(poll);
+    wait_for_writer(poll);
+  } catch (...) {
+    fail();
+    throw;
+  }
+}
+
+void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
+  std::uint64_t begin = unit * kUnitNbytes;
+  const std::uint64_t end = std::min(begin + kUnitNbytes, nbytes());
+  {
+    const std::lock_guard lock(mutex_);
+    begin = std::max(begin, originals_end_);
+    if (is_closed_ || begin >= end) return;
+    copies_begin_ = std::min(copies_begin_, begin);
+    ++n_copying_;
+  }
+  const auto copied = [&](bool all) {
+    const std::lock_guard lock(mutex_);
+    copied_[unit] = all;
+    --n_copying_;
+    changed_.notify_all();
+  };
+  try {
+    for (std::uint64_t at = begin; at < end; at += kHugePageNbytes) {
+      const std::uint64_t stop = std::min<std::uint64_t>(at + kHugePageNbytes, end);
+      const auto start = thread_cpu_time();
+      make_present(at, stop);
+      copy_range(at, stop);
+      gauge.note(stop - at, thread_cpu_time() - start);
+    }
+  } catch (...) {
+    copied(false);
+    throw;
+  }
+  nbytes_copied_.fetch_add(end - begin, std::memory_order_relaxed);
+  copied(true);
+}
+
+// Neighbours lie in one block, with less than a page between them.
+void StagingCopy::make_present(std::uint64_t begin, std::uint64_t end) const {
+  const std::byte* from = nullptr;
+  const std::byte* to = nullptr;
+  const Mapping* memory = nullptr;
+  const auto populate = [&] {
+    if (memory == nullptr) return;
+    memory->populate(static_cast<std::size_t>(from - memory->data()),
+                     static_cast<std::size_t>(to - memory->data()));
+  };
+  for (auto part = parts_.begin() + static_cast<std::ptrdiff_t>(part_at(begin));
+       part != parts_.end() && part->begin < end; ++part) {
+    const std::byte* const first = part->copy + (std::max(begin, part->begin) - part->begin);
+    const std::byte* const last = part->copy + (std::min(end, part->end) - part->begin);
+    if (part->memory != memory || first < to || first > to + page_nbytes()) {
+      populate();
+      from = first;
+      memory = part->memory;
+    }
+    to = last;
+  }
+  populate();
+}
+
+void StagingCopy::copy_range(std::uint64_t begin, std::uint64_t end) const {
+  for (std::size_t i = part_at(begin); begin < end; ++i) {
+    const Part& part = parts_[i];
+    const std::uint64_t done = begin - part.begin;
+    const std::uint64_t nbytes = std::min(end, part.end) - begin;
+    stream_copy(part.copy + done, source_(i) + done, nbytes);
+    begin += nbytes;
+  }
+}
+
+void StagingCopy::wait_for_writer(const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  const auto ready = [this] {
+    return is_closed_ || (n_reading_ == 0 && nbytes_read_ == originals_end_);
+  };
+  while (!changed_.wait_for(lock, kLookAround, ready)) {
+    lock.unlock();
+    poll();
+    lock.lock();
+  }
+  state_ = State::kComplete;
+}
+
+void StagingCopy::fail() noexcept {
+  std::unique_lock lock(mutex_);
+  state_ = State::kFailed;
+  changed_.notify_all();
+  changed_.wait(lock, [this] { return n_reading_ == 0; });
+}
+
+void StagingCopy::close() {
+  std::unique_lock lock(mutex_);
+  is_closed_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [this] { return n_copying_ == 0; });
+}
+
+std::optional<std::uint64_t> StagingCopy::position_of(const std::byte* copy) {
+  const auto address = [this](std::size_t part) -> const std::byte* { return parts_[part].copy; };
+  const std::lock_guard lock(mutex_);
+  if (by_address_.empty()) {
+    by_address_.resize(parts_.size());
+    std::iota(by_address_.begin(), by_address_.end(), std::size_t{0});
+    std::ranges::sort(by_address_, std::less<>(), address);
+  }
+  const auto next = std::ranges::upper_bound(by_address_, copy, std::less<>(), address);
+  if (next == by_address_.begin()) return std::nullopt;
+  const Part& part = parts_[*std::prev(next)];
+  const auto offset = static_cast<std::uint64_t>(copy - part.copy);
+  if (offset >= part.end - part.begin) return std::nullopt;
+  return part.begin + offset;
+}
+
+StagingCopy::Found StagingCopy::find(std::uint64_t at, std::size_t nbytes) {
+  const std::size_t i = part_at(at);
+  const Part& part = parts_[i];
+  const std::uint64_t end = std::min(at + nbytes, part.end);
+  const auto bytes = [&](const std::byte* data, std::uint64_t stop) {
+    return std::span(data + (at - part.begin), stop - at);
+  };
+  const std::size_t unit = at / kUnitNbytes;
+  std::unique_lock lock(mutex_);
+  const auto is_copied = [&] {
+    return at >= copies_begin_ && unit < copied_.size() && copied_[unit];
+  };
+  changed_.wait(lock,
+                [&] { return state_ != State::kCopying || at < copies_begin_ || is_copied(); });
+  if (at < copies_begin_ && state_ == State::kCopying) {
+    const std::byte* const original = source_(i);
+    const std::uint64_t stop = std::min(end, copies_begin_);
+    originals_end_ = std::max(originals_end_, stop);
+    ++n_reading_;
+    return {bytes(original, stop), true};
+  }
+  if (!is_copied() || state_ == State::kFailed) {
+    throw std::runtime_error("the tensors could not be copied");
+  }
+  return {bytes(part.copy, std::min(end, (unit + 1) * kUnitNbytes)), false};
+}
+
+void StagingCopy::done_with(const Found& found, std::size_t nbytes_read) {
+  if (!found.is_original) return;
+  const std::lock_guard lock(mutex_);
+  --n_reading_;
+  nbytes_read_ += nbytes_read;
+  changed_.notify_all();
+}
+
+void StagingCopy::for_each(const std::byte* copy, std::size_t nbytes, bool counts, const Use& use) {
+  const std::optional<std::uint64_t> position = position_of(copy);
+  if (!position) {
+    use({copy, nbytes});
+    return;
+  }
+  for (std::size_t done = 0; done < nbytes;) {
+    const Found found = find(*position + done, nbytes - done);
+    try {
+      use(found.bytes);
+    } catch (...) {
+      done_with(found, 0);
+      throw;
+    }
+    done_with(found, counts ? found.bytes.size() : 0);
+    done += found.bytes.size();
+  }
+}
+
+void StagingCopy::read(const std::byte* copy, std::size_t nbytes, const Use& use) {
+  for_each(copy, nbytes, true, use);
+}
+
+void StagingCopy::peek(const std::byte* copy, std::span<std::byte> out) {
+  std::byte* to = out.data();
+  for_each(copy, out.size(), false, [&](std::span<const std::byte> bytes) {
+    std::memcpy(to, bytes.data(), bytes.size());
+    to += bytes.size();
+  });
+}
+
+}  // namespace ptsave

@@ -1,0 +1,91 @@
+// Copies payloads into staging memory, from the last one to the first, while a writer may take them
+// in file order: where fresh memory is expensive, both ends meet sooner than either would finish.
+//
+// Every byte is claimed once: by the copy, or by the writer, which then reads the original.  run()
+// returns when no original is needed any more.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/memory/buffer.h"
+#include "core/memory/fresh_pages.h"
+#include "core/pipeline/pipeline.h"
+#include "core/pipeline/stager.h"
+
+namespace ptsave {
+
+class StagingCopy final : public ArrivingPayloads {
+ public:
+  // The bytes of the original of a part, which must have its size.
+  using Source = std::function<const std::byte*(std::size_t part)>;
+
+  explicit StagingCopy(Source source) : source_(std::move(source)) {}
+
+  // Adds the place of a copy, in the order of the file.  `memory` is the mapping that it is part
+  // of.
+  void add(std::byte* copy, std::uint64_t nbytes, const Mapping& memory);
+
+  // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, as soon as
+  // staging memory turns out to cost more than a disk; a writer may call read() from then on.  Once
+  // it has thrown, no original is read any more and read() throws.
+  void run(std::size_t n_threads, const Poll& poll, const std::function<void()>& when_slow);
+  std::uint64_t nbytes_copied() const { return nbytes_copied_.load(std::memory_order_relaxed); }
+
+  void read(const std::byte* copy, std::size_t nbytes, const Use& use) override;
+  void peek(const std::byte* copy, std::span<std::byte> out) override;
+  // The writer reads no more, whether it has read all or not.  After that the memory of copies is
+  // not used.
+  void close();
+
+ private:
+  struct Part {
+    std::byte* copy;
+    std::uint64_t begin;  // in the sequence of all bytes
+    std::uint64_t end;
+    const Mapping* memory;
+  };
+  // A range of the sequence, and where its bytes are now.
+  struct Found {
+    std::span<const std::byte> bytes;
+    bool is_original;
+  };
+
+  std::uint64_t nbytes() const { return parts_.empty() ? 0 : parts_.back().end; }
+  std::size_t part_at(std::uint64_t at) const;
+  void copy_unit(std::size_t unit, MemoryGauge& gauge);
+  void copy_range(std::uint64_t begin, std::uint64_t end) const;
+  void make_present(std::uint64_t begin, std::uint64_t end) const;
+  void wait_for_writer(const Poll& poll);
+  void fail() noexcept;
+  std::optional<std::uint64_t> position_of(const std::byte* copy);
+  Found find(std::uint64_t at, std::size_t nbytes);
+  void done_with(const Found& found, std::size_t nbytes_read);
+  void for_each(const std::byte* copy, std::size_t nbytes, bool counts, const Use& use);
+
+  const Source source_;
+  std::vector<Part> parts_;
+  std::atomic<std::uint64_t> nbytes_copied_{0};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::size_t> by_address_;  // parts, once a writer needs them
+  std::vector<bool> copied_;             // by unit
+  std::uint64_t originals_end_ = 0;      // the writer has claimed all bytes before
+  std::uint64_t copies_begin_ = 0;       // the copy has claimed all bytes from here on
+  std::uint64_t nbytes_read_ = 0;        // of the originals
+  std::size_t n_reading_ = 0;
+  std::size_t n_copying_ = 0;
+  enum class State : std::uint8_t { kCopying, kComplete, kFailed } state_ = State::kCopying;
+  bool is_closed_ = false;
+};
+
+}  // namespace ptsave

@@ -1,0 +1,227 @@
+"""Saves whose copies are slow: they are written while they are made."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _system import mounted, needs_root
+from safetensors.torch import save_file
+from stock_comparison import stock_save
+
+import ptsave
+from ptsave import _C
+from ptsave.background import save_future
+from ptsave.background import saves as background
+from ptsave.background.async_safetensors import async_save_safetensors
+
+MIB = 1 << 20
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return 40 MiB: a large tensor, small ones before and after it, and some that share."""
+    large = torch.randn(10 * MIB)
+    small = {f"small {i}": torch.full((7,), float(i)) for i in range(1000)}
+    views = {"view": large[5:99:2], "expanded": torch.ones(1).expand(9), "empty": torch.empty(0)}
+    return {"first": torch.arange(9.0), "large": large, **small, **views}
+
+
+def stock_bytes(obj: object, folder: Path) -> bytes:
+    """Return the file that stock torch writes."""
+    (folder / "stock").mkdir()
+    stock_save(obj, folder / "stock" / "file.pt")
+    return (folder / "stock" / "file.pt").read_bytes()
+
+
+class Slow:
+    """How the next copy goes: called when it has turned out to be slow."""
+
+    def __init__(self) -> None:
+        self.is_written: Callable[[], bool] = lambda: True
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        end = time.monotonic() + 10
+        while not self.is_written():
+            assert time.monotonic() < end, "nothing is written"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    """Let each copy begin after the write."""
+    slow = Slow()
+
+    class SlowSnapshot(_C.Snapshot):  # type: ignore[misc]
+        def copy(
+            self, *, n_threads: int, progress: Any, when_slow: Callable[[], None] | None = None
+        ) -> None:
+            assert when_slow is not None
+            when_slow()
+            slow()
+
+            def progress_or_error(nbytes: int) -> None:
+                progress(nbytes)
+                if slow.error is not None:
+                    raise slow.error
+
+            if slow.error is not None:
+                n_threads = 0  # then it looks after each piece
+            super().copy(n_threads=n_threads, progress=progress_or_error)
+
+    monkeypatch.setattr(_C, "Snapshot", SlowSnapshot)
+    yield slow
+    background._writing.put(threading.Event().set)
+    while background._writing._thread is not None:
+        time.sleep(0.01)
+    assert _C.staging_statistics()["used_nbytes"] == 0
+    assert background._budget._held == {}
+    assert not background._unfinished
+
+
+def has_begun(folder: Path) -> Callable[[], bool]:
+    """Return whether a new file is being written beside others."""
+    before = set(os.listdir(folder))
+    return lambda: bool(set(os.listdir(folder)) - before)
+
+
+@pytest.mark.parametrize("staging", ["blocking", "background"])
+def test_the_file_has_what_there_was_at_the_call(tmp_path: Path, slow: Slow, staging: Any) -> None:
+    values = tensors()
+    expected = stock_bytes(values, tmp_path)
+    slow.is_written = has_begun(tmp_path)
+    for _ in range(2):
+        future = ptsave.async_save(values, tmp_path / "file.pt", staging=staging)
+        future.wait_staged(30)
+        kept = {name: value.clone() for name, value in values.items()}
+        values["large"].zero_()
+        values["small 3"].zero_()
+        future.result(30)
+        assert (tmp_path / "file.pt").read_bytes() == expected
+        (tmp_path / "file.pt").unlink()
+        values["large"].copy_(kept["large"])
+        values["small 3"].copy_(kept["small 3"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no copy"), KeyboardInterrupt()])
+def test_a_copy_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, slow: Slow, error: BaseException
+) -> None:
+    path = tmp_path / "file.pt"
+    path.write_bytes(b"before")
+    slow.is_written = has_begun(tmp_path)
+    slow.error = error
+    with pytest.raises(type(error)):
+        ptsave.async_save(tensors(), path)
+    assert os.listdir(tmp_path) == ["file.pt"]
+    assert path.read_bytes() == b"before"
+    assert save_future._unseen_failures == {}
+
+
+def test_a_copy_that_fails_before_its_turn(tmp_path: Path, slow: Slow) -> None:
+    free = threading.Event()
+
+    def wait() -> None:
+        free.wait(30)
+
+    background._writing.put(wait)
+    slow.error = RuntimeError("no copy")
+    try:
+        with pytest.raises(RuntimeError, match="no copy"):
+            ptsave.async_save(tensors(), tmp_path / "file.pt")
+        assert os.listdir(tmp_path) == []
+    finally:
+        free.set()
+
+
+def test_a_write_that_fails_is_told_by_the_future(tmp_path: Path, slow: Slow) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    has_begun_there = has_begun(folder)
+
+    def is_written() -> bool:
+        if not has_begun_there():
+            return False
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+        return True
+
+    slow.is_written = is_written
+    with pytest.raises(ptsave.SaveError):
+        ptsave.async_save(tensors(), folder / "file.pt").result(30)
+
+
+@needs_root
+def test_a_file_that_can_only_be_overwritten(tmp_path: Path, slow: Slow) -> None:
+    slow.is_written = has_begun(tmp_path)
+    path, behind = tmp_path / "file.pt", tmp_path / "behind"
+    path.touch()
+    behind.write_bytes(b"before")
+    values = tensors()
+    with mounted(path, "--bind", behind):
+        ptsave.async_save(values, path).result(30)
+    assert behind.read_bytes() == stock_bytes(values, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["in place", "stream", "small"])
+def test_other_targets_are_written_after_the_copy(tmp_path: Path, slow: Slow, target: str) -> None:
+    values = tensors() if target != "small" else {"a": torch.ones(3)}
+    path = tmp_path / "file.pt"
+    stream = io.BytesIO()
+    file: Any = stream if target == "stream" else path
+    path.write_bytes(b"before")
+
+    def is_as_before() -> bool:
+        time.sleep(0.1)
+        return os.listdir(tmp_path) == ["file.pt"] and path.read_bytes() == b"before"
+
+    slow.is_written = is_as_before
+    ptsave.async_save(values, file, atomic=target != "in place").result(30)
+    if target == "stream":
+        path.write_bytes(stream.getvalue())
+    loaded = torch.load(path)
+    assert all(torch.equal(loaded[name], value) for name, value in values.items())
+
+
+def test_a_safetensors_file_is_written_after_the_copy(tmp_path: Path, slow: Slow) -> None:
+    values = {"a": torch.randn(10 * MIB), "b": torch.ones(3)}
+    slow.is_written = lambda: not os.listdir(tmp_path)
+    async_save_safetensors(values, f"{tmp_path}/file.safetensors", {}).result(30)
+    save_file(values, tmp_path / "stock")
+    assert (tmp_path / "file.safetensors").read_bytes() == (tmp_path / "stock").read_bytes()
+
+
+def test_saves_are_written_in_their_order(tmp_path: Path, slow: Slow) -> None:
+    futures = []
+    ended: list[int] = []
+    for i in range(4):
+        future = ptsave.async_save({"i": i, **tensors()}, tmp_path / "file.pt")
+        future.add_done_callback(lambda _, i=i: ended.append(i))  # type: ignore[misc]
+        futures.append(future)
+    for future in futures:
+        future.result(30)
+    assert ended == [0, 1, 2, 3]
+    assert torch.load(tmp_path / "file.pt")["i"] == 3
+
+
+def test_without_a_thread_the_call_writes_after_the_copy(
+    tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    values = tensors()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    future = ptsave.async_save(values, tmp_path / "file.pt")
+    assert future.done()
+    future.result()
+    monkeypatch.undo()
+    loaded = torch.load(tmp_path / "file.pt")
+    assert torch.equal(loaded["large"], values["large"])

@@ -1,0 +1,146 @@
+// A copy into staging memory and a writer that meet.
+#include "core/write/staging_copy.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace ptsave {
+namespace {
+
+constexpr std::size_t kMib = std::size_t{1} << 20;
+const Poll kNoPoll = [] {};
+const std::function<void()> kNothing = [] {};
+
+class Copying : public testing::Test {
+ protected:
+  Copying() {
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < kSizes.size(); ++i) {
+      originals_.emplace_back(kSizes[i], static_cast<char>('a' + i));
+      std::memset(originals_.back().data(), static_cast<int>('A' + i),
+                  std::min<std::size_t>(kSizes[i], 100));
+      copying_.add(memory_.data() + at, kSizes[i], memory_);
+      places_.push_back(memory_.data() + at);
+      at += kSizes[i] + 64;
+    }
+  }
+
+  std::string read(std::size_t part) {
+    std::string bytes;
+    for (std::size_t at = 0; at < kSizes[part]; at += kMib) {
+      copying_.read(places_[part] + at, std::min(kMib, kSizes[part] - at),
+                    [&](std::span<const std::byte> piece) {
+                      bytes.append(reinterpret_cast<const char*>(piece.data()), piece.size());
+                    });
+    }
+    return bytes;
+  }
+
+  const std::vector<std::size_t> kSizes{5, 9 * kMib + 1, 100, 20 * kMib, 3};
+  Mapping memory_{30 * kMib};
+  std::vector<std::string> originals_;
+  std::vector<std::byte*> places_;
+  std::function<void(std::size_t part)> before_use_ = [](std::size_t /*part*/) {};
+  StagingCopy copying_{[this](std::size_t part) {
+    before_use_(part);
+    return reinterpret_cast<const std::byte*>(originals_[part].data());
+  }};
+};
+
+TEST_F(Copying, CopiesAllWithoutAWriter) {
+  copying_.run(2, kNoPoll, kNothing);
+  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
+  for (std::size_t i = 0; i < kSizes.size(); ++i) {
+    EXPECT_EQ(std::memcmp(places_[i], originals_[i].data(), kSizes[i]), 0) << i;
+  }
+}
+
+TEST_F(Copying, MeetsAWriterAndNeedsNoOriginalAfter) {
+  const std::vector<std::string> expected = originals_;
+  for (const std::size_t n_threads : {std::size_t{0}, std::size_t{1}, std::size_t{3}}) {
+    std::vector<std::string> written(kSizes.size());
+    StagingCopy copying([&](std::size_t part) {
+      return reinterpret_cast<const std::byte*>(originals_[part].data());
+    });
+    for (std::size_t i = 0; i < kSizes.size(); ++i) copying.add(places_[i], kSizes[i], memory_);
+    std::thread writer([&] {
+      for (std::size_t i = 0; i < kSizes.size(); ++i) {
+        char front = 0;
+        copying.peek(places_[i], std::as_writable_bytes(std::span(&front, 1)));
+        EXPECT_EQ(front, expected[i].front());
+        copying.read(places_[i], kSizes[i], [&](std::span<const std::byte> piece) {
+          written[i].append(reinterpret_cast<const char*>(piece.data()), piece.size());
+        });
+      }
+      copying.close();
+    });
+    copying.run(n_threads, kNoPoll, kNothing);
+    for (std::string& original : originals_) std::ranges::fill(original, '?');
+    writer.join();
+    EXPECT_TRUE(written == expected) << n_threads;
+    originals_ = expected;
+  }
+}
+
+TEST_F(Copying, TheWriterTakesOriginalsThatAreNotCopied) {
+  // The copy stops in front of its first unit until the writer has the first part.
+  std::atomic<bool> is_read = false;
+  const std::thread::id here = std::this_thread::get_id();
+  before_use_ = [&](std::size_t part) {
+    if (part == 3 && std::this_thread::get_id() != here) {
+      while (!is_read) std::this_thread::yield();
+    }
+  };
+  std::thread copier([&] { copying_.run(1, kNoPoll, kNothing); });
+  EXPECT_EQ(read(0), originals_[0]);
+  EXPECT_EQ(read(1), originals_[1]);
+  EXPECT_EQ(copying_.nbytes_copied(), 0);
+  is_read = true;
+  for (std::size_t i = 2; i < kSizes.size(); ++i) EXPECT_EQ(read(i), originals_[i]);
+  copier.join();
+  EXPECT_LE(copying_.nbytes_copied(), 20 * kMib + 103);
+}
+
+TEST_F(Copying, AFailedCopyFailsTheWriter) {
+  before_use_ = [](std::size_t part) {
+    if (part == 3) throw std::runtime_error("no such storage");
+  };
+  EXPECT_THROW(copying_.run(1, kNoPoll, kNothing), std::runtime_error);
+  EXPECT_THROW(read(0), std::runtime_error);
+  EXPECT_THROW(read(4), std::runtime_error);
+}
+
+TEST_F(Copying, AWriterThatFailsEndsTheCopy) {
+  std::thread writer([&] {
+    EXPECT_THROW(copying_.read(places_[0], 5,
+                               [](std::span<const std::byte> /*piece*/) {
+                                 throw std::runtime_error("no room");
+                               }),
+                 std::runtime_error);
+    copying_.close();
+  });
+  copying_.run(1, kNoPoll, kNothing);
+  writer.join();
+}
+
+TEST_F(Copying, OriginalsAreNotReadAfterIt) {
+  std::thread writer([&] { read(0); });
+  copying_.run(1, kNoPoll, kNothing);
+  writer.join();
+  EXPECT_NO_THROW(read(4));
+  const std::string other = "other memory";
+  copying_.read(std::as_bytes(std::span(other)).data(), other.size(),
+                [&](std::span<const std::byte> piece) { EXPECT_EQ(piece.size(), other.size()); });
+}
+
+}  // namespace
+}  // namespace ptsave
