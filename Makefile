@@ -8,6 +8,9 @@ FUZZ_SECONDS ?= 3600
 KILL_ROUNDS ?= 1000
 STRESS_SECONDS ?= 600
 PYTEST_ARGS ?=
+# The second limit is for a test that hangs in the engine, where Python cannot stop it: its process
+# prints what every thread was doing, and ends.
+PYTEST_TIMEOUT := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 PTSAVE_CMAKE_ARGS ?= -DPTSAVE_WERROR=ON
 
@@ -120,11 +123,11 @@ test-cpp: build/core/build.ninja  ## C++ unit tests of core
 	$(CTEST) --test-dir build/core --parallel $(JOBS)
 
 test-python: $(SETUP_STAMP) build  ## pytest without what is slow or large
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 --timeout 600 $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_TIMEOUT) $(PYTEST_ARGS)
 
 # In a process of its own: a backend that is registered stays.
 test-accelerator: $(SETUP_STAMP) build  ## tests on two devices that are made of memory and threads
-	$(RUN) -m pytest tests/accelerator --timeout 600 $(PYTEST_ARGS)
+	$(RUN) -m pytest tests/accelerator $(PYTEST_TIMEOUT) $(PYTEST_ARGS)
 
 build/fake-accelerator/build.ninja: $(BUILD_STAMP)
 	$(RUN) setup.py --quiet build_fake_accelerator
