@@ -154,8 +154,13 @@ def test_a_write_that_fails_is_told_by_the_future(tmp_path: Path, slow: Slow) ->
         return True
 
     slow.is_written = is_written
-    with pytest.raises(ptsave.SaveError):
-        ptsave.async_save(tensors(), folder / "file.pt").result(30)
+    future = ptsave.async_save(tensors(), folder / "file.pt")
+    with pytest.raises(ptsave.SaveError) as caught:
+        future.result(30)
+    descriptors = os.scandir("/proc/self/fd")
+    open_files = {os.readlink(entry) for entry in descriptors if os.path.islink(entry)}
+    assert not any(str(folder) in name for name in open_files), "the disk keeps what was written"
+    assert caught.value.__traceback__ is not None  # which refers to the save
 
 
 @needs_root

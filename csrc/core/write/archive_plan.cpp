@@ -70,6 +70,7 @@ void ArchivePlan::release() {
   staged_ahead_.reset();
   records_.makers_.clear();
   records_.owners_.clear();
+  release_arriving();
 }
 
 void ArchivePlan::abandon() {

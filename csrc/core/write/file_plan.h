@@ -63,6 +63,12 @@ class FilePlan {
   virtual std::unique_ptr<FileBody> make_body(const WriteOptions& options,
                                               std::size_t chunk_nbytes) const = 0;
 
+  // Lets go of what the write of a file that appears whole has left.
+  void release_arriving() {
+    arriving_ = nullptr;
+    complete_.reset();
+  }
+
   // Calls write(options), options being those of this write.
   template <typename Write>
   void run(WriteOptions options, const Write& write) {
