@@ -16,6 +16,7 @@
 #include "core/write/packed_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/bytes.h"
+#include "storage/snapshot.h"
 
 namespace py = pybind11;
 
@@ -101,6 +102,9 @@ void bind_packing(py::module_& module) {
   py::class_<PackedPlan> plan(module, "PackedPlan");
   plan.def(py::init(&make_packed_plan), py::arg("header"), py::arg("sources"), py::arg("payloads"))
       .def_static("of_tensors", &make_plan_of_tensors, py::arg("header"), py::arg("tensors"))
+      .def(
+          "follow", [](PackedPlan& self, Snapshot& copies) { self.follow(copies.payloads()); },
+          py::arg("copies"), py::keep_alive<1, 2>())
       .def_property_readonly("damaged", &damaged_payloads_of);
   bind_file_plan(plan);
 }

@@ -137,11 +137,7 @@ void bind_plan(py::module_& module) {
       .def("release", &ArchivePlan::release)
       .def("abandon", &ArchivePlan::abandon)
       .def(
-          "follow",
-          [](ArchivePlan& self, Snapshot& copies) {
-            self.follow(copies.payloads());
-            return true;
-          },
+          "follow", [](ArchivePlan& self, Snapshot& copies) { self.follow(copies.payloads()); },
           py::arg("copies"), py::keep_alive<1, 2>())
       .def("read_from", &read_from, py::arg("sources"), py::arg("payloads"))
       .def_property_readonly("damaged", &damaged_records)

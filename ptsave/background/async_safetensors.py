@@ -14,6 +14,7 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
+from ptsave.contents.safetensors_header import names_in_order
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
 from ptsave.writing.pickling import pickle_object
@@ -60,24 +61,19 @@ def async_save_safetensors(
         If the library refuses the header.
     """
     check_safetensors(tensors)
-    plain = {name: tensor.detach() for name, tensor in tensors.items()}
-    copies = {name: each.cpu() for name, each in plain.items() if each.device.type != "cpu"}
-    live = {name: each for name, each in plain.items() if name not in copies}
-    _, storages = pickle_object(list(live.values()), pickle, 2)
-    nbytes = sum(each.untyped_storage().nbytes() for each in live.values())
+    # In the file's order, so that it can be written while they are copied.
+    plain = {name: tensors[name].detach() for name in names_in_order(tensors)}
+    live = [each for each in plain.values() if each.device.type == "cpu"]
+    _, storages = pickle_object(live, pickle, 2)
+    nbytes = sum(each.untyped_storage().nbytes() for each in live)
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
         reservation = background.reserve(nbytes, None, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _C.Snapshot(storages)
         undo.callback(snapshot.release)
-        memory = _C.untyped_storages(snapshot.storages)
-        for (name, each), storage in zip(live.items(), memory, strict=True):
-            copy = torch.empty(0, dtype=each.dtype)
-            copies[name] = copy.set_(storage, 0, each.shape, each.stride())
         path = os.path.abspath(path)
-        in_order = {name: copies[name] for name in plain}
         save = background.BackgroundSave(
-            cast("_C.WritePlan", _PlanOfCopies(in_order, path, metadata)),
+            cast("_C.WritePlan", _PlanOfCopies(plain, snapshot, path, metadata)),
             snapshot,
             reservation,
             path,
@@ -96,21 +92,36 @@ def covers_its_storage(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-class _PlanOfCopies:
-    """A plan whose payloads are copies in host memory, which live as long as it is not released.
+def _like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return a tensor like another one, which is all of its storage, over another storage."""
+    copy = torch.empty(0, dtype=tensor.dtype)
+    return copy.set_(storage, 0, tensor.shape, tensor.stride())
 
-    What `BackgroundSave` and `FileWriter` need of a ``_C.WritePlan``.
+
+class _PlanOfCopies:
+    """A plan whose payloads are the copies of a snapshot, and its own of what accelerators hold.
+
+    It has what `BackgroundSave` and `FileWriter` need of a ``_C.WritePlan``.
     """
 
     is_pinned = False
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str]
+        self,
+        tensors: Mapping[str, Tensor],
+        snapshot: _C.Snapshot,
+        path: str,
+        metadata: Mapping[str, str],
     ) -> None:
+        memory = iter(_C.untyped_storages(snapshot.storages))
+        copies = {
+            name: each.cpu() if each.device.type != "cpu" else _like(each, next(memory))
+            for name, each in tensors.items()
+        }
         with ExitStack() as stack:  # of descriptors: payloads in memory have none
             sources = PayloadSources(stack, scratch_folder(path))
-            plan = SafetensorsPlan(tensors, path, sources, metadata)
-        self._memory: object = tensors
+            plan = SafetensorsPlan(copies, path, sources, metadata)
+        self._memory: object = copies
         self._plan: Any = plan.engine_plan
         self.nbytes = plan.nbytes
         self.has_holes = self._plan.has_holes
@@ -122,9 +133,8 @@ class _PlanOfCopies:
     def stage(self, **_: object) -> None:
         """Do nothing: the snapshot copies."""
 
-    def follow(self, _copies: _C.Snapshot) -> bool:
-        """Return False: the payloads are read when they have been copied."""
-        return False
+    def follow(self, copies: _C.Snapshot) -> None:
+        self._plan.follow(copies)
 
     def write_file(self, *args: Any, **options: Any) -> None:
         self._plan.write_file(*args, **options)

@@ -25,6 +25,7 @@ __all__ = [
     "SafetensorsHeader",
     "StoredTensor",
     "header_of",
+    "names_in_order",
     "read_header",
     "safetensors_dtypes",
     "stored_shape",
@@ -202,6 +203,12 @@ def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -
     return True
 
 
+def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors in the order of a file."""
+    ranks = {dtype: rank for rank, dtype in enumerate(safetensors_dtypes())}
+    return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
+
+
 def header_of(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[list[Tensor], bytes]:
@@ -213,8 +220,7 @@ def header_of(
         If the format has not got the shape of one.
     """
     dtypes = safetensors_dtypes()
-    ranks = {dtype: rank for rank, dtype in enumerate(dtypes)}
-    names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
+    names = names_in_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name in names:

@@ -404,8 +404,9 @@ class TargetWriter(FileWriter):
             replaceable_file(target)
         except SaveError:
             return False
-        self._is_following = self._plan.follow(copies)
-        return self._is_following
+        self._plan.follow(copies)
+        self._is_following = True
+        return True
 
     def write(self, target: Any) -> None:
         """Write to a path, a URL or a file-like object."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from _system import mounted, needs_root
@@ -175,12 +176,13 @@ def test_a_file_that_can_only_be_overwritten(tmp_path: Path, slow: Slow) -> None
     assert behind.read_bytes() == stock_bytes(values, tmp_path)
 
 
-@pytest.mark.parametrize("target", ["in place", "stream", "small"])
+@pytest.mark.parametrize("target", ["in place", "stream", "url", "small"])
 def test_other_targets_are_written_after_the_copy(tmp_path: Path, slow: Slow, target: str) -> None:
     values = tensors() if target != "small" else {"a": torch.ones(3)}
     path = tmp_path / "file.pt"
     stream = io.BytesIO()
-    file: Any = stream if target == "stream" else path
+    files = {"stream": stream, "url": "memory://written meanwhile/file.pt"}
+    file: Any = files.get(target, path)
     path.write_bytes(b"before")
 
     def is_as_before() -> bool:
@@ -191,16 +193,90 @@ def test_other_targets_are_written_after_the_copy(tmp_path: Path, slow: Slow, ta
     ptsave.async_save(values, file, atomic=target != "in place").result(30)
     if target == "stream":
         path.write_bytes(stream.getvalue())
+    elif target == "url":
+        fsspec.filesystem("memory").get(file, os.fspath(path))
     loaded = torch.load(path)
     assert all(torch.equal(loaded[name], value) for name, value in values.items())
 
 
-def test_a_safetensors_file_is_written_after_the_copy(tmp_path: Path, slow: Slow) -> None:
-    values = {"a": torch.randn(10 * MIB), "b": torch.ones(3)}
-    slow.is_written = lambda: not os.listdir(tmp_path)
-    async_save_safetensors(values, f"{tmp_path}/file.safetensors", {}).result(30)
-    save_file(values, tmp_path / "stock")
+def test_a_safetensors_file_has_what_there_was_at_the_call(tmp_path: Path, slow: Slow) -> None:
+    small = {f"z{i}": torch.full((7,), i, dtype=torch.int16) for i in range(1000)}
+    values = {
+        **small,
+        "b": torch.randn(6 * MIB),
+        "a": torch.randn(1025, 4097).bfloat16(),
+        "c": torch.zeros(3, 0),
+        "d": torch.arange(5),
+    }
+    save_file(values, tmp_path / "stock", {"format": "pt"})
+    slow.is_written = has_begun(tmp_path)
+    future = async_save_safetensors(values, f"{tmp_path}/file.safetensors", {"format": "pt"})
+    for value in values.values():
+        value.zero_()
+    future.result(30)
     assert (tmp_path / "file.safetensors").read_bytes() == (tmp_path / "stock").read_bytes()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no copy"), KeyboardInterrupt()])
+def test_a_safetensors_copy_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, slow: Slow, error: BaseException
+) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(b"before")
+    slow.is_written = has_begun(tmp_path)
+    slow.error = error
+    with pytest.raises(type(error)):
+        async_save_safetensors({"a": torch.randn(10 * MIB)}, os.fspath(path), {})
+    assert os.listdir(tmp_path) == ["file.safetensors"]
+    assert path.read_bytes() == b"before"
+
+
+def test_a_source_may_be_the_target(tmp_path: Path, slow: Slow) -> None:
+    path = tmp_path / "file.pt"
+    values = tensors()
+    stock_save(values, path)
+    expected = path.read_bytes()
+    mapped = torch.load(path, mmap=True)
+    slow.is_written = has_begun(tmp_path)
+    ptsave.async_save(mapped, path).result(30)
+    assert path.read_bytes() == expected
+    assert torch.equal(mapped["large"], values["large"])
+
+
+def test_fsync_reaches_a_write_that_has_begun(
+    tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    write_file = _C.WritePlan.write_file
+
+    def watched(plan: Any, *args: Any, durable: bool, **others: Any) -> None:
+        seen.append(durable)
+        write_file(plan, *args, durable=durable, **others)
+
+    monkeypatch.setattr(_C.WritePlan, "write_file", watched)
+    slow.is_written = has_begun(tmp_path)
+    ptsave.async_save(tensors(), tmp_path / "file.pt", fsync=True).result(30)
+    assert seen == [True]
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, slow: Slow, kind: str) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    values = {"a": torch.randn(10 * MIB)}
+    with mounted(folder, "-t", "tmpfs", "-o", "size=20m", "none"):
+        path = folder / "file"
+        path.write_bytes(b"before")
+        if kind == "pt":
+            future = ptsave.async_save(values, path)
+        else:
+            future = async_save_safetensors(values, os.fspath(path), {})
+        with pytest.raises(ptsave.SaveError, match="No space left"):
+            future.result(30)
+        assert os.listdir(folder) == ["file"]
+        assert path.read_bytes() == b"before"
+        del future
 
 
 def test_saves_are_written_in_their_order(tmp_path: Path, slow: Slow) -> None:

@@ -41,6 +41,8 @@ class Stager {
 
   // Whether this is where the payload of a record has to come from.
   virtual bool stages(std::size_t record) const = 0;
+  // Address of a piece that is in host memory already; null if it has to be staged.
+  virtual const std::byte* in_memory(const PayloadPiece& /*piece*/) const { return nullptr; }
   // The pieces, which are all that `chunk` has of such payloads, once they are there.  Called once
   // for each chunk that has any.
   virtual std::unique_ptr<StagedPieces> stage(std::size_t chunk,

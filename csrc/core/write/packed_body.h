@@ -21,6 +21,8 @@ class PackedBody final : public FileBody {
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
   std::string tail() override;
   std::span<const std::uint32_t> crcs() override { return crcs_; }
+  // All payloads, which must be in host memory, are read through this.
+  void follow(ArrivingPayloads* arriving) { arriving_ = arriving; }
 
  private:
   // The part of a payload that lies in a chunk.
@@ -31,9 +33,11 @@ class PackedBody final : public FileBody {
   };
 
   std::vector<PayloadPiece> pieces_of(std::size_t chunk) const;
+  void put(std::size_t chunk, const PayloadPiece& piece, const std::byte* data, ChunkSink& sink);
 
   const std::string& header_;
   Stager& stager_;
+  ArrivingPayloads* arriving_ = nullptr;
   const bool compute_crcs_;
   std::vector<std::uint64_t> ends_;            // of the payloads, in the file
   std::vector<std::vector<PieceCrc>> pieces_;  // by chunk

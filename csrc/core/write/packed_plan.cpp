@@ -24,8 +24,10 @@ std::unique_ptr<Stager> PackedPlan::begin_write(WriteOptions& options) {
 
 std::unique_ptr<FileBody> PackedPlan::make_body(const WriteOptions& options,
                                                 std::size_t chunk_nbytes) const {
-  return std::make_unique<PackedBody>(header_, payload_nbytes_, *options.stager,
-                                      options.compute_crcs, chunk_nbytes);
+  auto body = std::make_unique<PackedBody>(header_, payload_nbytes_, *options.stager,
+                                           options.compute_crcs, chunk_nbytes);
+  body->follow(options.arriving);
+  return body;
 }
 
 }  // namespace ptsave

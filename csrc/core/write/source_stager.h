@@ -52,15 +52,13 @@ class SourceStager final : public Stager {
   bool stages(std::size_t record) const override {
     return record < payloads_.size() && payloads_[record].source != SourcePayload::kNoSource;
   }
+  const std::byte* in_memory(const PayloadPiece& piece) const override;
   std::unique_ptr<StagedPieces> stage(std::size_t chunk,
                                       std::span<const PayloadPiece> pieces) override;
 
  private:
   class Pieces;
   class PieceInMemory;
-
-  // Address of a piece in memory; null if it has to be read.
-  const std::byte* in_memory(const PayloadPiece& piece) const;
 
   std::span<const ByteSource> sources_;
   std::span<const SourcePayload> payloads_;
