@@ -9,9 +9,11 @@ from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ptsave
 from accelerator.test_fake import run_python
+from ptsave.background.async_safetensors import async_save_safetensors
 
 MIB = 1 << 20
 
@@ -178,3 +180,15 @@ def test_forked_children_leave_accelerators_alone(fake: ModuleType, staging: str
         """
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_safetensors_file_holds_the_old_values(devices: list[str], tmp_path: Path) -> None:
+    """Its tensors of the CPU are copied into one snapshot, the others one by one."""
+    homes = ["cpu", *devices]
+    tensors = {f"{i}": torch.full((100_000 + i,), i).to(homes[i % len(homes)]) for i in range(9)}
+    save_file(tensors, tmp_path / "stock")
+    future = async_save_safetensors(tensors, f"{tmp_path}/file", {})
+    for tensor in tensors.values():
+        tensor.fill_(-1)
+    future.result()
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "stock").read_bytes()

@@ -23,6 +23,7 @@ from ptsave import _C
 from ptsave.background import save_future
 from ptsave.background import saves as background
 from ptsave.background.async_safetensors import async_save_safetensors
+from ptsave.background.save_future import SaveFuture
 
 MIB = 1 << 20
 
@@ -40,6 +41,28 @@ def stock_bytes(obj: object, folder: Path) -> bytes:
     (folder / "stock").mkdir()
     stock_save(obj, folder / "stock" / "file.pt")
     return (folder / "stock" / "file.pt").read_bytes()
+
+
+def begin(kind: str, values: Any, path: Path, *, fsync: bool = False) -> SaveFuture:
+    """Begin to save values as a torch archive or as a safetensors file."""
+    if kind == "pt":
+        return ptsave.async_save(values, path, fsync=fsync)
+    return async_save_safetensors(apart(values), os.fspath(path), {"format": "pt"}, fsync=fsync)
+
+
+def apart(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of which each is all of its own storage, as a safetensors file needs them."""
+    return {
+        name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()
+    }
+
+
+def file_bytes(kind: str, values: Any, folder: Path) -> bytes:
+    """Return the file that the library of this kind writes."""
+    if kind == "pt":
+        return stock_bytes(values, folder)
+    save_file(apart(values), folder / "stock", {"format": "pt"})
+    return (folder / "stock").read_bytes()
 
 
 class Slow:
@@ -88,6 +111,12 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     assert not background._unfinished
 
 
+@pytest.fixture(params=["pt", "safetensors"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return the kind of file that is saved."""
+    return str(request.param)
+
+
 def has_begun(folder: Path) -> Callable[[], bool]:
     """Return whether a new file is being written beside others."""
     before = set(os.listdir(folder))
@@ -114,15 +143,15 @@ def test_the_file_has_what_there_was_at_the_call(tmp_path: Path, slow: Slow, sta
 
 @pytest.mark.parametrize("error", [RuntimeError("no copy"), KeyboardInterrupt()])
 def test_a_copy_that_fails_leaves_the_file_as_it_was(
-    tmp_path: Path, slow: Slow, error: BaseException
+    tmp_path: Path, slow: Slow, kind: str, error: BaseException
 ) -> None:
-    path = tmp_path / "file.pt"
+    path = tmp_path / "file"
     path.write_bytes(b"before")
     slow.is_written = has_begun(tmp_path)
     slow.error = error
     with pytest.raises(type(error)):
-        ptsave.async_save(tensors(), path)
-    assert os.listdir(tmp_path) == ["file.pt"]
+        begin(kind, tensors(), path)
+    assert os.listdir(tmp_path) == ["file"]
     assert path.read_bytes() == b"before"
     assert save_future._unseen_failures == {}
 
@@ -143,7 +172,7 @@ def test_a_copy_that_fails_before_its_turn(tmp_path: Path, slow: Slow) -> None:
         free.set()
 
 
-def test_a_write_that_fails_is_told_by_the_future(tmp_path: Path, slow: Slow) -> None:
+def test_a_write_that_fails_is_told_by_the_future(tmp_path: Path, slow: Slow, kind: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     has_begun_there = has_begun(folder)
@@ -155,7 +184,7 @@ def test_a_write_that_fails_is_told_by_the_future(tmp_path: Path, slow: Slow) ->
         return True
 
     slow.is_written = is_written
-    future = ptsave.async_save(tensors(), folder / "file.pt")
+    future = begin(kind, tensors(), folder / "file")
     with pytest.raises(ptsave.SaveError) as caught:
         future.result(30)
     descriptors = os.scandir("/proc/self/fd")
@@ -165,15 +194,15 @@ def test_a_write_that_fails_is_told_by_the_future(tmp_path: Path, slow: Slow) ->
 
 
 @needs_root
-def test_a_file_that_can_only_be_overwritten(tmp_path: Path, slow: Slow) -> None:
+def test_a_file_that_can_only_be_overwritten(tmp_path: Path, slow: Slow, kind: str) -> None:
     slow.is_written = has_begun(tmp_path)
     path, behind = tmp_path / "file.pt", tmp_path / "behind"
     path.touch()
     behind.write_bytes(b"before")
     values = tensors()
     with mounted(path, "--bind", behind):
-        ptsave.async_save(values, path).result(30)
-    assert behind.read_bytes() == stock_bytes(values, tmp_path)
+        begin(kind, values, path).result(30)
+    assert behind.read_bytes() == file_bytes(kind, values, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["in place", "stream", "url", "small"])
@@ -217,20 +246,6 @@ def test_a_safetensors_file_has_what_there_was_at_the_call(tmp_path: Path, slow:
     assert (tmp_path / "file.safetensors").read_bytes() == (tmp_path / "stock").read_bytes()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no copy"), KeyboardInterrupt()])
-def test_a_safetensors_copy_that_fails_leaves_the_file_as_it_was(
-    tmp_path: Path, slow: Slow, error: BaseException
-) -> None:
-    path = tmp_path / "file.safetensors"
-    path.write_bytes(b"before")
-    slow.is_written = has_begun(tmp_path)
-    slow.error = error
-    with pytest.raises(type(error)):
-        async_save_safetensors({"a": torch.randn(10 * MIB)}, os.fspath(path), {})
-    assert os.listdir(tmp_path) == ["file.safetensors"]
-    assert path.read_bytes() == b"before"
-
-
 def test_a_source_may_be_the_target(tmp_path: Path, slow: Slow) -> None:
     path = tmp_path / "file.pt"
     values = tensors()
@@ -244,23 +259,23 @@ def test_a_source_may_be_the_target(tmp_path: Path, slow: Slow) -> None:
 
 
 def test_fsync_reaches_a_write_that_has_begun(
-    tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slow: Slow, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    write_file = _C.WritePlan.write_file
+    plan_type: Any = _C.WritePlan if kind == "pt" else _C.PackedPlan
+    write_file = plan_type.write_file
 
     def watched(plan: Any, *args: Any, durable: bool, **others: Any) -> None:
         seen.append(durable)
         write_file(plan, *args, durable=durable, **others)
 
-    monkeypatch.setattr(_C.WritePlan, "write_file", watched)
+    monkeypatch.setattr(plan_type, "write_file", watched)
     slow.is_written = has_begun(tmp_path)
-    ptsave.async_save(tensors(), tmp_path / "file.pt", fsync=True).result(30)
+    begin(kind, tensors(), tmp_path / "file", fsync=True).result(30)
     assert seen == [True]
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["pt", "safetensors"])
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, slow: Slow, kind: str) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -268,10 +283,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, slow: Slow, kind:
     with mounted(folder, "-t", "tmpfs", "-o", "size=20m", "none"):
         path = folder / "file"
         path.write_bytes(b"before")
-        if kind == "pt":
-            future = ptsave.async_save(values, path)
-        else:
-            future = async_save_safetensors(values, os.fspath(path), {})
+        future = begin(kind, values, path)
         with pytest.raises(ptsave.SaveError, match="No space left"):
             future.result(30)
         assert os.listdir(folder) == ["file"]
@@ -279,17 +291,49 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, slow: Slow, kind:
         del future
 
 
-def test_saves_are_written_in_their_order(tmp_path: Path, slow: Slow) -> None:
+def test_saves_are_written_in_their_order(tmp_path: Path, slow: Slow, kind: str) -> None:
     futures = []
     ended: list[int] = []
+    values = tensors()
     for i in range(4):
-        future = ptsave.async_save({"i": i, **tensors()}, tmp_path / "file.pt")
+        values["first"].fill_(i)
+        future = begin(kind, values, tmp_path / "file")
         future.add_done_callback(lambda _, i=i: ended.append(i))  # type: ignore[misc]
         futures.append(future)
     for future in futures:
         future.result(30)
     assert ended == [0, 1, 2, 3]
-    assert torch.load(tmp_path / "file.pt")["i"] == 3
+    assert (tmp_path / "file").read_bytes() == file_bytes(kind, values, tmp_path)
+
+
+def test_a_folder_is_refused(tmp_path: Path, slow: Slow, kind: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"before")
+    with pytest.raises(ptsave.SaveError, match="directory"):
+        begin(kind, tensors(), tmp_path / "folder").result(30)
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["file"]
+
+
+def test_a_process_may_fork_while_it_copies(tmp_path: Path, slow: Slow, kind: str) -> None:
+    values = tensors()
+    expected = file_bytes(kind, values, tmp_path)
+    is_begun = has_begun(tmp_path)
+
+    def fork_then() -> bool:
+        if not is_begun():
+            return False
+        child = os.fork()
+        if child == 0:
+            ptsave.save(values, tmp_path / "child.pt")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        return True
+
+    slow.is_written = fork_then
+    begin(kind, values, tmp_path / "file").result(30)
+    assert (tmp_path / "file").read_bytes() == expected
+    assert torch.equal(ptsave.load(tmp_path / "child.pt")["large"], values["large"])
 
 
 def test_without_a_thread_the_call_writes_after_the_copy(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <utility>
 
 #include "core/crc/crc32.h"
@@ -45,30 +46,22 @@ void PackedBody::produce(ChunkPipeline& /*pipeline*/, std::size_t chunk, ChunkSi
   }
   const std::vector<PayloadPiece> pieces = pieces_of(chunk);
   if (pieces.empty()) return;
-  if (arriving_ != nullptr) {
-    for (const PayloadPiece& piece : pieces) put(chunk, piece, stager_.in_memory(piece), sink);
-    return;
-  }
-  const std::unique_ptr<StagedPieces> staged = stager_.stage(chunk, pieces);
-  const std::byte* data = staged->data();
+  std::unique_ptr<StagedPieces> staged;
+  if (arriving_ == nullptr) staged = stager_.stage(chunk, pieces);
+  const std::byte* data = staged != nullptr ? staged->data() : nullptr;
   for (const PayloadPiece& piece : pieces) {
-    put(chunk, piece, data, sink);
-    data += piece.nbytes;
+    std::uint32_t crc = 0;
+    const auto use = [&](std::span<const std::byte> bytes) {
+      crc = sink.put_payload(bytes.data(), bytes.size(), crc);
+    };
+    if (staged != nullptr) {
+      use({data, piece.nbytes});
+      data += piece.nbytes;
+    } else {
+      arriving_->read(stager_.in_memory(piece), piece.nbytes, use);
+    }
+    if (compute_crcs_) pieces_[chunk].push_back({piece.record, piece.nbytes, crc});
   }
-}
-
-void PackedBody::put(std::size_t chunk, const PayloadPiece& piece, const std::byte* data,
-                     ChunkSink& sink) {
-  std::uint32_t crc = 0;
-  const auto use = [&](std::span<const std::byte> bytes) {
-    crc = sink.put_payload(bytes.data(), bytes.size(), crc);
-  };
-  if (arriving_ != nullptr) {
-    arriving_->read(data, piece.nbytes, use);
-  } else {
-    use({data, piece.nbytes});
-  }
-  if (compute_crcs_) pieces_[chunk].push_back({piece.record, piece.nbytes, crc});
 }
 
 std::string PackedBody::tail() {

@@ -33,7 +33,6 @@ class PackedBody final : public FileBody {
   };
 
   std::vector<PayloadPiece> pieces_of(std::size_t chunk) const;
-  void put(std::size_t chunk, const PayloadPiece& piece, const std::byte* data, ChunkSink& sink);
 
   const std::string& header_;
   Stager& stager_;
