@@ -61,10 +61,10 @@ class Snapshot:
     def __init__(self, sources: StorageList, *, without_bytes: bool = False) -> None: ...
     @property
     def storages(self) -> StorageList: ...
-    # Lets go of the sources, too.  Calls `when_slow` once if that takes long: a plan may follow the
-    # copy from then on, which ends when each byte is copied or written.
+    # Lets go of the sources, too.  Calls `when_slow` once if that takes long, which returns whether
+    # a plan follows the copy from then on: it ends when each byte is copied or written.
     def copy(
-        self, *, n_threads: int, progress: Progress, when_slow: Callable[[], None] | None = None
+        self, *, n_threads: int, progress: Progress, when_slow: Callable[[], bool] | None = None
     ) -> None: ...
     # The plan that followed needs nothing more.
     def close(self) -> None: ...

@@ -21,8 +21,14 @@ void copy(Snapshot& snapshot, std::size_t n_threads, const py::object& callback,
           const py::object& when_slow) {
   const Poll poll = make_poll([&] { return snapshot.nbytes_copied(); }, callback);
   const auto call = [&] {
-    if (when_slow.is_none()) return;
-    with_gil([&] { drop_result(PyObject_CallNoArgs(when_slow.ptr())); });
+    if (when_slow.is_none()) return false;
+    bool has_writer = false;
+    with_gil([&] {
+      PyObject* const result = PyObject_CallNoArgs(when_slow.ptr());
+      has_writer = result == Py_True;
+      drop_result(result);
+    });
+    return has_writer;
   };
   without_gil([&] { snapshot.copy(n_threads, poll, call); });
   snapshot.release_sources();

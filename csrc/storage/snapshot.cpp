@@ -85,7 +85,7 @@ const std::byte* Snapshot::source(std::size_t i) const {
 }
 
 void Snapshot::copy(std::size_t n_threads, const Poll& poll,
-                    const std::function<void()>& when_slow) {
+                    const StagingCopy::WhenSlow& when_slow) {
   copying_->run(n_threads, poll, when_slow);
 }
 

@@ -34,7 +34,7 @@ class Snapshot {
   const StorageList& storages() const { return copies_; }
   // Copies the sources in CPU memory.  Those on devices that are out of reach are the caller's to
   // copy.  Calls `when_slow` if that takes long: a plan may follow payloads() from then on.
-  void copy(std::size_t n_threads, const Poll& poll, const std::function<void()>& when_slow);
+  void copy(std::size_t n_threads, const Poll& poll, const StagingCopy::WhenSlow& when_slow);
   std::uint64_t nbytes_copied() const { return copying_->nbytes_copied(); }
   // The copies while they are being made.
   StagingCopy& payloads() { return *copying_; }

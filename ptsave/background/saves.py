@@ -10,9 +10,9 @@
   a save is refused; and, while others are unfinished, half of the memory that would be free without
   them.  The second is an estimate, so it can delay a save and never refuses one.
 * Fresh staging memory can cost more than the disk, where a virtual machine's host has taken free
-  memory back.  A copy that notices that has the file written at once, past the page cache, from
-  its first byte on, while the copy goes on from the last byte towards it: neither takes longer than
-  it would alone.  Only files that are replaced as a whole are, because the copy may fail.
+  memory back.  A copy that notices that has the file written at once, from its first byte on, as a
+  save in the foreground would be.  It goes on from the last byte towards the writer only where the
+  writer is slower.  Only files that are replaced as a whole are, because the copy may fail.
 * A traceback that somebody keeps refers to plans and snapshots, so these are told to release their
   memory when a save ends, in whatever way.
 * Forked children do not have the pool's memory, begin with an empty queue and budget, and fail the
@@ -163,14 +163,15 @@ class BackgroundSave:
             self._snapshot.release()  # the plan has the copies, and nothing has the tensors
         self.future.set_staged()
 
-    def _write_meanwhile(self) -> None:
+    def _write_meanwhile(self) -> bool:
         """Have the file written while its storages are copied, if the target allows it."""
         if _writing.closed or not self._writer.follow(self._snapshot, self._target):
-            return
+            return False
         self._is_followed = True
         release_own()
         self.queue()
         self._may_write.set()
+        return self._is_followed
 
     def queue(self) -> None:
         """Have the file written after those before it."""

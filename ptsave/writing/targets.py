@@ -354,9 +354,8 @@ class FileWriter:
             return None
         if self._plan.nbytes < _MIN_DIRECT_NBYTES:
             return None
-        if self._is_following:  # fresh memory is expensive, that of the cache as well
-            return self._plan.nbytes
-        in_background = self._payloads_are_still  # they are copies
+        # Of copies, unless the program waits.
+        in_background = self._payloads_are_still and not self._is_following
         return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
     def _options(self) -> _C.WriteOptions:
@@ -392,8 +391,8 @@ class TargetWriter(FileWriter):
     def follow(self, copies: _C.Snapshot, target: Any) -> bool:
         """Let `write` take storages that are still being copied; returns whether it can.
 
-        Only past the page cache, and into a file that replaces another one as a whole: nothing of
-        it is lost if the copy fails.
+        Only into a large file that replaces another one as a whole: nothing of it is lost if the
+        copy fails.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:

@@ -86,7 +86,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
     class SlowSnapshot(_C.Snapshot):  # type: ignore[misc]
         def copy(
-            self, *, n_threads: int, progress: Any, when_slow: Callable[[], None] | None = None
+            self, *, n_threads: int, progress: Any, when_slow: Callable[[], bool] | None = None
         ) -> None:
             assert when_slow is not None
             when_slow()

@@ -62,8 +62,9 @@ class MemoryGauge {
  public:
   // A piece took so much processor time to fill.
   void note(std::size_t nbytes, std::chrono::nanoseconds took) noexcept {
-    const auto expected = kCheapTimePerKib * static_cast<std::int64_t>(nbytes >> 10);
-    const std::int64_t loss = std::min(took - expected, kMaxLoss).count();
+    const auto kib = static_cast<std::int64_t>(nbytes >> 10);
+    const std::chrono::nanoseconds most = kMaxLossPerMib * std::max<std::int64_t>(kib >> 10, 1);
+    const std::int64_t loss = std::min(took - kCheapTimePerKib * kib, most).count();
     // Time won earlier does not offset a later loss: the account never falls below zero.
     std::int64_t before = loss_ns_.load(std::memory_order_relaxed);
     while (!loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
@@ -75,10 +76,10 @@ class MemoryGauge {
   bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
 
  private:
-  // Twice the usual time, the most that one piece counts for (a virtual machine's host stops the
+  // Twice the usual time, the most that a piece counts for (a virtual machine's host stops the
   // processor now and then), and the loss at which fresh memory is given up.
   static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
-  static constexpr std::chrono::nanoseconds kMaxLoss = std::chrono::milliseconds{2};
+  static constexpr std::chrono::milliseconds kMaxLossPerMib{2};
   static constexpr std::chrono::nanoseconds kBearableLoss = std::chrono::milliseconds{8};
 
   std::atomic<std::int64_t> loss_ns_{0};

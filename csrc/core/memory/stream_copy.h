@@ -5,11 +5,6 @@
 
 namespace ptsave {
 
-// Bytes that a thread takes at a time of a copy that several threads share.  Below the size at
-// which memcpy streams by itself, so stream_copy does: memcpy would read each line of the target
-// first.
-inline constexpr std::size_t kStreamPieceNbytes = std::size_t{4} << 20;
-
 // memcpy past the cache: the lines of the target are not read before they are overwritten, which is
 // a third of the traffic.  The C library does so as well, but only above the size of a large cache.
 void stream_copy(std::byte* target, const std::byte* source, std::size_t nbytes) noexcept;

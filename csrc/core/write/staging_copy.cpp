@@ -14,8 +14,9 @@
 namespace ptsave {
 namespace {
 
-constexpr std::uint64_t kUnitNbytes = kStreamPieceNbytes;
+constexpr std::uint64_t kUnitNbytes = kHugePageNbytes;
 constexpr std::chrono::milliseconds kLookAround{100};
+constexpr std::uint64_t kHeadStartNbytes = std::uint64_t{128} << 20;  // for the writer's start
 
 }  // namespace
 
@@ -29,8 +30,7 @@ std::size_t StagingCopy::part_at(std::uint64_t at) const {
   return static_cast<std::size_t>(next - parts_.begin()) - 1;
 }
 
-void StagingCopy::run(std::size_t n_threads, const Poll& poll,
-                      const std::function<void()>& when_slow) {
+void StagingCopy::run(std::size_t n_threads, const Poll& poll, const WhenSlow& when_slow) {
   const std::size_t n_units = (nbytes() + kUnitNbytes - 1) / kUnitNbytes;
   {
     const std::lock_guard lock(mutex_);
@@ -40,46 +40,70 @@ void StagingCopy::run(std::size_t n_threads, const Poll& poll,
   }
   MemoryGauge gauge;
   std::atomic<std::size_t> n_left{n_units};
+  ChunkPipeline pipeline(n_units, n_units > 1 ? n_threads : 0,
+                         [&](ChunkPipeline& /*self*/, std::size_t i) {
+                           copy_unit(n_units - 1 - i, gauge);
+                           n_left.fetch_sub(1, std::memory_order_relaxed);
+                         });
   try {
-    ChunkPipeline pipeline(n_units, n_units > 1 ? n_threads : 0,
-                           [&](ChunkPipeline& /*self*/, std::size_t i) {
-                             copy_unit(n_units - 1 - i, gauge);
-                             n_left.fetch_sub(1, std::memory_order_relaxed);
-                           });
     pipeline.wait_until([&] { return n_left.load() == 0 || !gauge.is_cheap(); }, poll);
-    if (n_left.load() > 0) when_slow();
+    if (n_left.load() > 0) {
+      race_with_writer(std::max<std::size_t>(n_threads, 1));
+      if (!when_slow()) race_with_writer(0);
+    }
     pipeline.finish(poll);
     wait_for_writer(poll);
   } catch (...) {
-    fail();
+    fail();  // before the pipeline waits for its threads: they may wait for the writer
     throw;
   }
+}
+
+void StagingCopy::race_with_writer(std::size_t n_threads) {
+  const std::lock_guard lock(mutex_);
+  n_racing_ = n_threads;
+  race_begin_ = Clock::now();
+  changed_.notify_all();
+}
+
+// Whether the copy is faster than the writer, which has a head start.  The caller holds the lock.
+bool StagingCopy::is_worthwhile() const {
+  if (n_racing_ == 0) return true;
+  using Seconds = std::chrono::duration<double>;
+  const Seconds writing = Clock::now() - race_begin_;
+  const Seconds copying = time_copying_;
+  return writing.count() * static_cast<double>(n_racing_ * nbytes_timed_) >
+         copying.count() * static_cast<double>(originals_end_ + kHeadStartNbytes);
 }
 
 void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
   std::uint64_t begin = unit * kUnitNbytes;
   const std::uint64_t end = std::min(begin + kUnitNbytes, nbytes());
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    while (!is_worthwhile() && !is_closed_ && state_ == State::kCopying && originals_end_ < end) {
+      changed_.wait_for(lock, kLookAround);
+    }
     begin = std::max(begin, originals_end_);
-    if (is_closed_ || begin >= end) return;
+    if (is_closed_ || state_ != State::kCopying || begin >= end) return;
     copies_begin_ = std::min(copies_begin_, begin);
     ++n_copying_;
   }
+  std::chrono::nanoseconds took{0};
   const auto copied = [&](bool all) {
     const std::lock_guard lock(mutex_);
     copied_[unit] = all;
+    if (all) nbytes_timed_ += end - begin;
+    time_copying_ += took;
     --n_copying_;
     changed_.notify_all();
   };
   try {
-    for (std::uint64_t at = begin; at < end; at += kHugePageNbytes) {
-      const std::uint64_t stop = std::min<std::uint64_t>(at + kHugePageNbytes, end);
-      const auto start = thread_cpu_time();
-      make_present(at, stop);
-      copy_range(at, stop);
-      gauge.note(stop - at, thread_cpu_time() - start);
-    }
+    const auto start = thread_cpu_time();
+    make_present(begin, end);
+    copy_range(begin, end);
+    took = thread_cpu_time() - start;
+    gauge.note(end - begin, took);
   } catch (...) {
     copied(false);
     throw;

@@ -1,11 +1,14 @@
 // Copies payloads into staging memory, from the last one to the first, while a writer may take them
 // in file order: where fresh memory is expensive, both ends meet sooner than either would finish.
+// As long as the writer is faster, nothing more is copied: such pages take processors, and the
+// host, ten times as long as the bytes that the writer takes meanwhile.
 //
 // Every byte is claimed once: by the copy, or by the writer, which then reads the original.  run()
 // returns when no original is needed any more.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +30,8 @@ class StagingCopy final : public ArrivingPayloads {
  public:
   // The bytes of the original of a part, which must have its size.
   using Source = std::function<const std::byte*(std::size_t part)>;
+  // Returns whether a writer takes bytes from now on.
+  using WhenSlow = std::function<bool()>;
 
   explicit StagingCopy(Source source) : source_(std::move(source)) {}
 
@@ -37,7 +42,7 @@ class StagingCopy final : public ArrivingPayloads {
   // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, as soon as
   // staging memory turns out to cost more than a disk; a writer may call read() from then on.  Once
   // it has thrown, no original is read any more and read() throws.
-  void run(std::size_t n_threads, const Poll& poll, const std::function<void()>& when_slow);
+  void run(std::size_t n_threads, const Poll& poll, const WhenSlow& when_slow);
   std::uint64_t nbytes_copied() const { return nbytes_copied_.load(std::memory_order_relaxed); }
 
   void read(const std::byte* copy, std::size_t nbytes, const Use& use) override;
@@ -47,6 +52,7 @@ class StagingCopy final : public ArrivingPayloads {
   void close();
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct Part {
     std::byte* copy;
     std::uint64_t begin;  // in the sequence of all bytes
@@ -61,6 +67,8 @@ class StagingCopy final : public ArrivingPayloads {
 
   std::uint64_t nbytes() const { return parts_.empty() ? 0 : parts_.back().end; }
   std::size_t part_at(std::uint64_t at) const;
+  void race_with_writer(std::size_t n_threads);
+  bool is_worthwhile() const;
   void copy_unit(std::size_t unit, MemoryGauge& gauge);
   void copy_range(std::uint64_t begin, std::uint64_t end) const;
   void make_present(std::uint64_t begin, std::uint64_t end) const;
@@ -84,6 +92,10 @@ class StagingCopy final : public ArrivingPayloads {
   std::uint64_t nbytes_read_ = 0;        // of the originals
   std::size_t n_reading_ = 0;
   std::size_t n_copying_ = 0;
+  std::chrono::nanoseconds time_copying_{0};  // of all threads
+  std::uint64_t nbytes_timed_ = 0;
+  std::size_t n_racing_ = 0;  // threads of the copy, once a writer has begun
+  Clock::time_point race_begin_;
   enum class State : std::uint8_t { kCopying, kComplete, kFailed } state_ = State::kCopying;
   bool is_closed_ = false;
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <functional>
@@ -13,12 +14,14 @@
 #include <thread>
 #include <vector>
 
+#include "core/base/cpu_time.h"
+
 namespace ptsave {
 namespace {
 
 constexpr std::size_t kMib = std::size_t{1} << 20;
 const Poll kNoPoll = [] {};
-const std::function<void()> kNothing = [] {};
+const StagingCopy::WhenSlow kNothing = [] { return true; };
 
 class Copying : public testing::Test {
  protected:
@@ -140,6 +143,50 @@ TEST_F(Copying, OriginalsAreNotReadAfterIt) {
   const std::string other = "other memory";
   copying_.read(std::as_bytes(std::span(other)).data(), other.size(),
                 [&](std::span<const std::byte> piece) { EXPECT_EQ(piece.size(), other.size()); });
+}
+
+// Fresh memory that costs the processor 5 ms for each piece.
+class SlowCopying : public Copying {
+ protected:
+  SlowCopying() {
+    const std::thread::id here = std::this_thread::get_id();
+    before_use_ = [here](std::size_t /*part*/) {
+      if (std::this_thread::get_id() == here) return;
+      const auto begin = thread_cpu_time();
+      while (thread_cpu_time() - begin < std::chrono::milliseconds{5}) continue;
+    };
+  }
+};
+
+TEST_F(SlowCopying, GivesWayToAFasterWriter) {
+  std::vector<std::string> written(kSizes.size());
+  int n_calls = 0;
+  const StagingCopy::WhenSlow when_slow = [&] {
+    ++n_calls;
+    for (std::size_t i = 0; i < kSizes.size(); ++i) written[i] = read(i);
+    copying_.close();
+    return true;
+  };
+  copying_.run(2, kNoPoll, when_slow);
+  EXPECT_EQ(n_calls, 1);
+  EXPECT_LT(copying_.nbytes_copied(), 20 * kMib);
+  EXPECT_TRUE(written == originals_);
+}
+
+TEST_F(SlowCopying, GoesOnWhereTheWriterIsSlower) {
+  copying_.run(2, kNoPoll, kNothing);
+  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
+}
+
+TEST_F(SlowCopying, AnInterruptDoesNotWaitForTheWriter) {
+  bool is_slow = false;
+  const StagingCopy::WhenSlow when_slow = [&] { return is_slow = true; };
+  const Poll poll = [&] {
+    if (is_slow) throw std::runtime_error("interrupted");
+  };
+  EXPECT_THROW(copying_.run(2, poll, when_slow), std::runtime_error);
+  EXPECT_LT(copying_.nbytes_copied(), 29 * kMib);
+  EXPECT_THROW(read(0), std::runtime_error);
 }
 
 }  // namespace
