@@ -1,7 +1,7 @@
 // Copies of storages, as they were at one moment.
 //
 // Neighbouring storages share blocks of 32 MiB, a larger one has its own.  A storage is really
-// copied, in pieces of 4 MiB by all threads, with stores past the cache, unless a plan writes it
+// copied, in pieces of 2 MiB by all threads, with stores past the cache, unless a plan writes it
 // meanwhile (StagingCopy).
 #pragma once
 

@@ -165,7 +165,9 @@ class BackgroundSave:
 
     def _write_meanwhile(self) -> bool:
         """Have the file written while its storages are copied, if the target allows it."""
-        if _writing.closed or not self._writer.follow(self._snapshot, self._target):
+        if _writing.closed or _writing.runs_here():
+            return False
+        if not self._writer.follow(self._snapshot, self._target):
             return False
         self._is_followed = True
         release_own()

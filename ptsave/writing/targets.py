@@ -354,7 +354,7 @@ class FileWriter:
             return None
         if self._plan.nbytes < _MIN_DIRECT_NBYTES:
             return None
-        # Of copies, unless the program waits.
+        # Copies are written while the program goes on; a write that is followed makes it wait.
         in_background = self._payloads_are_still and not self._is_following
         return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
@@ -392,7 +392,7 @@ class TargetWriter(FileWriter):
         """Let `write` take storages that are still being copied; returns whether it can.
 
         Only into a large file that replaces another one as a whole: nothing of it is lost if the
-        copy fails.
+        copy fails.  And only if it may pass the page cache, where fresh memory costs as much.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:

@@ -76,7 +76,7 @@ class MemoryGauge {
   bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
 
  private:
-  // Twice the usual time, the most that a piece counts for (a virtual machine's host stops the
+  // Twice the usual time, the most that a MiB counts for (a virtual machine's host stops the
   // processor now and then), and the loss at which fresh memory is given up.
   static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
   static constexpr std::chrono::milliseconds kMaxLossPerMib{2};

@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::uint64_t kUnitNbytes = kHugePageNbytes;
 constexpr std::chrono::milliseconds kLookAround{100};
+constexpr std::chrono::milliseconds kLookAgain{20};
 constexpr std::uint64_t kHeadStartNbytes = std::uint64_t{128} << 20;  // for the writer's start
 
 }  // namespace
@@ -48,7 +49,7 @@ void StagingCopy::run(std::size_t n_threads, const Poll& poll, const WhenSlow& w
   try {
     pipeline.wait_until([&] { return n_left.load() == 0 || !gauge.is_cheap(); }, poll);
     if (n_left.load() > 0) {
-      race_with_writer(std::max<std::size_t>(n_threads, 1));
+      race_with_writer(std::min(n_threads, n_units));
       if (!when_slow()) race_with_writer(0);
     }
     pipeline.finish(poll);
@@ -63,7 +64,7 @@ void StagingCopy::race_with_writer(std::size_t n_threads) {
   const std::lock_guard lock(mutex_);
   n_racing_ = n_threads;
   race_begin_ = Clock::now();
-  changed_.notify_all();
+  turn_.notify_all();
 }
 
 // Whether the copy is faster than the writer, which has a head start.  The caller holds the lock.
@@ -81,22 +82,27 @@ void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
   const std::uint64_t end = std::min(begin + kUnitNbytes, nbytes());
   {
     std::unique_lock lock(mutex_);
-    while (!is_worthwhile() && !is_closed_ && state_ == State::kCopying && originals_end_ < end) {
-      changed_.wait_for(lock, kLookAround);
+    // Not behind a unit that is copied: the writer needs all units from there on.
+    while (!is_worthwhile() && !is_closed_ && state_ == State::kCopying && originals_end_ < end &&
+           copies_begin_ >= end) {
+      turn_.wait_for(lock, kLookAgain);
     }
     begin = std::max(begin, originals_end_);
     if (is_closed_ || state_ != State::kCopying || begin >= end) return;
     copies_begin_ = std::min(copies_begin_, begin);
     ++n_copying_;
+    turn_.notify_all();
   }
   std::chrono::nanoseconds took{0};
   const auto copied = [&](bool all) {
     const std::lock_guard lock(mutex_);
     copied_[unit] = all;
-    if (all) nbytes_timed_ += end - begin;
+    nbytes_timed_ += end - begin;
     time_copying_ += took;
     --n_copying_;
+    if (!all) state_ = State::kFailed;
     changed_.notify_all();
+    turn_.notify_all();
   };
   try {
     const auto start = thread_cpu_time();
@@ -163,6 +169,7 @@ void StagingCopy::fail() noexcept {
   std::unique_lock lock(mutex_);
   state_ = State::kFailed;
   changed_.notify_all();
+  turn_.notify_all();
   changed_.wait(lock, [this] { return n_reading_ == 0; });
 }
 
@@ -170,6 +177,7 @@ void StagingCopy::close() {
   std::unique_lock lock(mutex_);
   is_closed_ = true;
   changed_.notify_all();
+  turn_.notify_all();
   changed_.wait(lock, [this] { return n_copying_ == 0; });
 }
 
@@ -207,6 +215,7 @@ StagingCopy::Found StagingCopy::find(std::uint64_t at, std::size_t nbytes) {
     const std::byte* const original = source_(i);
     const std::uint64_t stop = std::min(end, copies_begin_);
     originals_end_ = std::max(originals_end_, stop);
+    if (originals_end_ == copies_begin_) turn_.notify_all();
     ++n_reading_;
     return {bytes(original, stop), true};
   }

@@ -1,7 +1,7 @@
 // Copies payloads into staging memory, from the last one to the first, while a writer may take them
-// in file order: where fresh memory is expensive, both ends meet sooner than either would finish.
-// As long as the writer is faster, nothing more is copied: such pages take processors, and the
-// host, ten times as long as the bytes that the writer takes meanwhile.
+// in file order, which saves time where fresh memory is expensive.  As long as the writer is
+// faster, nothing more is copied: such pages take processors, and the host, ten times as long as
+// the bytes that the writer takes meanwhile.
 //
 // Every byte is claimed once: by the copy, or by the writer, which then reads the original.  run()
 // returns when no original is needed any more.
@@ -41,7 +41,8 @@ class StagingCopy final : public ArrivingPayloads {
 
   // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, as soon as
   // staging memory turns out to cost more than a disk; a writer may call read() from then on.  Once
-  // it has thrown, no original is read any more and read() throws.
+  // it has thrown, no original is read any more and read() throws: a write that is using one ends
+  // first.
   void run(std::size_t n_threads, const Poll& poll, const WhenSlow& when_slow);
   std::uint64_t nbytes_copied() const { return nbytes_copied_.load(std::memory_order_relaxed); }
 
@@ -85,6 +86,7 @@ class StagingCopy final : public ArrivingPayloads {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::condition_variable turn_;         // of threads that are to copy
   std::vector<std::size_t> by_address_;  // parts, once a writer needs them
   std::vector<bool> copied_;             // by unit
   std::uint64_t originals_end_ = 0;      // the writer has claimed all bytes before
@@ -94,7 +96,7 @@ class StagingCopy final : public ArrivingPayloads {
   std::size_t n_copying_ = 0;
   std::chrono::nanoseconds time_copying_{0};  // of all threads
   std::uint64_t nbytes_timed_ = 0;
-  std::size_t n_racing_ = 0;  // threads of the copy, once a writer has begun
+  std::size_t n_racing_ = 0;  // threads of the copy, from the question for a writer on
   Clock::time_point race_begin_;
   enum class State : std::uint8_t { kCopying, kComplete, kFailed } state_ = State::kCopying;
   bool is_closed_ = false;

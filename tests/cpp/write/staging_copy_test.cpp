@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::size_t kMib = std::size_t{1} << 20;
 const Poll kNoPoll = [] {};
-const StagingCopy::WhenSlow kNothing = [] { return true; };
+const StagingCopy::WhenSlow kWriterThatNeverComes = [] { return true; };
 
 class Copying : public testing::Test {
  protected:
@@ -60,7 +60,7 @@ class Copying : public testing::Test {
 };
 
 TEST_F(Copying, CopiesAllWithoutAWriter) {
-  copying_.run(2, kNoPoll, kNothing);
+  copying_.run(2, kNoPoll, kWriterThatNeverComes);
   EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
   for (std::size_t i = 0; i < kSizes.size(); ++i) {
     EXPECT_EQ(std::memcmp(places_[i], originals_[i].data(), kSizes[i]), 0) << i;
@@ -86,7 +86,7 @@ TEST_F(Copying, MeetsAWriterAndNeedsNoOriginalAfter) {
       }
       copying.close();
     });
-    copying.run(n_threads, kNoPoll, kNothing);
+    copying.run(n_threads, kNoPoll, kWriterThatNeverComes);
     for (std::string& original : originals_) std::ranges::fill(original, '?');
     writer.join();
     EXPECT_TRUE(written == expected) << n_threads;
@@ -103,7 +103,7 @@ TEST_F(Copying, TheWriterTakesOriginalsThatAreNotCopied) {
       while (!is_read) std::this_thread::yield();
     }
   };
-  std::thread copier([&] { copying_.run(1, kNoPoll, kNothing); });
+  std::thread copier([&] { copying_.run(1, kNoPoll, kWriterThatNeverComes); });
   EXPECT_EQ(read(0), originals_[0]);
   EXPECT_EQ(read(1), originals_[1]);
   EXPECT_EQ(copying_.nbytes_copied(), 0);
@@ -117,7 +117,7 @@ TEST_F(Copying, AFailedCopyFailsTheWriter) {
   before_use_ = [](std::size_t part) {
     if (part == 3) throw std::runtime_error("no such storage");
   };
-  EXPECT_THROW(copying_.run(1, kNoPoll, kNothing), std::runtime_error);
+  EXPECT_THROW(copying_.run(1, kNoPoll, kWriterThatNeverComes), std::runtime_error);
   EXPECT_THROW(read(0), std::runtime_error);
   EXPECT_THROW(read(4), std::runtime_error);
 }
@@ -131,13 +131,13 @@ TEST_F(Copying, AWriterThatFailsEndsTheCopy) {
                  std::runtime_error);
     copying_.close();
   });
-  copying_.run(1, kNoPoll, kNothing);
+  copying_.run(1, kNoPoll, kWriterThatNeverComes);
   writer.join();
 }
 
 TEST_F(Copying, OriginalsAreNotReadAfterIt) {
   std::thread writer([&] { read(0); });
-  copying_.run(1, kNoPoll, kNothing);
+  copying_.run(1, kNoPoll, kWriterThatNeverComes);
   writer.join();
   EXPECT_NO_THROW(read(4));
   const std::string other = "other memory";
@@ -145,48 +145,95 @@ TEST_F(Copying, OriginalsAreNotReadAfterIt) {
                 [&](std::span<const std::byte> piece) { EXPECT_EQ(piece.size(), other.size()); });
 }
 
-// Fresh memory that costs the processor 5 ms for each piece.
+// Fresh memory that costs the processor `cost_` for each piece, and half of that for every other
+// one. The writer's head start is 64 pieces of each thread.
 class SlowCopying : public Copying {
  protected:
+  using Clock = std::chrono::steady_clock;
+
   SlowCopying() {
     const std::thread::id here = std::this_thread::get_id();
-    before_use_ = [here](std::size_t /*part*/) {
+    before_use_ = [this, here](std::size_t /*part*/) {
       if (std::this_thread::get_id() == here) return;
-      const auto begin = thread_cpu_time();
-      while (thread_cpu_time() - begin < std::chrono::milliseconds{5}) continue;
+      const auto cost = n_pieces_++ % 2 == 0 ? cost_ : cost_ / 2;
+      spend(cost);
+      if (!fails_.exchange(false)) return;
+      spend(2 * cost_);  // until the other thread waits for the writer
+      throw std::runtime_error("no such storage");
     };
   }
+
+  static void spend(std::chrono::nanoseconds time) {
+    const auto begin = thread_cpu_time();
+    while (thread_cpu_time() - begin < time) continue;
+  }
+
+  static constexpr std::uint64_t kUnderWay = 4 * kMib;  // by two threads
+  static constexpr std::chrono::milliseconds kNoWait{800};
+
+  std::chrono::milliseconds cost_{60};
+  std::atomic<int> n_pieces_ = 0;
+  std::atomic<bool> fails_ = false;
 };
 
 TEST_F(SlowCopying, GivesWayToAFasterWriter) {
   std::vector<std::string> written(kSizes.size());
+  std::uint64_t nbytes_before = 0;
   int n_calls = 0;
   const StagingCopy::WhenSlow when_slow = [&] {
     ++n_calls;
+    nbytes_before = copying_.nbytes_copied();
+    std::this_thread::sleep_for(4 * cost_);
     for (std::size_t i = 0; i < kSizes.size(); ++i) written[i] = read(i);
     copying_.close();
     return true;
   };
   copying_.run(2, kNoPoll, when_slow);
   EXPECT_EQ(n_calls, 1);
-  EXPECT_LT(copying_.nbytes_copied(), 20 * kMib);
+  EXPECT_LE(copying_.nbytes_copied(), nbytes_before + kUnderWay);
   EXPECT_TRUE(written == originals_);
 }
 
 TEST_F(SlowCopying, GoesOnWhereTheWriterIsSlower) {
-  copying_.run(2, kNoPoll, kNothing);
+  cost_ = std::chrono::milliseconds{8};
+  copying_.run(2, kNoPoll, kWriterThatNeverComes);
   EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
 }
 
-TEST_F(SlowCopying, AnInterruptDoesNotWaitForTheWriter) {
-  bool is_slow = false;
-  const StagingCopy::WhenSlow when_slow = [&] { return is_slow = true; };
-  const Poll poll = [&] {
-    if (is_slow) throw std::runtime_error("interrupted");
-  };
-  EXPECT_THROW(copying_.run(2, poll, when_slow), std::runtime_error);
-  EXPECT_LT(copying_.nbytes_copied(), 29 * kMib);
-  EXPECT_THROW(read(0), std::runtime_error);
+TEST_F(SlowCopying, WaitsForNobodyWithoutAWriter) {
+  Clock::time_point asked;
+  copying_.run(2, kNoPoll, [&] {
+    asked = Clock::now();
+    return false;
+  });
+  EXPECT_LT(Clock::now() - asked, kNoWait);
+  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
+}
+
+TEST_F(SlowCopying, NoErrorWaitsForTheWriter) {
+  for (const char* const from : {"poll", "when_slow", "copy"}) {
+    StagingCopy copying([&](std::size_t part) {
+      before_use_(part);
+      return reinterpret_cast<const std::byte*>(originals_[part].data());
+    });
+    for (std::size_t i = 0; i < kSizes.size(); ++i) copying.add(places_[i], kSizes[i], memory_);
+    const auto fails = [from](const char* here) { return std::string(from) == here; };
+    bool is_slow = false;
+    Clock::time_point asked;
+    const StagingCopy::WhenSlow when_slow = [&] {
+      asked = Clock::now();
+      is_slow = true;
+      fails_ = fails("copy");
+      if (fails("when_slow")) throw std::runtime_error("no memory");
+      return true;
+    };
+    const Poll poll = [&] {
+      if (is_slow && fails("poll")) throw std::runtime_error("interrupted");
+    };
+    EXPECT_THROW(copying.run(2, poll, when_slow), std::runtime_error) << from;
+    EXPECT_LT(Clock::now() - asked, kNoWait) << from;
+    EXPECT_THROW(copying.read(places_[0], 1, [](auto /*piece*/) {}), std::runtime_error) << from;
+  }
 }
 
 }  // namespace
