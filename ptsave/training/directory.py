@@ -171,10 +171,11 @@ class CheckpointDirectory:
             if not alone:
                 return
             names = self._names()
-            kept = {written, max(names, default=written), *self._held}
+            kept = {written, max(names, default=written)}
             spare = [step for step in sorted(names) if step not in kept]
+            # A step that is being restored takes no newer one's place.
             for step in spare[: max(len(names) - keep, 0)]:
-                for name in names[step]:
+                for name in names[step] if step not in self._held else ():
                     self._remove_or_warn(name)
 
     def remove_leftovers(self) -> None:

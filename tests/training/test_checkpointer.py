@@ -416,6 +416,21 @@ def test_a_checkpoint_that_is_being_restored_stays(tmp_path: Path) -> None:
     assert checkpointer.steps() == [5], "not held for ever by a restore that failed"
 
 
+def test_a_step_that_is_being_restored_takes_no_newer_ones_place(tmp_path: Path) -> None:
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path, keep=2)
+    save_all(checkpointer, 1, 2)
+    seen: list[list[int]] = []
+
+    def go_on() -> None:
+        save_all(checkpointer, 3, 4)
+        seen.append(checkpointer.steps())
+
+    checkpointer.restore(1, value=Restored(go_on))
+    assert seen == [[1, 3, 4]]
+    save_all(checkpointer, 5)
+    assert checkpointer.steps() == [4, 5]
+
+
 def test_failed_saves_prune_nothing(tmp_path: Path) -> None:
     checkpointer = ptsave.AsyncCheckpointer(tmp_path, keep=1)
     save_all(checkpointer, 1)
