@@ -175,7 +175,9 @@ class CheckpointDirectory:
             spare = [step for step in sorted(names) if step not in kept]
             # A step that is being restored takes no newer one's place.
             for step in spare[: max(len(names) - keep, 0)]:
-                for name in names[step] if step not in self._held else ():
+                if step in self._held:
+                    continue
+                for name in names[step]:
                     self._remove_or_warn(name)
 
     def remove_leftovers(self) -> None:

@@ -48,6 +48,7 @@ def test_events_make_a_context_where_the_thread_comes_from(fake: Any) -> None:
 _CALLS = """
     import json, sys, tempfile, threading, warnings
     import ptsave
+    from ptsave.background.async_safetensors import async_save_safetensors
 
     folder = tempfile.mkdtemp()
     if {chosen}:
@@ -101,6 +102,9 @@ _CALLS = """
         "async_save": lambda: ptsave.async_save(tensors, folder + "/ours.pt").result(),
         "async_save, in the background": lambda: ptsave.async_save(
             tensors, folder + "/ours.pt", staging="background"
+        ).result(),
+        "async_save of safetensors": lambda: async_save_safetensors(
+            tensors, folder + "/ours.safetensors", {{}}
         ).result(),
         "load": lambda: ptsave.load(file),
         "load to the device": lambda: ptsave.load(file, "fake:1"),

@@ -337,6 +337,28 @@ def test_a_process_may_fork_while_a_writer_waits_for_the_copy(
     assert torch.equal(ptsave.load(tmp_path / "child.pt")["large"], values["large"])
 
 
+def test_a_save_of_a_callback_is_written_after_its_copy(tmp_path: Path, slow: Slow) -> None:
+    """The thread that would write it makes the copy."""
+    (tmp_path / "again").mkdir()
+    values = tensors()
+    later: list[SaveFuture] = []
+
+    def save_again(_: object) -> None:
+        slow.is_written = lambda: True
+        slow.has_writer = False
+        later.append(ptsave.async_save(values, tmp_path / "again" / "file.pt"))
+
+    future = ptsave.async_save(values, tmp_path / "file.pt")
+    future.add_done_callback(save_again)
+    future.result(30)
+    end = time.monotonic() + 30
+    while not later:
+        assert time.monotonic() < end, "the callback could not save"
+        time.sleep(0.01)
+    later[0].result(30)
+    assert (tmp_path / "again" / "file.pt").read_bytes() == stock_bytes(values, tmp_path)
+
+
 def test_without_a_thread_the_call_writes_after_the_copy(
     tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,8 @@ namespace {
 constexpr std::uint64_t kUnitNbytes = kHugePageNbytes;
 constexpr std::chrono::milliseconds kLookAround{100};
 constexpr std::chrono::milliseconds kLookAgain{20};
-constexpr std::uint64_t kHeadStartNbytes = std::uint64_t{128} << 20;  // for the writer's start
+// The writer fetches buffers of its own first: with 32 MiB the copy still held it up.
+constexpr std::uint64_t kHeadStartNbytes = std::uint64_t{128} << 20;
 
 }  // namespace
 
@@ -73,7 +74,7 @@ bool StagingCopy::is_worthwhile() const {
   using Seconds = std::chrono::duration<double>;
   const Seconds writing = Clock::now() - race_begin_;
   const Seconds copying = time_copying_;
-  return writing.count() * static_cast<double>(n_racing_ * nbytes_timed_) >
+  return writing.count() * static_cast<double>(n_racing_ * nbytes_copied()) >
          copying.count() * static_cast<double>(originals_end_ + kHeadStartNbytes);
 }
 
@@ -82,13 +83,15 @@ void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
   const std::uint64_t end = std::min(begin + kUnitNbytes, nbytes());
   {
     std::unique_lock lock(mutex_);
+    const auto is_superfluous = [&] {
+      return is_closed_ || state_ != State::kCopying || originals_end_ >= end;
+    };
     // Not behind a unit that is copied: the writer needs all units from there on.
-    while (!is_worthwhile() && !is_closed_ && state_ == State::kCopying && originals_end_ < end &&
-           copies_begin_ >= end) {
+    while (!is_worthwhile() && !is_superfluous() && copies_begin_ >= end) {
       turn_.wait_for(lock, kLookAgain);
     }
+    if (is_superfluous()) return;
     begin = std::max(begin, originals_end_);
-    if (is_closed_ || state_ != State::kCopying || begin >= end) return;
     copies_begin_ = std::min(copies_begin_, begin);
     ++n_copying_;
     turn_.notify_all();
@@ -97,11 +100,11 @@ void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
   const auto copied = [&](bool all) {
     const std::lock_guard lock(mutex_);
     copied_[unit] = all;
-    nbytes_timed_ += end - begin;
     time_copying_ += took;
     --n_copying_;
-    if (!all) state_ = State::kFailed;
     changed_.notify_all();
+    if (all) return;
+    state_ = State::kFailed;
     turn_.notify_all();
   };
   try {

@@ -95,7 +95,6 @@ class StagingCopy final : public ArrivingPayloads {
   std::size_t n_reading_ = 0;
   std::size_t n_copying_ = 0;
   std::chrono::nanoseconds time_copying_{0};  // of all threads
-  std::uint64_t nbytes_timed_ = 0;
   std::size_t n_racing_ = 0;  // threads of the copy, from the question for a writer on
   Clock::time_point race_begin_;
   enum class State : std::uint8_t { kCopying, kComplete, kFailed } state_ = State::kCopying;
