@@ -7,15 +7,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace ptsave::scratch {
 
@@ -48,7 +52,9 @@ class Folder {
 
 inline std::string read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(stream), {}};
+  std::ostringstream bytes;
+  if (stream.peek() != EOF) bytes << stream.rdbuf();
+  return std::move(bytes).str();
 }
 
 inline void write_file(const std::string& path, const std::string& bytes) {
@@ -77,11 +83,11 @@ inline void drop_from_page_cache(const std::string& path) {
 inline std::string noise(std::size_t nbytes, std::uint64_t seed) {
   std::string bytes(nbytes, '\0');
   std::uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
-  for (char& byte : bytes) {
+  for (std::size_t at = 0; at < nbytes; at += sizeof(state)) {
     state ^= state << 13;
     state ^= state >> 7;
     state ^= state << 17;
-    byte = static_cast<char>(state >> 32);
+    std::memcpy(bytes.data() + at, &state, std::min(sizeof(state), nbytes - at));
   }
   return bytes;
 }
