@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ptsave.dcp.metadata import dump_metadata, load_metadata, metadata_name
 from ptsave.errors import CorruptCheckpointError, SaveError
-from ptsave.sources.kinds import regular_only
 from ptsave.streaming.streamed_files import write_bytes
 from ptsave.support.syncing import sync_path
 from ptsave.writing.folders import LocalFolder
@@ -96,17 +95,10 @@ class CheckpointDirectory:
         if not there:
             return
         with self._alone():
-            metadata = [*map(self._bytes_of, (metadata_name(None), metadata_name(rank)))]
+            metadata = [*map(self._folder.bytes_of, (metadata_name(None), metadata_name(rank)))]
             for name in there:
                 if not any(name.encode() in data for data in metadata):
                     self._folder.remove(name)
-
-    def _bytes_of(self, name: str) -> bytes:
-        try:
-            with open(self.file(name), "rb", opener=regular_only) as stream:
-                return stream.read()
-        except FileNotFoundError:
-            return b""
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

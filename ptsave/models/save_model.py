@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,8 +95,8 @@ def save_model(
         For a size or format that is none, and for a packed parameter that nothing says how to
         divide.
     SaveError
-        If a file cannot be written, or `directory` is a URL that fsspec cannot write to; the set
-        that was there is unchanged.
+        If a file cannot be written, or `directory` is a URL that fsspec cannot write to.  The model
+        is the set that was there then, or the new one if all of that was.
 
     Notes
     -----
@@ -237,10 +237,13 @@ class ShardSet:
         names = self._names(files)
         self.folder.remove_leftovers(lambda name: _is_of_model(name, files))
         self.folder.check_room(sum(shard.nbytes for shard in self.shards))
+        index = self._index(names)
         with ExitStack() as undo:
-            self._write_shards(names, undo)
             if len(names) > 1:
-                self._write_index(files, names)
+                undo.callback(self._remove_unless_indexed, names, files.index_name, index)
+            self.write_files([self.folder.file(name) for name in names])
+            if len(names) > 1:
+                write_bytes(self.folder.file(files.index_name), index, fsync=self.fsync)
             undo.pop_all()
         self._remove(old - set(names), files)
         if self.fsync:
@@ -260,11 +263,15 @@ class ShardSet:
                 return names
         raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder.name)
 
-    def _write_shards(self, names: list[str], undo: ExitStack) -> None:
-        if len(names) > 1:
-            for name in names:
-                undo.callback(self.folder.remove, name)
-        self.write_files([self.folder.file(name) for name in names])
+    def _remove_unless_indexed(self, names: list[str], index_name: str, index: bytes) -> None:
+        """Remove the shards of a save that failed, unless they are the model: their index is there.
+
+        What cannot be told or removed stays; the next save removes it.
+        """
+        with suppress(OSError):
+            if self.folder.bytes_of(index_name) != index:
+                for name in names:
+                    self.folder.remove(name)
 
     def write_files(self, targets: Sequence[FileTarget]) -> None:
         """Write each shard to its target, one after another: each takes all threads."""
@@ -274,7 +281,7 @@ class ShardSet:
             else:
                 _write_safetensors(target, shard, fsync=self.fsync)
 
-    def _write_index(self, files: ShardFormat, names: list[str]) -> None:
+    def _index(self, names: list[str]) -> bytes:
         weight_map = {}
         for name, shard in zip(names, self.shards, strict=True):
             weight_map.update(dict.fromkeys(shard.tensors, name))
@@ -283,8 +290,7 @@ class ShardSet:
                     weight_map.update(dict.fromkeys(others, name))
         total = sum(shard.nbytes for shard in self.shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_bytes(self.folder.file(files.index_name), text.encode(), fsync=self.fsync)
+        return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
         """Remove the older set, in an order in which every reader finds the new one meanwhile."""

@@ -252,7 +252,7 @@ class AsyncCheckpointer:
             self._pending[future] = step
             self._last_step = step
         # Not the future's own method: then somebody would count as knowing the outcome.
-        Future.add_done_callback(future, lambda _: self._finish(step, str(path), future))
+        Future.add_done_callback(future, lambda _: self._finish(step, str(path), future, atomic))
         return future
 
     def _begin(self, path: Path | Any, entries: dict[str, Any], options: Any) -> SaveFuture:
@@ -264,7 +264,7 @@ class AsyncCheckpointer:
             return _failed_save(str(self._directory.path), error)
         except Exception as error:
             if self._parts is not None:
-                self._parts.fail(str(path), error)
+                self._parts.fail(str(path), error, is_there=False)
             raise
 
     def _warn_if_lower(self, step: int, highest: int | None) -> None:
@@ -279,14 +279,15 @@ class AsyncCheckpointer:
             )
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
-    def _finish(self, step: int, path: str, future: SaveFuture) -> None:
+    def _finish(self, step: int, path: str, future: SaveFuture, atomic: bool) -> None:
         """Clean up after a save; runs on the thread that writes."""
         error = CancelledError() if future.cancelled() else Future.exception(future)
         try:
             if error is None:
                 self._tidy(step)
             elif self._parts is not None:
-                self._parts.fail(path, error)
+                is_there = atomic and self._directory.holds(os.path.basename(path))
+                self._parts.fail(path, error, is_there=is_there)
         finally:
             with self._changed:
                 del self._pending[future]

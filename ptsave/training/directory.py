@@ -141,6 +141,13 @@ class CheckpointDirectory:
             with self._lock:
                 self._held.remove(chosen)
 
+    def holds(self, name: str) -> bool:
+        """Return whether a file is there, also if that cannot be told."""
+        try:
+            return name in self._files()
+        except OSError:
+            return True
+
     def choose(self, step: int | None) -> tuple[int, str]:
         """Return a step (None: the highest one), and the name of its file.
 

@@ -102,7 +102,7 @@ class RankParts:
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
         # Since the ranks have last waited for each other:
         self._saved: list[str] = []
-        self._failures: list[tuple[str, str]] = []
+        self._failures: list[tuple[str, str, bool]] = []
         self.naming = Parts(ranks.rank, ranks.size, ranks.session)
 
     @property
@@ -132,10 +132,10 @@ class RankParts:
         """Remember a part whose save begins."""
         self._saved.append(posixpath.basename(path))
 
-    def fail(self, path: str, error: BaseException) -> None:
-        """Remember a part that was not saved; from any thread."""
+    def fail(self, path: str, error: BaseException, *, is_there: bool) -> None:
+        """Remember a save that failed, and whether its part is there, complete; from any thread."""
         message = str(error) or type(error).__name__
-        self._failures.append((posixpath.basename(path), message))
+        self._failures.append((posixpath.basename(path), message, is_there))
 
     def agreed(self, choose: Callable[[], str]) -> str:
         """Return the name of this rank's part of the save of which rank 0 chooses a part.
@@ -160,7 +160,7 @@ class RankParts:
         Returns
         -------
         lost : list of str
-            This rank's parts of such saves.
+            This rank's parts of those that lack a part.
         error : SaveError or None
             A failure of one of the others.  It is one as well if a save was begun on some ranks
             only.
@@ -173,9 +173,18 @@ class RankParts:
         saved, failures = self._saved, self._failures
         self._saved, self._failures = [], []
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
-        messages = self._messages(everyone)
-        lost = [name for name in saved if self.naming.save_of(name) in messages]
-        known = {self.naming.save_of(name) for name, _ in failures}
+        begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
+        messages = self._messages(everyone, begun)
+        # What has all parts counts, and an older checkpoint may have been removed for it.
+        missing = {
+            self.naming.save_of(name)
+            for theirs in everyone
+            for name, _, is_there in theirs["failures"]
+            if not is_there
+        }
+        whole = set.intersection(*begun) - missing
+        lost = [name for name in saved if self.naming.save_of(name) not in whole]
+        known = {self.naming.save_of(name) for name, *_ in failures}
         unknown = [message for save, message in messages.items() if save not in known]
         complete = [name for name in saved if self.naming.save_of(name) not in messages]
         if complete and not unknown and (apart := self._part_not_seen(complete[-1])):
@@ -198,17 +207,16 @@ class RankParts:
             time.sleep(_PAUSE_S)
         return ""
 
-    def _messages(self, everyone: list[Any]) -> dict[str, str]:
+    def _messages(self, everyone: list[Any], begun: list[set[str]]) -> dict[str, str]:
         """Return a message for each save that is not complete."""
         messages = {
             self.naming.save_of(name): f"the part of rank {rank}, {name}, was not saved: {message}"
             for rank, theirs in enumerate(everyone)
-            for name, message in theirs["failures"]
+            for name, message, _ in theirs["failures"]
         }
-        saves = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
-        for rank, theirs in enumerate(saves):
-            for save in sorted(saves[0] ^ theirs):
-                there, absent = (0, rank) if save in saves[0] else (rank, 0)
+        for rank, theirs in enumerate(begun):
+            for save in sorted(begun[0] ^ theirs):
+                there, absent = (0, rank) if save in begun[0] else (rank, 0)
                 messages.setdefault(
                     save,
                     f"{save} was saved on rank {there} and not on rank {absent}: all ranks have to "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ptsave import _C, _core
+from ptsave.sources.kinds import regular_only
 from ptsave.support.syncing import sync_path
 from ptsave.writing.targets import resolve
 
@@ -44,6 +45,14 @@ class LocalFolder:
     def exists(self, name: str) -> bool:
         """Return whether there is anything of that name, also a link that leads nowhere."""
         return os.path.lexists(self.file(name))
+
+    def bytes_of(self, name: str) -> bytes:
+        """Return the contents of a file, empty if it is not there."""
+        try:
+            with open(self.file(name), "rb", opener=regular_only) as stream:
+                return stream.read()
+        except FileNotFoundError:
+            return b""
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -97,6 +106,9 @@ class UrlFolder:
 
     def exists(self, name: str) -> bool:
         return self.file(name).exists()
+
+    def bytes_of(self, name: str) -> bytes:
+        return self.file(name).contents()
 
     def remove(self, name: str) -> None:
         self.file(name).remove()

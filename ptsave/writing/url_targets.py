@@ -113,6 +113,14 @@ class UrlTarget:
             self.file_system.invalidate_cache(self.file_system._parent(self.path))
             return bool(self.file_system.exists(self.path))
 
+    def contents(self) -> bytes:
+        """Return the bytes of the file, none if it is not there."""
+        try:
+            with save_errors(self.url, "the file cannot be read"):
+                return bytes(self.file_system.cat_file(self.path))
+        except FileNotFoundError:
+            return b""
+
     def remove(self) -> None:
         """Remove the file, if it is there."""
         with suppress(FileNotFoundError), save_errors(self.url, "the file cannot be removed"):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import ptsave
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.models import save_model as sharded_saving
+from ptsave.streaming.streamed_files import write_bytes
 from ptsave.support.sizes import parse_size
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
@@ -47,6 +48,11 @@ def read_stock(folder: Path, kind: str) -> dict[str, Tensor]:
         assert set(shard) == {key for key, value in index["weight_map"].items() if value == name}
         tensors.update(shard)
     return tensors
+
+
+def read_index(folder: Path, kind: str) -> dict[str, str]:
+    weight_map: dict[str, str] = json.loads((folder / INDEX[kind]).read_text())["weight_map"]
+    return weight_map
 
 
 def names_in(folder: Path) -> list[str]:
@@ -304,6 +310,28 @@ def test_a_save_that_fails_leaves_what_was_there(
         with pytest.raises(ptsave.SaveError, match="No space left"):
             ptsave.save_model(make_model(1), tmp_path, max_shard_size=after, format=kind)
     assert {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)} == files
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("before", [1 << 30, 3000])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_nothing_is_undone_once_the_index_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, before: int, error: BaseException
+) -> None:
+    ptsave.save_model(make_model(0), tmp_path, max_shard_size=before, format=kind)
+    def write(*args: Any, **kwargs: Any) -> None:
+        write_bytes(*args, **kwargs)
+        raise error  # as an fsync of the directory, or a signal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded_saving, "write_bytes", write)
+        with pytest.raises(type(error)):
+            ptsave.save_model(make_model(1), tmp_path, max_shard_size=3000, format=kind)
+    (tmp_path / SINGLE[kind]).unlink(missing_ok=True)  # what readers prefer to an index
+    assert_equal(read_stock(tmp_path, kind), make_model(1).state_dict())
+    ptsave.save_model(make_model(2), tmp_path, max_shard_size=3000, format=kind)
+    assert_equal(read_stock(tmp_path, kind), make_model(2).state_dict())
+    assert len(names_in(tmp_path)) == len(set(read_index(tmp_path, kind).values())) + 1
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:

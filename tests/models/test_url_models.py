@@ -16,6 +16,8 @@ import ptsave
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import write_entries
+from ptsave.models import save_model
+from ptsave.streaming.streamed_files import write_bytes
 
 REMOTE = [MEMORY, PLAIN]
 FORMATS = ["safetensors", "pt"]
@@ -65,6 +67,20 @@ def test_failures_leave_the_old_set(method: str, size: str) -> None:
         ptsave.save_model(weights(2), "plain://model", max_shard_size=size)
     assert str(caught.value.filename).startswith("plain://model/model")
     assert contents(PLAIN) == old
+
+
+def test_nothing_is_undone_once_the_index_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ptsave.save_model(weights(1), "plain://model", max_shard_size="20KB")
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        write_bytes(*args, **kwargs)
+        raise ConnectionResetError("gone")  # the server has the file, and its answer is lost
+
+    monkeypatch.setattr(save_model, "write_bytes", write)
+    with pytest.raises(ptsave.SaveError):
+        ptsave.save_model(weights(2), "plain://model", max_shard_size="20KB")
+    loaded = dict(ptsave.iter_weights("plain://model"))
+    assert torch.equal(loaded["layer.3"], weights(2)["layer.3"])
 
 
 @pytest.mark.parametrize("protocol", REMOTE)

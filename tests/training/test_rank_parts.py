@@ -162,6 +162,33 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, in_group: bool) -> 
     assert len(part_names(tmp_path / "run")) == 4
 
 
+def test_a_part_that_is_there_after_an_error_stays(tmp_path: Path) -> None:
+    program = """
+    import ptsave.training.checkpointer as module
+    checkpointer = make(keep=1)
+    checkpointer.save(1, value=values(1))
+    checkpointer.wait()
+    if rank == 1:
+        save = module.async_save
+
+        def complete_it_and_fail(objects, path, **options):
+            save(objects, path, **options).result()
+            return module._failed_save(path, OSError(5, "cannot sync the directory"))
+
+        module.async_save = complete_it_and_fail
+        checkpointer.save(2, value=values(2))
+    else:
+        while not list((folder / "run").glob("step-00000002.*")):
+            time.sleep(0.01)
+        checkpointer.save(2, value=values(2)).result()  # both parts are there: step 1 goes
+    attempt("waited", checkpointer.wait)
+    attempt("restored", lambda: restore(checkpointer))
+    """
+    for rank, found in enumerate(Ranks(tmp_path, MAKE + dedent(program), 2, in_group=True).found()):
+        assert "cannot sync the directory" in found["waited"]
+        assert found["restored"] == [[200 + rank], f"2 of {rank}"]
+
+
 def test_directories_that_are_not_shared(tmp_path: Path) -> None:
     program = """
     checkpointer = ptsave.AsyncCheckpointer(folder / f"of-{rank}", **options)
