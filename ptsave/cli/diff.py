@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow"}
+_COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}
 _EXAMPLES = """
 ptsave diff before.pt after.pt
 ptsave diff model.pt model.safetensors      # kinds may differ: tensors are compared
@@ -76,7 +76,8 @@ def command(
 ) -> None:
     """Compare two checkpoints: names, types, dtypes, shapes, values.
 
-    A and B are files (.pt, .safetensors), directories of shards, or URLs.  Tensors are equal if
+    A and B are files (.pt, .safetensors), directories, or URLs. Of two directories all files are
+    compared: checkpoints of the same name or step, other files byte by byte. Tensors are equal if
     they have the same bits: 0.0 and -0.0 differ (by 0), NaN equals the same NaN.  With --rtol or
     --atol, values are equal if |a - b| <= atol + rtol * |b|, as for torch.testing.assert_close,
     and NaN equals any NaN.
@@ -135,8 +136,10 @@ def command(
             note(ctx, printable(remark))
         for line in comparison_lines(a, b, found, top):
             click.echo(click.style(line, fg=_COLORS.get(line[0])))
-    if not found.equal:
+    if found.differences:
         ctx.exit(NEGATIVE)
+    if found.not_compared:
+        ctx.exit(FAILED)
 
 
 def _refuse(ctx: click.Context, given: bool, capture: str) -> None:

@@ -34,6 +34,8 @@ def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iter
         yield f"~ {_name(each)}  {_tensor_text(each.a)}: {_numbers_text(each)}"
     if top is not None and len(numbers) > top:
         yield f"  and {len(numbers) - top} more tensors whose values differ less"
+    for name, reason in found.not_compared.items():
+        yield f"! {printable(name)}  not compared: {printable(reason)}"
     yield _summary(a, b, found)
 
 
@@ -122,8 +124,10 @@ def _summary(a: str, b: str, found: Comparison) -> str:
     compared = f"{count_text(found.n_tensors, 'tensor')} compared ({size_text(found.nbytes)})"
     if found.within_tolerance:
         compared += f", {len(found.within_tolerance)} of them equal within the tolerance"
-    if found.equal:
-        return f"equal: {compared}"
+    if found.not_compared:
+        compared += f", {count_text(len(found.not_compared), 'file')} not compared"
+    if not found.differences:
+        return f"equal: {compared}" if found.equal else f"no difference found: {compared}"
     words = {
         "only in a": f"only in {a}",
         "only in b": f"only in {b}",
@@ -171,6 +175,7 @@ def comparison_json(a: str, b: str, found: Comparison, top: int | None) -> dict[
         "n_differences": len(found.differences),
         "differences": _entries([*others, *_largest(numbers, top)]),
         "within_tolerance": _entries(found.within_tolerance),
+        "not_compared": found.not_compared,
         "remarks": found.remarks,
     }
 

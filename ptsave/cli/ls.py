@@ -17,10 +17,11 @@ from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.terminal import Terminal, terminal
-from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.checkpoint_files import find_files, look_into
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, list_files, select
-from ptsave.support.text import printable
+from ptsave.sources.opening import Folder, folder_at
+from ptsave.support.text import count_text, printable, some_of
 from ptsave.tree.capture_schema import is_capture
 
 __all__ = ["command"]
@@ -102,6 +103,7 @@ def command(
         text = statistics_text(files, recover, names, depth, step, as_json)
         _write(text)
         return
+    folder = folder_at(file, storage_options) if files.source is None else None
     listings = list(list_files(files, recover=recover))
     _keep_until_exit(listings)
     is_set = files.source is None
@@ -121,9 +123,24 @@ def command(
                 with_chunks=chunks,
             )
         )
+        if folder is not None:
+            _note_others(ctx, folder, files)
         if any(is_capture(listing.tree.obj) for listing in listings):
             note(ctx, "this is a capture: --stats lists its modules and their statistics")
     _write(text)
+
+
+def _note_others(ctx: click.Context, folder: Folder, files: ShardFiles) -> None:
+    """Name the checkpoints of a directory that are not listed."""
+    others = look_into(folder, distributed=True).sets
+    names = [
+        each.name_of(each.index_path or each.paths[0])
+        for each in others
+        if not set(files.paths).issuperset(each.paths)
+    ]
+    if names:
+        listed = printable(some_of(names, 3))
+        note(ctx, f"not listed: {count_text(len(names), 'other checkpoint')} there, {listed}")
 
 
 def _write(text: str) -> None:

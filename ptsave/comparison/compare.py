@@ -5,18 +5,24 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pickle import UnpicklingError
 from typing import Any
 
 from torch import Tensor
 
+from ptsave.comparison.directories import pairs_in
 from ptsave.comparison.entries import Detail, EntryComparer, EntryDifference, TensorPair
 from ptsave.comparison.moved_names import moved_names
 from ptsave.comparison.numbers import Tolerance
 from ptsave.comparison.sides import ComparedCheckpoint, flat
 from ptsave.comparison.tensors import NumberMeasure, are_empty, compare_tensors
 from ptsave.comparison.tolerances import checked_tolerance
-from ptsave.contents.opening import open_contents
-from ptsave.sources.local import position_kept
+from ptsave.contents.checkpoint_files import look_into, named_checkpoints
+from ptsave.contents.contents import Contents
+from ptsave.contents.opening import open_contents, open_files
+from ptsave.errors import UnsupportedSourceError
+from ptsave.sources.local import describe, position_kept
+from ptsave.sources.opening import Folder, folder_at
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
 from ptsave.tree.capture_schema import is_capture
@@ -26,6 +32,18 @@ from ptsave.tree.names import entry_not_found
 __all__ = ["Comparison", "compare"]
 
 _MAX_LISTED = 3
+
+
+class _Shown(str):
+    """A word that stands for a file where the values of entries are shown."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_FILE, _OTHER_FILE = _Shown("a file"), _Shown("other bytes")
 
 
 @dataclass
@@ -38,6 +56,8 @@ class Comparison:
         Everything that makes them different.
     within_tolerance : list of EntryDifference
         Tensors whose values differ by no more than the tolerance.
+    not_compared : dict of str to str
+        Names of files that could not be compared, or have no counterpart, and why.
     remarks : list of str
         Differences that do not count, and entries that were not compared.
     n_tensors : int
@@ -48,14 +68,15 @@ class Comparison:
 
     differences: list[EntryDifference] = field(default_factory=list)
     within_tolerance: list[EntryDifference] = field(default_factory=list)
+    not_compared: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     n_tensors: int = 0
     nbytes: int = 0
 
     @property
     def equal(self) -> bool:
-        """Whether there are no differences."""
-        return not self.differences
+        """Whether all was compared, and there are no differences."""
+        return not self.differences and not self.not_compared
 
 
 def compare(
@@ -82,7 +103,9 @@ def compare(
     ----------
     a, b : str, os.PathLike or file-like
         As for :func:`ptsave.open`.  If one of them is a safetensors file, or several files,
-        only tensors are compared, by their dotted names.
+        only tensors are compared, by their dotted names.  Of two directories all that is in them is
+        compared, file by file: the model of one with that of the other, however it is split, other
+        checkpoints with those of the same name or step, and other files byte by byte.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
         :func:`torch.testing.assert_close`; if only one is given, the other is 0.
@@ -126,36 +149,112 @@ def compare(
     >>> [(each.kind, each.name, each.numbers.max_abs) for each in found.differences]
     [('numbers', 'weight', 0.5)]
     """
-    tolerance = checked_tolerance(rtol, atol)
+    wanted = _Wanted(patterns)
+    settings = _Settings(wanted, detail, ignore_dtype, checked_tolerance(rtol, atol), progress)
     with position_kept(a), position_kept(b):
-        first = second = open_contents(a, a_storage_options)
-        # A file object that is both sides has one position, so it is opened once.
-        if b is not a or b_storage_options != a_storage_options:
-            second = open_contents(b, b_storage_options)
-        sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
-        result = Comparison()
-        if is_capture(sources[0].obj) and is_capture(sources[1].obj):
-            result.remarks.append(
-                "both are captures, compared as checkpoints here: `ptsave diff --capture`, or "
-                "compare_captures(), aligns their calls"
+        folders = folder_at(a, a_storage_options), folder_at(b, b_storage_options)
+        if folders[0] is not None and folders[1] is not None:
+            result = _compare_directories(folders[0], folders[1], settings)
+        else:
+            first = second = open_contents(a, a_storage_options)
+            # A file object that is both sides has one position, so it is opened once.
+            if b is not a or b_storage_options != a_storage_options:
+                second = open_contents(b, b_storage_options)
+            result = _compare_contents(first, second, settings)
+            for folder in folders:
+                if folder is not None:
+                    _note_others(folder, result)
+    wanted.require_any(describe(a), describe(b))
+    return result
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What is asked of a comparison."""
+
+    wanted: _Wanted
+    detail: Detail
+    ignore_dtype: bool
+    tolerance: Tolerance | None
+    progress: bool
+
+
+def _compare_directories(a: Folder, b: Folder, settings: _Settings) -> Comparison:
+    """Compare all that is in two directories; what is no checkpoint is compared by its bytes."""
+    found = pairs_in(a, b)
+    result = Comparison(not_compared=dict.fromkeys(found.problems, "damaged or missing"))
+    for pair in found.pairs:
+        if pair.are_checkpoints:
+            try:
+                contents = open_files(pair.a), open_files(pair.b)
+            except (UnpicklingError, UnsupportedSourceError) as error:
+                if not pair.same_bytes():
+                    result.not_compared[pair.name] = str(error).partition("\n")[0]
+                continue
+            _add(result, pair.name, _compare_contents(*contents, settings))
+        elif settings.wanted.takes_all and not pair.same_bytes():
+            result.differences.append(EntryDifference("value", pair.name, _FILE, _OTHER_FILE))
+    if settings.wanted.takes_all:
+        for name in found.only_in_a:
+            result.differences.append(EntryDifference("only in a", name, a=_FILE, top=name))
+        for name in found.only_in_b:
+            result.differences.append(EntryDifference("only in b", name, b=_FILE, top=name))
+    return result
+
+
+def _add(result: Comparison, file: str, found: Comparison) -> None:
+    """Add what was found in one file of a directory, with its name before those of its entries."""
+    prefix = f"{file}/" if file and not file.endswith("/") else file
+
+    def named(differences: list[EntryDifference]) -> list[EntryDifference]:
+        return [
+            replace(
+                each,
+                name=prefix + each.name,
+                top=prefix + each.top,
+                moved=None if each.moved is None else prefix + each.moved,
             )
-        objects = _objects(sources, result)
-        wanted = _Wanted(patterns)
-        comparer = EntryComparer(
-            wanted=wanted,
-            detail=detail,
-            ignore_dtype=ignore_dtype,
-            ignore_types=sources[0].is_flat or sources[1].is_flat,
-            tolerance=tolerance,
+            for each in differences
+        ]
+
+    result.differences += named(found.differences)
+    result.within_tolerance += named(found.within_tolerance)
+    result.remarks += found.remarks
+    result.n_tensors += found.n_tensors
+    result.nbytes += found.nbytes
+
+
+def _note_others(folder: Folder, result: Comparison) -> None:
+    """Name what a directory holds beside the model that was compared with one file."""
+    named = named_checkpoints(folder, look_into(folder, distributed=True))
+    if "" in named:  # otherwise they are steps, of which the newest was compared
+        reason = "the other side is one file"
+        result.not_compared = {name: reason for name in named if name}
+
+
+def _compare_contents(first: Contents, second: Contents, settings: _Settings) -> Comparison:
+    sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
+    result = Comparison()
+    if is_capture(sources[0].obj) and is_capture(sources[1].obj):
+        result.remarks.append(
+            "both are captures, compared as checkpoints here: `ptsave diff --capture`, or "
+            "compare_captures(), aligns their calls"
         )
-        with pausing_garbage_collection():
-            comparer.compare(*objects)
-        wanted.require_any(*(source.path for source in sources))
-        result.differences = _with_moved(comparer.differences)
-        _compare_values(sources, comparer.pairs, tolerance, result, progress)
-        with pausing_garbage_collection():
-            result.remarks += _remarks_on_sharing(sources, comparer.pairs)
-        return result
+    objects = _objects(sources, result)
+    comparer = EntryComparer(
+        wanted=settings.wanted,
+        detail=settings.detail,
+        ignore_dtype=settings.ignore_dtype,
+        ignore_types=sources[0].is_flat or sources[1].is_flat,
+        tolerance=settings.tolerance,
+    )
+    with pausing_garbage_collection():
+        comparer.compare(*objects)
+    result.differences = _with_moved(comparer.differences)
+    _compare_values(sources, comparer.pairs, settings.tolerance, result, settings.progress)
+    with pausing_garbage_collection():
+        result.remarks += _remarks_on_sharing(sources, comparer.pairs)
+    return result
 
 
 class _Wanted:
@@ -165,6 +264,10 @@ class _Wanted:
         self._patterns = patterns
         self._others: list[str] = []
         self._found = not patterns
+
+    @property
+    def takes_all(self) -> bool:
+        return not self._patterns
 
     def __call__(self, name: str) -> bool:
         if not self._patterns:

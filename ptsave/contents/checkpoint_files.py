@@ -15,7 +15,7 @@ from ptsave.contents.rank_directories import (
     is_rank_file,
     metadata_files,
 )
-from ptsave.contents.rank_sets import find_rank_set, is_step_of_rank, rank_sets
+from ptsave.contents.rank_sets import find_rank_set, is_step, is_step_of_rank, rank_sets
 from ptsave.contents.shard_files import (
     INDEX_SUFFIX,
     ShardFiles,
@@ -37,7 +37,7 @@ from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.text import some_of
 
-__all__ = ["CheckpointFiles", "checkpoint_files", "find_files"]
+__all__ = ["CheckpointFiles", "checkpoint_files", "find_files", "look_into", "named_checkpoints"]
 
 _INDEX = r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX)
 # A file of such a name that is no checkpoint is a damaged one.
@@ -130,7 +130,7 @@ def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) ->
 
 def _only_checkpoint_in(folder: Folder) -> ShardFiles:
     """Return the checkpoint in a directory where no name says which file is the model's."""
-    found = _look_into(folder)
+    found = look_into(folder)
     if len(found.sets) == 1 and not found.problems:
         return found.sets[0]
     if found.sets:
@@ -202,7 +202,7 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
         except FileNotFoundError as error:  # a shard
             found.problems.append(f"{error.filename}: {error.strerror}")
         return found
-    found = _look_into(place, distributed=True)
+    found = look_into(place, distributed=True)
     if not found.sets and not found.problems:
         raise FileNotFoundError(
             errno.ENOENT, f"no checkpoint in this directory{_rest(found)}", place.path
@@ -221,7 +221,8 @@ def _require_all(files: ShardFiles) -> None:
             pass  # which is said when it is verified
 
 
-def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
+def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
+    """Return all that is in a directory; `distributed` as for `find_files`."""
     entries = folder.names()
     metadata = find_metadata(folder, entries)
     is_read = bool(metadata) and distributed
@@ -254,6 +255,31 @@ def _look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     found.sets += [_shards(folder, [name]) for name in names]
     found.sets.sort(key=lambda files: files.paths)
     return found
+
+
+def named_checkpoints(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
+    """Return the checkpoints that `look_into` has found in a directory, by their names.
+
+    ``""`` is the model, as readers find it, or an only checkpoint.  A step of an AsyncCheckpointer
+    is none; of a step that ranks have saved more than once this is the last save.
+
+    Raises
+    ------
+    OSError, CorruptCheckpointError, ValueError
+        As from `find_shards`.
+    """
+    are_steps = any(is_step_of_rank(name) or is_step(name) for name in folder.names())
+    model = None if are_steps else find_shards(folder)
+    paths = set(model.paths) if model else set()
+    named = {_name_of(each): each for each in found.sets if not paths.issuperset(each.paths)}
+    if model is not None:
+        named[""] = model
+    return {"": found.sets[0]} if len(found.sets) == 1 else named
+
+
+def _name_of(files: ShardFiles) -> str:
+    name = files.name_of(files.index_path or files.paths[0])
+    return name.partition(".")[0] if is_step_of_rank(name) else name
 
 
 def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> None:

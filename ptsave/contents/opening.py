@@ -38,6 +38,7 @@ __all__ = [
     "open_contents",
     "open_each",
     "open_file",
+    "open_files",
     "open_one",
     "reporting_damage",
     "require_checkpoint",
@@ -101,6 +102,17 @@ def open_contents(
     'pt'
     """
     files = find_files(f, storage_options, distributed=True)
+    return open_files(files, verify=verify, localize=localize, stays_open=stays_open)
+
+
+def open_files(
+    files: ShardFiles,
+    *,
+    verify: bool = True,
+    localize: Localizer | None = None,
+    stays_open: bool = False,
+) -> Contents:
+    """Open the files of a checkpoint as one; parameters and errors as of `open_contents`."""
     if not files.is_one and any(map(is_zero_file, files.paths)):
         refuse_files_of_ranks(files)  # before their pickles, which name DeepSpeed's classes
     parts = list(open_each(files, verify=verify, localize=localize, stays_open=stays_open))

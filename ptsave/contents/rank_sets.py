@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ptsave.contents.shard_files import ShardFiles, is_parallel_part, is_zero_file
 from ptsave.sources.opening import Folder
 
-__all__ = ["find_rank_set", "is_step_of_rank", "rank_sets", "ranks_of_parts"]
+__all__ = ["find_rank_set", "is_step", "is_step_of_rank", "rank_sets", "ranks_of_parts"]
 
 # <item>_<rank>.pt, as torch_checkpointing names them.
 _ITEM = r"(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt"
@@ -24,6 +24,15 @@ _STEP = (
 )
 _MAX_RANKS = 1 << 20
 _Keys = tuple[str, ...]
+
+
+def is_step(name: str) -> bool:
+    """Whether a file is a step that an AsyncCheckpointer of one process has saved, by its name.
+
+    >>> is_step("step-00000100.pt")
+    True
+    """
+    return re.fullmatch(r"step-\d+\.pt", name) is not None
 
 
 def is_step_of_rank(name: str) -> bool:

@@ -14,7 +14,7 @@ from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, Ran
 from ptsave.sources.remote_errors import name_file, os_errors
 from ptsave.sources.urls import is_url, is_url_source, options_of, url_to_fs, with_path
 
-__all__ = ["Folder", "FsspecFolder", "folder_of", "open_folder_or_file", "open_source"]
+__all__ = ["Folder", "FsspecFolder", "folder_at", "folder_of", "open_folder_or_file", "open_source"]
 
 
 class LocalFolder:
@@ -92,6 +92,17 @@ def open_folder_or_file(
     if isinstance(f, (str, os.PathLike)) and os.path.isdir(f):
         return LocalFolder(os.fsdecode(f))
     return _open_local(f)
+
+
+def folder_at(f: Any, storage_options: Mapping[str, Any] | None = None) -> Folder | None:
+    """Return the directory that a path or URL names; None if it names a file, or is an object."""
+    if not isinstance(f, (str, os.PathLike)):
+        return None
+    place = open_folder_or_file(f, storage_options)
+    if isinstance(place, (LocalFolder, FsspecFolder)):
+        return place
+    place.close()
+    return None
 
 
 def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> RangeSource:
