@@ -44,6 +44,8 @@ class CorruptCheckpointError(RuntimeError):
     entries : list of str
         The entries of the saved object that use the record, for example
         ``["model.layers.0.weight"]``; empty where that cannot be told.
+    rank : int or None
+        The rank that has found the damage, in a call that several make together.
 
     Examples
     --------
@@ -63,12 +65,14 @@ class CorruptCheckpointError(RuntimeError):
         record: str | None = None,
         offset: int | None = None,
         entries: list[str] | None = None,
+        rank: int | None = None,
     ) -> None:
         super().__init__(message)
         self.path = path
         self.record = record
         self.offset = offset
         self.entries = entries or []
+        self.rank = rank
 
 
 class NotCheckpointError(CorruptCheckpointError):

@@ -15,7 +15,7 @@ from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 from ptsave.support.host_groups import host_group, host_identity, in_global_order
 from ptsave.support.torch_distributed import device_of_group
 
-__all__ = ["GroupCall", "agree_on_file"]
+__all__ = ["GroupCall", "agree_on_file", "described", "error_of_other"]
 
 # Types for errors of other ranks: the first of these that one has.
 _KINDS: dict[str, type[Exception]] = {
@@ -122,12 +122,13 @@ class GroupCall:
         """
         said: list[Any] = [None] * self.size
         with self.exchanging("exchange"):
-            mine = (value, None if error is None else _described(error))
+            mine = (value, None if error is None else described(error, self.rank))
             distributed.all_gather_object(said, mine, group=self._group)
         failed = [rank for rank, (_, failure) in enumerate(said) if failure is not None]
         if failed:
             self._has_ended = True
-            raise error or self._error_of(failed[0], *said[failed[0]][1])
+            what = f"rank {failed[0]} of {self.size} could not go on"
+            raise error or error_of_other(self.name, what, *said[failed[0]][1])
         return [value for value, _ in said]
 
     def send(self, value: Any) -> Any:
@@ -167,16 +168,6 @@ class GroupCall:
             if not self._has_ended:
                 self.agree(None, error)
             raise
-
-    def _error_of(self, rank: int, kind: str, words: str, details: dict[str, Any]) -> Exception:
-        """Return the error for that of another rank."""
-        who = f"rank {rank} of {self.size}"
-        if kind == "OSError":
-            return OSError(details["errno"], f"{who}: {words}", details["filename"] or self.name)
-        message = f"{self.name}: {who} could not go on: {words}"
-        if kind == "CorruptCheckpointError":
-            return CorruptCheckpointError(message, **details)
-        return _KINDS[kind](message)
 
 
 class _Done:
@@ -250,13 +241,37 @@ def _check_group(group: Any) -> None:
         )
 
 
-def _described(error: Exception) -> tuple[str, str, dict[str, Any]]:
-    """Return the kind of an error, its words, and the details for the other ranks' errors."""
+def described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
+    """Return what `error_of_other` needs on the other ranks; JSON has a form for it.
+
+    A CorruptCheckpointError gets the rank that has found the damage.
+    """
     if isinstance(error, CorruptCheckpointError):
-        details = {name: getattr(error, name) for name in ("path", "record", "offset", "entries")}
-        return "CorruptCheckpointError", str(error), details
+        error.rank = rank if error.rank is None else error.rank
+        names = ("path", "record", "offset", "entries", "rank")
+        return "CorruptCheckpointError", str(error), {name: getattr(error, name) for name in names}
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename if isinstance(error.filename, str) else None
         return "OSError", error.strerror or str(error), {"errno": error.errno, "filename": name}
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
     return kind, f"{type(error).__name__}: {error}", {}
+
+
+def error_of_other(
+    name: str, what: str, kind: str, words: str, details: dict[str, Any]
+) -> Exception:
+    """Return an error for that of another rank, of the same type.
+
+    Parameters
+    ----------
+    name, what : str
+        The file or directory that the call is about, and which rank could not do what.
+    kind, words, details
+        What `described` has returned there.
+    """
+    if kind == "OSError":
+        return OSError(details["errno"], f"{what}: {words}", details["filename"] or name)
+    message = f"{name}: {what}: {words}"
+    if kind == "CorruptCheckpointError":
+        return CorruptCheckpointError(message, **details)
+    return _KINDS[kind](message)

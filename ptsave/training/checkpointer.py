@@ -410,8 +410,65 @@ class AsyncCheckpointer:
         if self._parts is None:
             return self._restored(self._directory.opened(step), targets, options)
         name = self._parts.agreed(lambda: self._directory.choose(step)[1])
-        with self._parts.together():
+        with self._parts.together("restore its part"):
             return self._restored(self._directory.open_file(name), targets, options)
+
+    def remove(self, step: int, /) -> None:
+        """Remove the checkpoint of a step: one that is damaged, or that is not to be gone on from.
+
+        Parameters
+        ----------
+        step : int
+            The step.  A save of it that is pending ends before.  Positional only.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no checkpoint of the step.
+        OSError
+            It cannot be removed.
+        TypeError, ValueError
+            The step is no int, or negative.
+
+        Notes
+        -----
+        Of several ranks all call it; the parts of all are removed.
+
+        Examples
+        --------
+        The newest checkpoint that is whole:
+
+        >>> import os, tempfile, torch, ptsave
+        >>> model = torch.nn.Linear(2, 2)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> checkpointer = ptsave.AsyncCheckpointer(folder.name)
+        >>> for step in (1, 2):
+        ...     _ = checkpointer.save(step, model=model).result()
+        >>> os.truncate(checkpointer.latest(), 100)
+        >>> while True:
+        ...     step = checkpointer.steps()[-1]
+        ...     try:
+        ...         _ = checkpointer.restore(step, model=model)
+        ...         break
+        ...     except ptsave.CorruptCheckpointError:
+        ...         checkpointer.remove(step)
+        >>> checkpointer.steps()
+        [1]
+        >>> checkpointer.close()
+        >>> folder.cleanup()
+        """
+        self._check_process()
+        step = _checked(step, "step", 0)
+        release_own()
+        with self._changed:
+            self._changed.wait_for(lambda: step not in self._pending.values())
+        if self._parts is None:
+            self._directory.remove_step(step)
+            return
+        self._parts.meet()  # the part of no rank is being written any more
+        with self._parts.together("remove a step"):
+            if self._parts.is_first:
+                self._directory.remove_step(step)
 
     def _restored(
         self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: dict[str, Any]

@@ -166,6 +166,21 @@ class CheckpointDirectory:
         """Open the file of a name that `choose` has returned, here or in another process."""
         return self._open(self.place_of(name))
 
+    def remove_step(self, step: int) -> None:
+        """Remove all files of a step.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such checkpoint.
+        OSError
+            If a file cannot be removed.
+        """
+        self.choose(step)
+        for name in self._names()[step]:
+            with suppress(FileNotFoundError):  # another process was faster
+                self.remove(name)
+
     def prune(self, keep: int, written: int) -> None:
         """Remove the lowest steps until `keep` are left, after the step `written` was saved.
 

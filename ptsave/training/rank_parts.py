@@ -229,24 +229,29 @@ class RankParts:
         self._ranks.gather(None)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, what: str) -> Iterator[None]:
         """Run the block on all ranks, and raise on all if it raises on one.
+
+        Parameters
+        ----------
+        what : str
+            What a rank could not do then: "restore its part".
 
         Raises
         ------
-        RuntimeError
-            The block raised on another rank.
+        Exception
+            Of the same type as on the rank where the block raised.
         """
+        from ptsave.support.group_call import described, error_of_other
+
         try:
             yield
         except Exception as error:
-            self._ranks.gather(f"{type(error).__name__}: {error}")
+            self._ranks.gather(described(error, self._ranks.rank))
             raise
-        for rank, message in enumerate(self._ranks.gather(None)):
-            if message is not None:
-                raise RuntimeError(
-                    f"{self._place}: rank {rank} could not restore its part: {message}"
-                )
+        for rank, failure in enumerate(self._ranks.gather(None)):
+            if failure is not None:
+                raise error_of_other(str(self._place), f"rank {rank} could not {what}", *failure)
 
     def _error(self, message: str) -> SaveError:
         return SaveError(errno.EIO, message[0].upper() + message[1:], str(self._place))

@@ -319,6 +319,7 @@ def test_nothing_is_undone_once_the_index_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, before: int, error: BaseException
 ) -> None:
     ptsave.save_model(make_model(0), tmp_path, max_shard_size=before, format=kind)
+
     def write(*args: Any, **kwargs: Any) -> None:
         write_bytes(*args, **kwargs)
         raise error  # as an fsync of the directory, or a signal

@@ -158,7 +158,8 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, in_group: bool) -> 
         assert "was saved on rank 0 and not on rank 1" in found["on one only"]
         assert found["goes on"] == [[400 + rank], f"4 of {rank}"]
     assert one["damaged"].startswith("CorruptCheckpointError")
-    assert "rank 1 could not restore its part: CorruptCheckpointError" in zero["damaged"]
+    assert zero["damaged"].startswith("CorruptCheckpointError")
+    assert "rank 1 could not restore its part: " in zero["damaged"]
     assert len(part_names(tmp_path / "run")) == 4
 
 
@@ -187,6 +188,45 @@ def test_a_part_that_is_there_after_an_error_stays(tmp_path: Path) -> None:
     for rank, found in enumerate(Ranks(tmp_path, MAKE + dedent(program), 2, in_group=True).found()):
         assert "cannot sync the directory" in found["waited"]
         assert found["restored"] == [[200 + rank], f"2 of {rank}"]
+
+
+@pytest.mark.parametrize("in_group", [True, False])
+def test_all_ranks_go_back_to_the_newest_whole_checkpoint(tmp_path: Path, in_group: bool) -> None:
+    program = """
+    checkpointer = make()
+    for step in (1, 2, 3):
+        checkpointer.save(step, value=values(step))
+    checkpointer.wait()
+    if rank == 1:
+        part = checkpointer.path(3)
+        content = bytearray(part.read_bytes())
+        content[content.find(bytes(torch.full((4,), 301.0).view(torch.uint8).tolist()))] ^= 1
+        part.write_bytes(content)
+        os.truncate(checkpointer.path(2), 100)
+    checkpointer.latest()  # waits for the others
+    found["damage"] = []
+    while True:
+        step = checkpointer.steps()[-1]
+        try:
+            found["restored"] = restore(checkpointer, step)
+            break
+        except ptsave.CorruptCheckpointError as error:
+            found["damage"].append([step, error.rank, error.path, error.entries])
+            checkpointer.remove(step)
+    attempt("removed", lambda: checkpointer.remove(3))
+    attempt("no step", lambda: checkpointer.remove(-1))
+    """
+    ranks = Ranks(tmp_path, MAKE + dedent(program), 2, in_group=in_group).found()
+    for rank, found in enumerate(ranks):
+        assert found["restored"] == [[100 + rank], f"1 of {rank}"]
+        newest, second = found["damage"]
+        assert newest[:2] == [3, 1]
+        assert newest[2].endswith(".rank-1-of-2.pt")
+        assert newest[3] == ["value.x"]
+        assert second[:2] == [2, 1]
+        assert found["removed"].startswith("FileNotFoundError: ")
+        assert found["no step"].startswith("ValueError: ")
+    assert len(part_names(tmp_path / "run")) == 2
 
 
 def test_directories_that_are_not_shared(tmp_path: Path) -> None:
