@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,9 @@ class _Settings:
 def _compare_directories(a: Folder, b: Folder, settings: _Settings) -> Comparison:
     """Compare all that is in two directories; what is no checkpoint is compared by its bytes."""
     found = pairs_in(a, b)
+    for folder, others in ((a, found.only_in_a), (b, found.only_in_b)):
+        if not (found.pairs or found.problems or others):
+            raise FileNotFoundError(errno.ENOENT, "no file in this directory", folder.path)
     result = Comparison(not_compared=dict.fromkeys(found.problems, "damaged or missing"))
     for pair in found.pairs:
         if pair.are_checkpoints:

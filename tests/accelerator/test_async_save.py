@@ -107,8 +107,10 @@ def test_pinned_memory_stays_within_the_budget(devices: list[str], fake: ModuleT
     del futures, future
     assert fake.stats()["pinned_peak"] <= budget
     reserved = fake.stats()["pinned_reserved"]
-    ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=budget).result()
-    assert fake.stats()["pinned_reserved"] == reserved
+    for _ in range(5):
+        ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=budget).result()
+    # A stream may still hold a block back when the next one is wanted.
+    assert fake.stats()["pinned_reserved"] < reserved + budget
     with pytest.raises(ptsave.StagingFullError):
         ptsave.async_save(tensors, io.BytesIO(), max_staged_bytes=20 * MIB)
 
