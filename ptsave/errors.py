@@ -11,6 +11,7 @@ from typing import Any
 
 __all__ = [
     "MINIZ_ADVICE",
+    "RECOVERY_ADVICE",
     "CheckpointWarning",
     "CorruptCheckpointError",
     "EntryNotFoundError",
@@ -23,6 +24,7 @@ __all__ = [
 
 
 # torch's advice when miniz fails; people search for it.
+RECOVERY_ADVICE = "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
 MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
     "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ptsave import _C
 from ptsave.archive.format_errors import corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
     ZIP_MAGIC,
@@ -27,14 +27,9 @@ from ptsave.support import config
 if TYPE_CHECKING:
     from ptsave.sources.ranges import LocalFile, RangeSource
 
-__all__ = ["RECOVERY_ADVICE", "open_archive", "open_source_archive", "reader_for"]
+__all__ = ["open_archive", "open_source_archive", "reader_for"]
 
-RECOVERY_ADVICE = (
-    "it is what an ArchiveWriter or a capture left unfinished, or has lost its end: "
-    "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
-)
 _SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
-_FIRST_NAME_OFFSET = 30
 
 
 def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
@@ -175,18 +170,11 @@ def _raise_corrupt(error: _C.FormatError, path: str, head: bytes) -> NoReturn:
 
 
 def _advised(error: CorruptCheckpointError, head: bytes) -> CorruptCheckpointError:
-    """Add to an error about a missing end how to read the file, if it is one that grew."""
+    """Add to an error about a missing end how to read the file."""
     is_cut = any(sign in str(error) for sign in _SIGNS_OF_A_CUT)
-    if is_cut and _begins_as_one_that_grows(head):
-        error.args = (f"{error}: {RECOVERY_ADVICE}",)
+    if is_cut and head.startswith(ZIP_MAGIC):
+        error.args = (f"{error}: it is cut short, or was never finished: {RECOVERY_ADVICE}",)
     return error
-
-
-def _begins_as_one_that_grows(head: bytes) -> bool:
-    """Whether storages or a journal come first; torch's archives begin with data.pkl."""
-    name_nbytes = int.from_bytes(head[26:28], "little")
-    name = head[_FIRST_NAME_OFFSET : _FIRST_NAME_OFFSET + name_nbytes].partition(b"/")[2]
-    return name.startswith((b"data/", b".journal/"))
 
 
 def _open_local_file(file: LocalFile, *, direct: bool) -> _C.Reader:

@@ -1,36 +1,37 @@
 """Makes an archive whole that an `ArchiveWriter` has left unfinished, or that has lost its end.
 
-Its records are those up to the last journal whose bytes are all there and right.  A journal is the
-pickle of a dict; the entries of all of them, one behind the other, are `data.pkl`, but for those
-that need a record that is damaged.  Nothing is written: the missing end of the file is in memory.
-Hostile journals have no more power than a hostile `data.pkl`, which the restricted unpickler reads;
-so has the directory, which is parsed as that of any file.
+Of torch's files `data.pkl` comes first.  Of those that grow the records count up to the last
+journal whose bytes are all there and right; a journal is the pickle of a dict, and the entries of
+all of them, one behind the other, are `data.pkl`.  Entries that need a record that is damaged, or
+missing, are left out.  Nothing is written: the missing end of the file is in memory.  Hostile
+journals have no more power than a hostile `data.pkl`, which the restricted unpickler reads; so has
+the directory, which is parsed as that of any file.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import TypeAlias
 
 from ptsave import _C
 from ptsave.archive.cut import CutArchive, CutRecord
-from ptsave.archive.opening import RECOVERY_ADVICE, open_source_archive
-from ptsave.archive.surviving import without_entries
-from ptsave.errors import CheckpointWarning, CorruptCheckpointError
+from ptsave.archive.opening import open_source_archive
+from ptsave.archive.reader import SMALL_RECORDS
+from ptsave.archive.surviving import SavedEntries
+from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.sources.ranges import RangeSource
-from ptsave.support.user_warnings import warn_user
 
 __all__ = [
     "JOURNAL_PREFIX",
+    "CompletedFile",
     "Recovery",
     "dict_of_parts",
     "part_of_dict",
-    "recover",
-    "recovered",
+    "recover_archive",
 ]
 
 JOURNAL_PREFIX = ".journal/"
@@ -39,13 +40,13 @@ _LOST = ".lost/"  # of bytes in which a record was
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _ZIP64 = 0xFFFFFFFF
 _Found: TypeAlias = tuple[str, int, int, int, int]  # as `_C.closing_bytes` takes a record
-_OTHER_RECORDS = {"data.pkl", "byteorder", "version", ".data/serialization_id"}
+_OTHER_RECORDS = {"data.pkl", *SMALL_RECORDS}
 _MAX_DIGITS = 16
 _N_NAMED = 8  # in a warning
 _ALIGNMENT = 64  # of the records that are added, which are read like any other
 
 
-class _CompletedFile(RangeSource):
+class CompletedFile(RangeSource):
     """The beginning of a file, with headers where there are none, and another end, in memory.
 
     Tensors are read from it when they are asked for, so the file is closed with the last reader.
@@ -92,17 +93,17 @@ def dict_of_parts(parts: list[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Rest of an archive without its end.
+    """Rest of a file without its end.
 
     Attributes
     ----------
     source : RangeSource
-        A whole archive, with the entries that can be read.
+        A whole file, with the entries that can be read.
     storages, journals : sequence of str
-        Names of damaged records: of storages that entries need, and of journals, whose entries are
-        not known.
+        Names of records that are damaged or missing: of storages that entries need, and of
+        journals, whose entries are not known.
     entries : sequence of str
-        Names of entries that need damaged records.
+        Names of the entries that are left out.
     n_records : int
         The records of the file that are whole and belong to it.
     """
@@ -114,53 +115,38 @@ class Recovery:
     n_records: int = 0
 
     def damage(self) -> str:
-        """Return a text about damaged records, and entries lost with them; empty if nothing is."""
-        if not self.storages and not self.journals:
-            return ""
-        text = f"damaged: {_some([*self.storages, *self.journals])}"
+        """Return a text about what is lost; empty if nothing is."""
+        records = [*self.storages, *self.journals]
+        parts = [f"damaged or missing: {_some(records)}"] if records else []
         if self.entries:
-            text += f"; without the entries {_some(self.entries)}"
+            parts.append(f"without the entries {_some(self.entries)}")
         if self.journals:
-            text += f"; what else was added with {_some(self.journals)} is not known"
-        return text
+            parts.append(f"what else was added with {_some(self.journals)} is not known")
+        return "; ".join(parts)
 
 
-def recovered(source: RangeSource) -> RangeSource:
-    """Return the source of an archive that is whole: the given one, or with an end of its own.
-
-    Entries that need damaged records are not in it, which a `CheckpointWarning` says.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If it has no end, and is none of an `ArchiveWriter` with any entries.
-    """
-    found = recover(source)
-    if found is None:
-        return source
-    if damage := found.damage():
-        warn_user(f"{source.name}: {damage}", CheckpointWarning)
-    return found.source
-
-
-def recover(source: RangeSource) -> Recovery | None:
+def recover_archive(source: RangeSource) -> Recovery | None:
     """Return the rest of an archive without its end; None if it is whole, or is none.
 
+    Parameters
+    ----------
+    source : RangeSource
+        A file that is not empty.  Its kind is that of an archive, or None, as of one whose first
+        bytes are damaged.
+
     Raises
     ------
     CorruptCheckpointError
-        As of `recovered`.
+        If it has no end, and nothing of it can be recovered.
     """
-    if source.kind not in ("zip", None) or not source.nbytes:
-        return None
-    if source.kind is None:  # perhaps its first bytes are damaged
+    if source.kind is None:
         return _recovery(source)
     try:
         open_source_archive(source, verify=False)
     except CorruptCheckpointError as error:
         found = _recovery(source)
         if found is None:
-            reason = "nothing of it can be recovered, as no journal is whole"
+            reason = "nothing of it can be recovered, as neither data.pkl nor a journal is whole"
             error.args = (str(error).replace(RECOVERY_ADVICE, reason),)
             raise error from None
         return found
@@ -169,6 +155,41 @@ def recover(source: RangeSource) -> Recovery | None:
 
 def _recovery(source: RangeSource) -> Recovery | None:
     cut = CutArchive(source)
+    try:
+        if any(record.name.startswith(JOURNAL_PREFIX) for record in cut.records):
+            return _of_journals(source, cut)
+        first = cut.records[0] if cut.records else None
+        if first is None or first.header_offset or first.name != "data.pkl" or not first.is_whole:
+            return None
+        return _of_pickle(source, cut, cut.payload(first))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{source.name}: {error}", path=source.name) from error
+
+
+def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
+    """Return what is left of an archive that begins with its pickle."""
+    orders = [record for record in cut.records if record.name == "byteorder"]
+    if any(cut.payload(record) != b"little" for record in orders):
+        raise ValueError("nothing of it can be recovered, as its byte order is another one")
+    saved = SavedEntries(data)
+    records = _rightly_named(cut.records, _places_of(saved.storages, cut.records))
+    there = {record.name.removeprefix(_DATA) for record in records}
+    lost = saved.storages - there
+    data, entries = saved.without(lost)
+    return _completed(source, cut, records, data, Recovery(source, _in_order(lost), (), entries))
+
+
+def _places_of(numbers: Set[str], records: list[CutRecord]) -> dict[str, int]:
+    """Return the places of an archive's storages, which torch orders as numbers or as text."""
+    names = [record.name.removeprefix(_DATA) for record in records]
+    pairs = set(pairwise(names))
+    orders = (sorted(numbers, key=lambda number: (len(number), number)), sorted(numbers))
+    order = max(orders, key=lambda order: len(pairs.intersection(pairwise(order))))
+    return {number: i for i, number in enumerate(order)}
+
+
+def _of_journals(source: RangeSource, cut: CutArchive) -> Recovery | None:
+    """Return what is left of an archive that grew."""
     records = _rightly_named(cut.records)
     journals = [record for record in records if record.name.startswith(JOURNAL_PREFIX)]
     pickles = [record for record in records if record.name == "data.pkl"]  # of a finished file
@@ -179,40 +200,48 @@ def _recovery(source: RangeSource) -> Recovery | None:
     if data is None or part_of_dict(data) is None:
         parts = (part_of_dict(cut.payload(record)) for record in journals)
         data = dict_of_parts([part for part in parts if part is not None])
-    lost: list[str] = []
+    lost: set[str] = set()
     entries: list[str] = []
     lost_journals: list[str] = []
     before = cut.records[: cut.records.index(last) + 1]
     if before != records[: len(before)] or not all(record.follows for record in before):
-        numbers = {record.name for record in records}
-        try:
-            data, entries, lost = without_entries(data, lambda n: f"{_DATA}{n}" in numbers)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{source.name}: {error}", path=source.name) from error
+        numbers = {record.name.removeprefix(_DATA) for record in records}
+        saved = SavedEntries(data)
+        lost = saved.storages - numbers
+        data, entries = saved.without(lost)
         lost_journals = [] if pickles else _missing(journals)
-    finished = [
-        record
-        for record in records
-        if record.header_offset <= last.header_offset
-        and record.name.startswith((_DATA, JOURNAL_PREFIX))
-    ]
-    found: list[_Found] = []
+    finished = [record for record in records if record.header_offset <= last.header_offset]
+    found = Recovery(source, _in_order(lost), lost_journals, entries)
+    return _completed(source, cut, finished, data, found)
+
+
+def _in_order(numbers: Set[str]) -> list[str]:
+    return [f"{_DATA}{number}" for number in sorted(numbers, key=lambda n: (len(n), n))]
+
+
+def _completed(
+    source: RangeSource, cut: CutArchive, records: list[CutRecord], data: bytes, found: Recovery
+) -> Recovery:
+    """Return a recovery with a whole archive, of some records and a pickle.
+
+    Raises
+    ------
+    ValueError
+        If its folder has a name that no archive can have.
+    """
+    finished = [record for record in records if record.name.startswith((_DATA, JOURNAL_PREFIX))]
+    places: list[_Found] = []
     patches: dict[int, bytes] = {}
     at = 0
     for record in finished:
         if record.header_offset > at:
             place, header = _lost(cut, f"{_LOST}{len(patches)}", at, record.header_offset)
-            found.append(place)
+            places.append(place)
             patches[at] = header
-        found.append((record.name, record.header_offset, record.nbytes, record.crc, record.end))
+        places.append((record.name, record.header_offset, record.nbytes, record.crc, record.end))
         at = record.end
-    try:
-        end = _C.closing_bytes(cut.root, _ALIGNMENT, found, data)
-    except ValueError:  # a folder of a name that no archive can have
-        return None
-    storages = [f"{_DATA}{number}" for number in sorted(lost, key=lambda n: (len(n), n))]
-    completed = _CompletedFile(source, at, end, patches)
-    return Recovery(completed, storages, lost_journals, entries, len(finished))
+    end = _C.closing_bytes(cut.root, _ALIGNMENT, places, data)
+    return replace(found, source=CompletedFile(source, at, end, patches), n_records=len(finished))
 
 
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:
@@ -231,16 +260,20 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
     return (name, begin, nbytes, crc, end), header + full_name + rest
 
 
-def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
+def _rightly_named(
+    records: list[CutRecord], places: Mapping[str, int] | None = None
+) -> list[CutRecord]:
     """Return the whole records whose names are theirs, of which there is no checksum.
 
-    Storages and journals are numbered in the order of the file.
+    Storages and journals are numbered in the order of the file, or storages have `places` there.
     """
     found = []
     last = {_DATA: -1, JOURNAL_PREFIX: -1}
     known = set(last)  # those of which it is clear which number is the next one
     for record in records:
         prefix, number = _series_of(record.name)
+        if places is not None and prefix:
+            number = places.get(record.name.removeprefix(prefix), -1)
         if not record.follows:
             known.clear()
         is_right = record.name in _OTHER_RECORDS

@@ -1,4 +1,4 @@
-"""Leaves entries out of the pickle of a dict: those that need storages that are lost.
+"""Leaves entries out of the pickle of dicts: those that need storages that are lost.
 
 The pickle is read without a single import: functions and classes are names, what they would make is
 the call itself.  Without the entries it is written again, with all that they had in common, and
@@ -13,49 +13,94 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
-__all__ = ["without_entries"]
+from ptsave.tree.paths import MAX_DEPTH
+
+__all__ = ["SavedEntries"]
 
 _PROTOCOL = 2  # of torch's files
 
 
-def without_entries(
-    data: bytes, is_there: Callable[[str], bool]
-) -> tuple[bytes, list[str], list[str]]:
-    """Return the pickle of a dict without entries that need storages that are not there.
+class SavedEntries:
+    """The pickle of a saved object, and the storages that its entries need.
 
     Parameters
     ----------
     data : bytes
         The pickle.
-    is_there : callable
-        Whether there is a storage, by its number in the pickle, ``"3"``.
 
-    Returns
-    -------
-    data : bytes
-        The pickle of the others; the given one if all are there.
-    names : list of str
-        Those of the entries that are left out.
-    storages : list of str
-        Numbers of the storages that are not there.
+    Attributes
+    ----------
+    storages : set of str
+        Numbers of all storages that it needs, ``"3"``.
 
     Raises
     ------
     ValueError
-        If it is no pickle of a dict.
+        If it is no pickle.
     """
-    try:
-        obj = _Reader(BytesIO(data)).load()
-    except Exception as error:  # whatever the machine of the standard library stumbles over
-        raise ValueError(f"its entries cannot be told apart ({error})") from error
-    if type(obj) is not dict:
-        raise ValueError(f"it holds no dict, but {type(obj).__name__}")
-    lost = {key: _missing_in(value, is_there) for key, value in obj.items()}
-    names = [key for key, storages in lost.items() if storages]
-    if not names:
-        return data, [], []
-    kept = {key: value for key, value in obj.items() if not lost[key]}
-    return _Writer().written(kept), list(map(str, names)), sorted(set().union(*lost.values()))
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        try:
+            self._obj = _Reader(BytesIO(data)).load()
+        except Exception as error:  # whatever the machine of the standard library stumbles over
+            raise ValueError(f"its entries cannot be told apart ({error})") from error
+        self._open = _open_dicts(self._obj)
+        self._users, self._stored = _users_of(self._obj, {id(each) for _, each in self._open})
+        self.storages = {each.number for each in self._stored if each.number is not None}
+
+    def without(self, lost: Collection[str]) -> tuple[bytes, list[str]]:
+        """Return the pickle without the entries that need some storages.
+
+        An entry is what a dict holds, or a dict in it and so on; of a list, a tuple or another
+        object all is left out, because the places of the others would change.  So is a dict of
+        which nothing is left.
+
+        Parameters
+        ----------
+        lost : collection of str
+            Numbers of the storages.
+
+        Returns
+        -------
+        data : bytes
+            The pickle of the others; the given one if nothing needs these storages.
+        names : list of str
+            Dotted names of the entries that are left out.
+
+        Raises
+        ------
+        ValueError
+            If the object is no dict, nothing of it would be left, or it cannot be written again.
+        """
+        needing = self._needing([each for each in self._stored if each.number in lost])
+        if not needing:
+            return self._data, []
+        if not self._open:
+            raise ValueError(f"it holds no dict, but {type(self._obj).__name__}")
+        names: list[list[str]] = []
+        empty: set[int] = set()
+        for prefix, each in reversed(self._open):  # the inner ones first
+            items = _items_of(each)
+            kept = [(k, v) for k, v in items if not needing & {id(k), id(v)} and id(v) not in empty]
+            names.append([f"{prefix}{k}" for k, v in items if needing & {id(k), id(v)}])
+            if items and not kept:
+                empty.add(id(each))
+            _set_items(each, kept)
+        if id(self._obj) in needing | empty:
+            raise ValueError("nothing of it can be recovered, as each entry needs what is lost")
+        return _Writer().written(self._obj), [name for each in reversed(names) for name in each]
+
+    def _needing(self, lost: list[Any]) -> set[int]:
+        """Return the ids of the objects that need storages, but for dicts whose items are left."""
+        needing = {id(each) for each in lost}
+        pending = lost
+        while pending:
+            for user in self._users.get(id(pending.pop()), ()):
+                if id(user) not in needing:
+                    needing.add(id(user))
+                    pending.append(user)
+        return needing
 
 
 class _Global:
@@ -268,20 +313,59 @@ class _Writer:
             self._memoize(obj)
 
 
-def _missing_in(value: Any, is_there: Callable[[str], bool]) -> set[str]:
-    """Return the numbers of storages in a value that are not there."""
-    found: set[str] = set()
+def _open_dicts(obj: Any) -> list[tuple[str, Any]]:
+    """Return an object and all dicts that only dicts lie around, with the beginning of names."""
+    found = [("", obj)] if _is_dict(obj) else []
+    seen = {id(obj)}
+    depths = [0]
+    for (prefix, each), depth in zip(found, depths, strict=False):  # which grow meanwhile
+        for key, value in _items_of(each):
+            if _is_dict(value) and id(value) not in seen and depth < MAX_DEPTH:
+                seen.add(id(value))
+                found.append((f"{prefix}{key}.", value))
+                depths.append(depth + 1)
+    return found
+
+
+def _is_dict(obj: Any) -> bool:
+    if type(obj) is not _Made:
+        return type(obj) is dict
+    function = obj.function
+    is_ordered = type(function) is _Global and function.name == "OrderedDict"
+    return is_ordered and obj.args == () and not obj.elements
+
+
+def _items_of(obj: Any) -> Collection[tuple[Any, Any]]:
+    return obj.items if type(obj) is _Made else obj.items()
+
+
+def _set_items(obj: Any, items: list[tuple[Any, Any]]) -> None:
+    if type(obj) is _Made:
+        obj.items = items
+    else:
+        obj.clear()
+        obj.update(items)
+
+
+def _users_of(obj: Any, open_dicts: set[int]) -> tuple[dict[int, list[Any]], list[_Stored]]:
+    """Return what holds each object, by its id, but for the items of these dicts; and storages."""
+    users: dict[int, list[Any]] = {}
+    stored = []
     seen: set[int] = set()
-    pending = [value]
+    pending = [obj]
     while pending:
         each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
         if type(each) is _Stored:
-            if each.number is not None and not is_there(each.number):
-                found.add(each.number)
-        elif id(each) not in seen:
-            seen.add(id(each))
-            pending += _parts_of(each)
-    return found
+            stored.append(each)
+        for part in _parts_of(each):
+            if type(part) in _WITH_PARTS:
+                pending.append(part)
+                if id(each) not in open_dicts or part is getattr(each, "states", None):
+                    users.setdefault(id(part), []).append(each)
+    return users, stored
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -290,3 +374,6 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if type(value) is dict:
         return [*value.keys(), *value.values()]
     return value if type(value) in (list, tuple, set, frozenset) else ()
+
+
+_WITH_PARTS = (_Made, _Stored, dict, list, tuple, set, frozenset)

@@ -45,7 +45,8 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 @click.option(
     "--whole",
     is_flag=True,
-    help="In place of NAMEs: everything but the tensors that are damaged, which are named.",
+    help="In place of NAMEs: all that is whole, also of a file that was cut short. What is damaged "
+    "or missing is named.",
 )
 @click.option("-f", "--force", is_flag=True, help="Replace the file if it is there.")
 @click.option(
@@ -110,7 +111,7 @@ def command(
         raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
     lost: list[str] = []
     if whole:
-        rest, lost = read_whole(file, recover=recover, storage_options=storage_options)
+        rest, lost = read_whole(file, storage_options=storage_options)
         entries, written = {"": rest}, [*rest]  # one is written as it is
     else:
         entries = _read_named(file, names, verify=verify, recover=recover, options=storage_options)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import click
 
-from ptsave.archive.recovery import recovered
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import totals_lines
 from ptsave.cli.statistics_json import add_statistics, run_json
@@ -16,6 +15,7 @@ from ptsave.cli.statistics_text import entry_lines, module_lines
 from ptsave.cli.terminal import terminal
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_each
+from ptsave.contents.recovery import recovered
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, listing_of, select
 from ptsave.inspection.statistics import ModuleStatistics, entry_statistics, module_statistics

@@ -50,17 +50,12 @@ def _damages(found: Verification, list_all: bool) -> Iterator[str]:
         yield from _names("damaged:", problem.entries, list_all)
     if found.whole is None or found.tensors is None:
         return
-    is_named = found.is_unfinished or found.problems[0].record is not None
-    can = (
-        "can be read" if is_named else "are whole, but nothing opens the file without its directory"
-    )
-    yield f"  {len(found.whole):,} of {count_text(len(found.tensors), 'tensor')} {can}"
+    yield f"  {len(found.whole):,} of {count_text(len(found.tensors), 'tensor')} can be read"
     if list_all:
         yield from _names("whole:", found.whole, list_all)
-    if found.whole and found.n_records and is_named:
-        option = "--recover " if found.is_unfinished else ""
+    if found.whole and (found.n_records or found.is_unfinished):
         path = shlex.quote(printable(found.path))
-        yield f"  read them with: ptsave extract {option}{path} --whole -o OUT"
+        yield f"  read them with: ptsave extract {path} --whole -o OUT"
 
 
 def _names(label: str, names: Sequence[str], list_all: bool) -> Iterator[str]:

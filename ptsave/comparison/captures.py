@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ptsave.archive.recovery import recovered
 from ptsave.comparison.captured_sides import CapturedSide, alone, matched_parameters
 from ptsave.comparison.entries import TensorPair
 from ptsave.comparison.measures import TensorDifference, difference_of_rows
 from ptsave.comparison.tensors import cannot_compare, compare_tensors, dense_values
 from ptsave.comparison.tolerances import Tolerances
 from ptsave.contents.opening import open_contents
+from ptsave.contents.recovery import recovered
 from ptsave.sources.local import position_kept
 from ptsave.support import config
 from ptsave.support.garbage import pausing_garbage_collection

@@ -442,9 +442,11 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     recover : bool, default False
-        Whether to open a file that a :class:`ptsave.ArchiveWriter` has left unfinished, or that has
-        lost its end: with the entries that were written.  All of it is read and compared with its
-        checksums first; a warning names damaged records, and the entries left out for them.
+        Whether to open a ``.pt`` or safetensors file that has lost its end, or that a
+        :class:`ptsave.ArchiveWriter` has left unfinished: with the entries that are there.  All of
+        a ``.pt`` file is read and compared with its checksums first; a warning names records that
+        are damaged or missing, and the entries left out for them: items of dicts, in other dicts,
+        too, and all of a list or another object that needs such a record.
 
     Returns
     -------
@@ -495,7 +497,7 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     check_flags(verify=verify, recover=recover)
     localize = None
     if recover:
-        from ptsave.archive.recovery import recovered
+        from ptsave.contents.recovery import recovered
 
         localize = recovered
     contents = open_contents(f, storage_options, verify=verify, localize=localize)

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from ptsave.errors import CorruptCheckpointError, not_checkpoint
+from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError, not_checkpoint
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
     MAX_SAFETENSORS_HEADER_NBYTES,
@@ -17,7 +17,14 @@ from ptsave.sources.kinds import (
 )
 from ptsave.sources.ranges import RangeSource
 
-__all__ = ["DTYPES", "LENGTH_NBYTES", "SafetensorsFields", "let_library_read", "read_fields"]
+__all__ = [
+    "DTYPES",
+    "LENGTH_NBYTES",
+    "SafetensorsFields",
+    "fetch_header",
+    "let_library_read",
+    "read_fields",
+]
 
 LENGTH_NBYTES = 8  # of the number before the header
 _FIRST_NBYTES = 64 << 10  # fetched at once: most headers are in there
@@ -83,7 +90,7 @@ def read_fields(source: RangeSource) -> SafetensorsFields:
         raise NotImplementedError(
             f"{source.name}: safetensors files are little-endian, this machine is not"
         )
-    head = _fetch(source)
+    head = fetch_header(source)
     _judge(source, head)
     fields = json.loads(head[LENGTH_NBYTES:])
     metadata = fields.pop("__metadata__", None) or {}
@@ -91,7 +98,7 @@ def read_fields(source: RangeSource) -> SafetensorsFields:
     return SafetensorsFields(in_order, metadata, len(head))
 
 
-def _fetch(source: RangeSource) -> bytes:
+def fetch_header(source: RangeSource) -> bytes:
     """Return the length and the header, or less if there cannot be such a header."""
     (head,) = source.read([(0, min(_FIRST_NBYTES, source.nbytes))])
     end = LENGTH_NBYTES + int.from_bytes(head[:LENGTH_NBYTES], "little")
@@ -113,12 +120,12 @@ def _judge(source: RangeSource, head: bytes) -> None:
         let_library_read(head, source.nbytes, source.name)
     except SafetensorError as error:
         _refuse_another_kind(source)
-        name = _tensor_cut_off(head, source.nbytes)
-        where = f"; the file ends before tensor {name} does" if name else ""
+        names = _tensors_cut_off(head, source.nbytes)
+        where = f"; the file ends before tensor {names[0]} does: {RECOVERY_ADVICE}" if names else ""
         raise CorruptCheckpointError(
             f"{source.name}: not a whole safetensors file: {error}{where}",
             path=source.name,
-            entries=[name] if name else None,
+            entries=names,
         ) from None
 
 
@@ -170,12 +177,12 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
         raise OSError(number, os.strerror(number), name) from None
 
 
-def _tensor_cut_off(head: bytes, file_nbytes: int) -> str:
-    """Return the first tensor of a damaged file that is not all there, if its header says."""
+def _tensors_cut_off(head: bytes, file_nbytes: int) -> list[str]:
+    """Return the tensors of a damaged file that are not all there, as far as its header says."""
     try:
         fields = json.loads(head[LENGTH_NBYTES:])
         fields.pop("__metadata__", None)
         ends = sorted((entry["data_offsets"][1], name) for name, entry in fields.items())
-        return next((name for end, name in ends if len(head) + end > file_nbytes), "")
+        return [name for end, name in ends if len(head) + end > file_nbytes]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return ""  # the header itself is damaged
+        return []  # the header itself is damaged

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ptsave.archive.recovery import recovered
 from ptsave.contents.opening import open_contents
+from ptsave.contents.recovery import recovered
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.errors import UnsupportedUrlError
@@ -158,8 +158,7 @@ def convert(
     progress : bool, default False
         Whether to show a progress bar.
     recover : bool, default False
-        As for :func:`ptsave.open`: whether a file that a killed process has left, growing, is read
-        up to its last whole batch.
+        As for :func:`ptsave.open`: whether what is there of a file that has lost its end is read.
     storage_options, target_storage_options : mapping, optional
         For the file systems of URLs, of the source and of the target.
 

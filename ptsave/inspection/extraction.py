@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
-from ptsave.archive.recovery import recovered
 from ptsave.contents.archive import Archive
 from ptsave.contents.archive import open as open_archive
 from ptsave.contents.opening import open_contents
+from ptsave.contents.recovery import recovered
 from ptsave.errors import EntryNotFoundError
 from ptsave.inspection.verification import verify_file
 from ptsave.serialization import save
@@ -90,16 +90,14 @@ def read_entries(
 
 
 def read_whole(
-    file: Any, *, recover: bool = False, storage_options: Mapping[str, Any] | None = None
+    file: Any, *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read everything in a damaged file that is whole.
+    """Read everything in a file that is whole, though it is damaged, or has lost its end.
 
     Parameters
     ----------
     file : str, os.PathLike or file-like
         As for :func:`ptsave.open`, whose errors it raises.
-    recover : bool, default False
-        As for :func:`ptsave.open`.
     storage_options : mapping, optional
         For the file system of a URL.
 
@@ -131,16 +129,16 @@ def read_whole(
     ...     read_whole(path)
     ({'model': {'b': tensor([0., 0.])}, 'epoch': 3}, ['model.a'])
     """
-    found = verify_file(file, recover=recover, storage_options=storage_options)
+    found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
-        localize = recovered if recover else None
-        contents = open_contents(file, storage_options, verify=True, localize=localize)
+        contents = open_contents(file, storage_options, verify=True, localize=recovered)
         if not isinstance(contents.obj, Mapping):
             kind = type(contents.obj).__name__
             raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")
-        rest = _Rest({name for problem in found.problems for name in problem.entries})
-        entries = rest.of(contents.obj)
-        return read_entry(entries, lambda tensors: contents.read(tensors, None)), rest.lost
+        damaged = [name for problem in found.problems for name in problem.entries]
+        rest = _Rest(set(damaged))
+        entries = read_entry(rest.of(contents.obj), lambda tensors: contents.read(tensors, None))
+        return entries, damaged if found.is_unfinished else rest.lost
 
 
 class _Rest:

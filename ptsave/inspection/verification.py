@@ -13,10 +13,9 @@ from ptsave.archive.checks import find_damage
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
 from ptsave.archive.format_errors import bare_message
-from ptsave.archive.opening import RECOVERY_ADVICE, open_source_archive
+from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.recovery import Recovery
-from ptsave.archive.recovery import recover as recovery_of
 from ptsave.archive.spans import spans_of
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
@@ -27,7 +26,8 @@ from ptsave.contents.rank_directories import (
     refuse_file_of_rank,
     require_files_beside,
 )
-from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.contents.recovery import recover as recovery_of
+from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.inspection.required_globals import unsafe_globals
@@ -221,11 +221,11 @@ def _verify_source(
 def _verify_recovery(
     source: RangeSource, recovery: Recovery, progress: ProgressCallback | None
 ) -> Verification:
-    whole = recovery.source
-    found = _verify_archive(whole, open_source_archive(whole, verify=True), progress)
-    damage = [Problem("it is damaged", name) for name in (*recovery.storages, *recovery.journals)]
-    if damage:
-        damage[0] = replace(damage[0], reason=recovery.damage(), entries=[*recovery.entries])
+    found = _verify_source(recovery.source, progress)
+    damage = []
+    if reason := recovery.damage():
+        first = next(iter([*recovery.storages, *recovery.journals]), None)
+        damage.append(Problem(reason, first, entries=[*recovery.entries]))
     remark = "it has no end: what was finished is checked"
     return replace(
         found,
@@ -377,12 +377,12 @@ def _names_in(tree: EntryTree) -> list[str]:
 def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError) -> Verification:
     """Verify an archive whose directory is missing or damaged, by the records that are left."""
     path = source.name
-    if RECOVERY_ADVICE in str(error):
-        with suppress(CorruptCheckpointError):  # nothing of it can be recovered
-            return _verify_unfinished(source)
     archive = CutArchive(source)
     whole = {record.name for record in archive.records if record.is_whole}
     tensors, kept = archive.entries()
+    if RECOVERY_ADVICE in str(error) and not tensors:
+        with suppress(CorruptCheckpointError):  # nothing of it can be recovered
+            return _verify_unfinished(source)
     n_records, nbytes = len(archive.records), archive.nbytes
     lost = [name for name in tensors if name not in set(kept)]
     reason = f"its directory is damaged: {bare_message(error, path)}"
@@ -391,7 +391,7 @@ def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError
             "it is cut short, or was never finished: its directory, which comes last, is missing"
         )
     found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
-    reason += f"; {found} still be found whole"
+    reason += f"; {found} still be found whole{' (--recover reads them)' if kept else ''}"
     problem = Problem(reason, None, nbytes, lost)
     return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
 
