@@ -59,10 +59,11 @@ void bind_pickling(py::module_& module) {
       .def("staging_nbytes", &StorageList::staging_nbytes, py::arg("alignment"));
   module.def(
       "rebuilds_blindly",
-      [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes) {
-        return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes);
+      [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes,
+         const std::unordered_set<std::string>& opaque) {
+        return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes, opaque);
       },
-      py::arg("pickle"), py::arg("dtypes"));
+      py::arg("pickle"), py::arg("dtypes"), py::arg("opaque") = std::unordered_set<std::string>());
   module.def(
       "unjustified_claim",
       [](const py::bytes& pickle) {

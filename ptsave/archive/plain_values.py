@@ -16,6 +16,7 @@ import functools
 import io
 import pathlib
 import pickle
+import pickletools
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -26,11 +27,13 @@ from typing import Any
 
 from ptsave.support.torch_serialization import restricted_unpickler, user_allowed_globals
 from ptsave.tree.containers import walk
+from ptsave.tree.opaque import Opaque, holds_opaque
 
-__all__ = ["ValueUnpickler", "refuse_functions"]
+__all__ = ["OpaqueUnpickler", "ValueUnpickler", "opaque_globals", "refuse_functions"]
 
 # Programs of one step that the engine's machine leaves to others; their operands are in the memo.
 _REDUCE = b"h\0h\1R."
+_NEW = b"h\0h\1\x81."
 _BUILD = b"h\0h\1b."
 _APPEND = b"h\0h\1a."
 _APPENDS = b"h\0(e."  # whether a container can be appended to
@@ -293,6 +296,70 @@ def _full_name(module: str, name: str) -> str:
     else:
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
     return f"{module}.{name}"
+
+
+class OpaqueUnpickler(ValueUnpickler):
+    """The same machine, which has an `Opaque` for all that it does not make.
+
+    Attributes
+    ----------
+    refused : set of callable
+        The functions of this module that have refused arguments, and are opaque, too; one for all
+        loads of a pickle, which is loaded again when there are more.
+    """
+
+    refused: set[Callable[..., Any]]
+
+    def load(self) -> Any:
+        program, memo = self._program, self.memo
+        target = memo.get(0)
+        if not isinstance(target, Opaque):
+            other = holds_opaque(memo[1]) if program == _REDUCE else None
+            if other is None:
+                return self._tried(target)
+            names = (name for name, function in _by_name().items() if function is target)
+            return Opaque(next(names, other.type_name), []).made_with(memo[1])
+        if program in (_REDUCE, _NEW):
+            return target.made_with(memo[1])
+        if program in (_BUILD, _APPEND, _SET_ITEM):
+            target.parts += [program, *(memo[i] for i in range(1, len(memo)))]
+        return target
+
+    def _tried(self, target: Any) -> Any:
+        try:
+            return super().load()
+        except pickle.UnpicklingError:
+            if type(target) is FunctionType:
+                self.refused.add(target)
+            elif _numpy() is not None and isinstance(target, _numpy().ndarray):
+                self.refused.add(_reconstruct)  # it was right until it got its state
+            elif _numpy() is not None and isinstance(target, _numpy().dtype):
+                self.refused.add(_dtype)
+            raise
+
+    def _global(self, program: bytes) -> Any:
+        with suppress(pickle.UnpicklingError):
+            found = super()._global(program)
+            if type(found) is not FunctionType or found not in self.refused:
+                return found
+        return Opaque(_full_name(*program[1:-1].decode("utf-8").split("\n")[:2]), [])
+
+
+def opaque_globals(data: bytes) -> set[str]:
+    r"""Return the globals of a pickle that stay opaque, as "module\nname".
+
+    >>> opaque_globals(pickle.dumps({1.5: io.StringIO, 1: pathlib.PosixPath}, 2))
+    {'_io\nStringIO'}
+    """
+    found = set()
+    with suppress(ValueError, AttributeError, IndexError, UnicodeError):  # it is damaged
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "GLOBAL":
+                found.add("\n".join(str(argument).split(" ", 1)))
+    attributes: dict[str, Any] = {"given": set(), "refused": set()}
+    machine: type[OpaqueUnpickler] = type("Machine", (OpaqueUnpickler,), attributes)
+    programs = {each: io.BytesIO(f"c{each}\n.".encode()) for each in found}
+    return {each for each in found if isinstance(machine(programs[each]).load(), Opaque)}
 
 
 def refuse_functions(obj: Any, given: Set[Callable[..., Any]]) -> None:

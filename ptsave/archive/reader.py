@@ -69,6 +69,8 @@ class RecordReader:
         Whether a storage is handed out only when it is filled.
     allows_values : bool
         Whether the restricted machine makes harmless values that torch's refuses.
+    leaves_opaque : bool
+        Whether it does, and has an `Opaque` for any other object that torch's refuses.
     small : dict of str to bytes
         The records that are no storages, by name, as far as they have been read.
     is_fetched : bool
@@ -89,6 +91,7 @@ class RecordReader:
         self.limits = limits
         self.wait_for_bytes = True
         self.allows_values = False
+        self.leaves_opaque = False
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None
         self.small: dict[str, bytes] = {}

@@ -284,6 +284,7 @@ class _PickleAlone:
 
     def __init__(self, data: bytes, *, allows_values: bool) -> None:
         self.allows_values = allows_values
+        self.leaves_opaque = False
         records = {"data.pkl": data}
         self.has_record = records.__contains__
         self.get_record = records.__getitem__
@@ -391,14 +392,22 @@ def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
     """Whether unpickling may start before the bytes have arrived."""
     if not _storages_are_plain(reader):
         return False
-    return _is_blind(reader.small_records()["data.pkl"], pickle_module)
+    data = reader.small_records()["data.pkl"]
+    return _is_blind(data, pickle_module, leaves_opaque=reader.leaves_opaque)
 
 
-def _is_blind(data: bytes, pickle_module: Any) -> bool:
+def _is_blind(data: bytes, pickle_module: Any, *, leaves_opaque: bool = False) -> bool:
     """Whether the pickle rebuilds plain tensors only, which looks at no values."""
     if pickle_module not in (pickle, restricted_unpickler):
         return False
-    return _C.rebuilds_blindly(data, _DTYPES)
+    if _C.rebuilds_blindly(data, _DTYPES):
+        return True
+    if not leaves_opaque:
+        return False
+    from ptsave.archive.plain_values import opaque_globals
+
+    opaque = opaque_globals(data)
+    return bool(opaque) and _C.rebuilds_blindly(data, _DTYPES, opaque)
 
 
 def _is_cpu(map_location: Any) -> bool:
@@ -449,15 +458,31 @@ class Unpickler:
     def load(self) -> Any:
         reader = self.archive()
         assert reader is not None
+        data = self.file.read()
+        if not reader.leaves_opaque:
+            return self._load(reader, data, "ValueUnpickler" if reader.allows_values else None)
+        refused: set[Any] = set()
+        while True:
+            n_refused = len(refused)
+            try:
+                return self._load(reader, data, "OpaqueUnpickler", refused=refused)
+            except pickle.UnpicklingError:
+                if len(refused) == n_refused:
+                    raise
+
+    def _load(
+        self, reader: RecordReader, data: bytes, machine_name: str | None, **attributes: Any
+    ) -> Any:
         machine = None
-        if reader.allows_values:
-            from ptsave.archive.plain_values import ValueUnpickler, refuse_functions
+        if machine_name is not None:
+            from ptsave.archive import plain_values
 
             given: set[Any] = set()
-            machine = type("Machine", (ValueUnpickler,), {"given": given})
+            kind = getattr(plain_values, machine_name)
+            machine = type("Machine", (kind,), {"given": given, **attributes})
         try:
             obj = _C.unpickle_weights_only(
-                self.file.read(),
+                data,
                 self.persistent_load,
                 encoding=self.encoding,
                 storages=reader.engine if self.storages_are_plain else None,
@@ -472,7 +497,7 @@ class Unpickler:
                 raise
             raise malformed from error
         if machine is not None:
-            refuse_functions(obj, given)
+            plain_values.refuse_functions(obj, given)
         return obj
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "shows_progress",
     "with_json",
     "with_recovery",
+    "with_trust",
 ]
 
 # Exit codes, as of diff and grep: the answer is no, and there is no answer.
@@ -238,6 +240,32 @@ with_recovery = click.option(
     help="Read a file that was cut short, or what a killed process has left of a growing archive "
     "or a capture, .NAME.<16 hex digits>.ptsave, up to its last whole batch. Entries that are "
     "damaged or missing are named and left out.",
+)
+
+
+def _trust(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
+    """Let classes be built until the command ends."""
+    if names:
+        from torch.serialization import safe_globals
+
+        ctx.with_resource(safe_globals([_global_of(name, param, ctx) for name in names]))
+
+
+def _global_of(name: str, param: click.Parameter, ctx: click.Context) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise click.BadParameter(f"{name}: {error}", ctx, param) from None
+
+
+with_trust = click.option(
+    "--trust",
+    metavar="MODULE.CLASS",
+    multiple=True,
+    expose_value=False,
+    callback=_trust,
+    help="Build objects of this class, which runs its code. May be given several times.",
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, result, shows_progress, with_json
+from ptsave.cli.command import Command, result, shows_progress, with_json, with_trust
 from ptsave.cli.completing import FILE, SOURCE
 from ptsave.cli.standard_input import STANDARD_INPUT
 from ptsave.cli.storage_options import with_storage_options
@@ -31,6 +31,7 @@ ptsave compact path/to/model -o small   # a directory of shards
 @click.option("-f", "--force", is_flag=True, help="Replace OUT if it is there.")
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
 @with_json
+@with_trust
 @with_storage_options("FILE")
 @with_storage_options("OUT", "target")
 @click.pass_context

@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, note, result, shows_progress, with_json, with_recovery
+from ptsave.cli.command import (
+    Command,
+    note,
+    result,
+    shows_progress,
+    with_json,
+    with_recovery,
+    with_trust,
+)
 from ptsave.cli.completing import FILE, SOURCE
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.support.text import count_text, size_text
@@ -48,6 +56,7 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 @click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
 @with_json
 @with_recovery
+@with_trust
 @with_storage_options("SOURCE")
 @with_storage_options("TARGET", "target")
 @click.pass_context

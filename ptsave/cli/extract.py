@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, note, result, with_json, with_recovery
+from ptsave.cli.command import Command, note, result, with_json, with_recovery, with_trust
 from ptsave.cli.completing import FILE, SOURCE, complete_names
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.errors import CorruptCheckpointError
@@ -62,6 +62,7 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 )
 @with_json
 @with_recovery
+@with_trust
 @with_storage_options("FILE")
 @with_storage_options("OUTPUT", "target")
 @click.pass_context
@@ -130,7 +131,7 @@ def command(
         click.echo(json.dumps(found))
         return
     if lost:
-        note(ctx, f"left out, as damaged: {some_of(lost, _N_SHOWN)}")
+        note(ctx, f"left out, as damaged or not built: {some_of(lost, _N_SHOWN)}")
     parts = [count_text(counts.tensors, "tensor")] if counts.tensors else []
     parts += [count_text(counts.values, "value")] if counts.values else []
     parts += [size_text(counts.nbytes)] if counts.tensors else []

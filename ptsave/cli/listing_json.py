@@ -29,6 +29,7 @@ from typing import Any
 
 from ptsave.inspection.listing import FileListing, Totals, totals_of
 from ptsave.support.text import dtype_text
+from ptsave.tree.opaque import type_name_of
 from ptsave.tree.tree import Node, is_plain
 
 __all__ = ["directory_json", "file_json"]
@@ -97,7 +98,7 @@ def _name_json(listing: FileListing, number: int) -> dict[str, Any]:
 
 def _value_json(node: Node) -> dict[str, Any]:
     is_plain_json = is_plain(node.value) and all(map(_is_json, _parts(node.value)))
-    type_name = type(node.value).__name__
+    type_name = type_name_of(node.value)
     if node.again is not None or not is_plain_json:
         return {"type": type_name}
     return {"type": type_name, "value": node.value}

@@ -21,6 +21,7 @@ from ptsave.support.text import (
     size_text,
 )
 from ptsave.tree.captured_run import CapturedRecords
+from ptsave.tree.opaque import type_name_of
 from ptsave.tree.tree import EntryTree, Node, is_plain
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def type_text(value: Any) -> str:
     """Return the name of a type, and how many there are in a container."""
-    name = type(value).__name__
+    name = type_name_of(value)
     if _is_storage(value):
         return name
     return f"{name} of {len(value)}" if isinstance(value, (Mapping, list, tuple, set)) else name

@@ -214,8 +214,8 @@ def _add(result: Comparison, file: str, found: Comparison) -> None:
         return [
             replace(
                 each,
-                name=prefix + each.name,
-                top=prefix + each.top,
+                name=prefix + each.name if each.name else file,
+                top=prefix + each.top if each.top else file,
                 moved=None if each.moved is None else prefix + each.moved,
             )
             for each in differences

@@ -13,6 +13,7 @@ from torch import Tensor
 from ptsave.comparison.numbers import NumberDifference, Tolerance
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, is_container, items_of, nested_too_deep
+from ptsave.tree.opaque import Opaque, comparable, parts_of_opaque
 from ptsave.tree.paths import MAX_DEPTH
 
 __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
@@ -188,8 +189,13 @@ class EntryComparer:
         return self._ignore_dtype and {type(a), type(b)} <= {int, float, complex}
 
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
+        if isinstance(a, Opaque) and isinstance(b, Opaque):
+            self._compare_opaque(a, b, name)
+            return
         if {type(a), type(b)} <= {int, float, complex}:
             equal = _are_close(a, b, self._tolerance)
+        elif hasattr(a, "tobytes") and hasattr(b, "tobytes"):  # NumPy's arrays and scalars
+            equal = comparable(a) == comparable(b)
         else:
             try:
                 equal = bool(a == b)
@@ -200,6 +206,15 @@ class EntryComparer:
                 ) from error
         if not equal:
             self.differences.append(EntryDifference("value", name, a, b))
+
+    def _compare_opaque(self, a: Opaque, b: Opaque, name: str) -> None:
+        """Compare what the files give to two objects that are not built."""
+        (parts_of_a, tensors_of_a), (parts_of_b, tensors_of_b) = map(parts_of_opaque, (a, b))
+        if parts_of_a != parts_of_b:
+            self.differences.append(EntryDifference("value", name, a, b))
+            return
+        for n, (one, other) in enumerate(zip(tensors_of_a, tensors_of_b, strict=True)):
+            self._compare_tensors(one, other, f"{name}.<tensor {n}>")
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:

@@ -23,6 +23,7 @@ from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.names import EntryNames
+from ptsave.tree.opaque import type_name_of
 from ptsave.tree.paths import Path
 from ptsave.tree.view_blocks import check_index
 
@@ -120,7 +121,11 @@ class Archive:
         """Return an entry as :func:`ptsave.load` would: a container with all its tensors read."""
         contents = self._contents
         entry = self._names.find(name)
-        return read_entry(entry, lambda tensors: contents.read(tensors, self._verify))
+        return read_entry(
+            entry,
+            lambda tensors: contents.read(tensors, self._verify),
+            f"{self.path}: {name!r}",
+        )
 
     def get_tensor(
         self,
@@ -363,7 +368,7 @@ class Archive:
         entry = self._names.find(name)
         if not isinstance(entry, Tensor):
             raise TypeError(
-                f"{self.path}: {name!r} is no tensor, but of type {type(entry).__name__}: read it "
+                f"{self.path}: {name!r} is no tensor, but of type {type_name_of(entry)}: read it "
                 f"with archive[{name!r}]"
             )
         return entry
@@ -460,7 +465,9 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     CorruptCheckpointError
         If it is damaged or cut short.
     pickle.UnpicklingError
-        If its object needs more than ``weights_only=True`` allows.
+        If its pickle is of another kind than torch's restricted machine reads.  Objects of other
+        classes than ``weights_only=True`` allows are not built: one that is asked for is this
+        error, which says how to trust its class.
     OSError
         If it cannot be read: no such file, no permission, a directory, ...
 

@@ -178,7 +178,10 @@ class DcpContents(OneFile):
         stream = io.BytesIO(data)
         try:
             options = LoadOptions(stay, weights_only=True, verify=verify)
-            return load_file(stream, options, reader_for(stream, options.mmap, verify))
+            reader = reader_for(stream, options.mmap, verify)
+            if reader is not None:
+                reader.leaves_opaque = True
+            return load_file(stream, options, reader)
         except UnpicklingError as error:
             error.args = (f"{path}: {name}: {error}",)
             raise

@@ -88,7 +88,7 @@ def open_contents(
     CorruptCheckpointError
         If one is damaged, or lacks a tensor that the index promises; it names the file.
     pickle.UnpicklingError
-        If its object needs more than ``weights_only=True`` allows.
+        If its pickle is of another kind than torch's restricted machine reads.
     OSError, TypeError, ValueError
         As from `find_files`; of several files, if one holds no dict, or two the same name.
 
@@ -228,6 +228,7 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
         check_compressed_members(reader)
         return _load_whole(source, {"format": "pt, compressed"}, verify)
     reader.check_version()
+    reader.leaves_opaque = True
     if not can_defer_reading(reader, restricted_unpickler):
         return _load_whole(source, metadata_of(reader.small_records()), verify)
     if isinstance(source, LocalFile):
@@ -259,5 +260,8 @@ def _load_whole(source: RangeSource, metadata: dict[str, str], verify: bool) -> 
 
     with source.stream() as stream:
         options = LoadOptions(stay, weights_only=True, verify=verify)
-        obj = load_file(stream, options, reader_for(stream, options.mmap, verify))
+        reader = reader_for(stream, options.mmap, verify)
+        if reader is not None:
+            reader.leaves_opaque = True
+        obj = load_file(stream, options, reader)
     return LoadedContents(obj, locations, metadata, source)

@@ -248,7 +248,9 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
         if checkpoint.is_safetensors:
             plan = SafetensorsPlan(checkpoint.obj, target, sources, checkpoint.metadata)
         else:
-            plan = PicklePlan(read_entry(checkpoint.obj, compactor.compact), target, sources)
+            plan = PicklePlan(
+                read_entry(checkpoint.obj, compactor.compact, source.name), target, sources
+            )
         before = checkpoint.nbytes
         is_smaller = compactor.n_storages > 0 and plan.nbytes < before
         writes = not options.dry_run and (is_other or is_smaller)

@@ -24,6 +24,7 @@ from ptsave.contents.recovery import recovered
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.errors import UnsupportedUrlError
+from ptsave.inspection.extraction import without_opaque
 from ptsave.models.save_model import (
     FORMAT_FILES,
     Shard,
@@ -47,6 +48,7 @@ from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of
 from ptsave.tree.expansion import check_expansion
 from ptsave.tree.flat import Flattened, flatten
+from ptsave.tree.opaque import refuse_opaque
 from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folder
 from ptsave.writing.targets import FileTarget
 from ptsave.writing.url_targets import UrlTarget
@@ -232,7 +234,7 @@ def convert(
         if place.format == "dcp":
             writing.write_ranks()
         elif place.format == "pt" and not place.is_directory:
-            writing.write_object()
+            writing.write_object(drop=drop)
         elif place.is_directory:
             writing.write_directory(limit, drop=drop)
         else:
@@ -262,8 +264,13 @@ class _Writing:
         self._fsync = fsync
         self._progress = progress
 
-    def write_object(self) -> None:
+    def write_object(self, *, drop: bool) -> None:
         obj = self._checkpoint.obj
+        if drop:
+            obj, lost = without_opaque(obj)
+            if lost:
+                self._conversion.remarks.append(f"left out: {some_of(lost, _N_NAMED)}")
+        refuse_opaque(obj, self._checkpoint.path)
         if self._checkpoint.metadata:
             obj = self._without_metadata(obj)
         self._conversion.n_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves_of(obj))

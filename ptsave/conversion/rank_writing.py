@@ -109,14 +109,15 @@ class RankWriting:
             if name in payloads:
                 item = self._file.add_payload(value.dtype, value.shape, payloads[name])
             else:
-                item = self._file.add_bytes(self._saved(value))
+                item = self._file.add_bytes(self._saved(name, value))
             self._describe(name, value, item)
 
-    def _saved(self, value: Any) -> bytes:
+    def _saved(self, name: str, value: Any) -> bytes:
         """Return what torch.save writes of an object, with the values of its tensors."""
         contents = self._checkpoint.contents
         stream = io.BytesIO()
-        torch.save(read_entry(value, lambda tensors: contents.read(tensors, None)), stream)
+        where = f"{self._checkpoint.path}: {name!r}"
+        torch.save(read_entry(value, lambda tensors: contents.read(tensors, None), where), stream)
         return stream.getvalue()
 
     def _describe(self, name: str, value: Any, item: tuple[int, int]) -> None:

@@ -6,7 +6,7 @@ import errno
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,6 +24,7 @@ from ptsave.streaming.streamed_files import write_bytes, write_safetensors
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
 from ptsave.tree.entry_reading import read_entry, require_picklable
 from ptsave.tree.expansion import check_expansion
+from ptsave.tree.opaque import holds_opaque, type_name_of
 from ptsave.tree.paths import MAX_DEPTH, path_in
 from ptsave.tree.tree import EntryTree
 from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
@@ -34,6 +35,7 @@ __all__ = [
     "default_output",
     "read_entries",
     "read_whole",
+    "without_opaque",
     "write_entries",
 ]
 
@@ -106,8 +108,8 @@ def read_whole(
     entries : dict
         The object of the file without what is damaged.
     lost : list of str
-        Names of what was left out: damaged tensors, and lists and tuples that hold one, because
-        the places of the others would change.
+        Names of what was left out: damaged tensors, objects that are not built, and lists and
+        tuples that hold one, because the places of the others would change.
 
     Raises
     ------
@@ -133,12 +135,41 @@ def read_whole(
     with position_kept(file):
         contents = open_contents(file, storage_options, verify=True, localize=recovered)
         if not isinstance(contents.obj, Mapping):
-            kind = type(contents.obj).__name__
+            kind = type_name_of(contents.obj)
             raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")
         damaged = [name for problem in found.problems for name in problem.entries]
-        rest = _Rest(set(damaged))
-        entries = read_entry(rest.of(contents.obj), lambda tensors: contents.read(tensors, None))
-        return entries, damaged if found.is_unfinished else rest.lost
+        entries, lost = without_entries(contents.obj, {*damaged, *_opaque_in(contents.obj)})
+        if found.is_unfinished:  # they are not in the object
+            lost += damaged
+        path = name_of(file)
+        return read_entry(entries, lambda tensors: contents.read(tensors, None), path), lost
+
+
+def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of an object without some leaves, by their dotted names.
+
+    Returns
+    -------
+    entries : dict
+        What is left.
+    lost : list of str
+        Names of what was left out: these, and lists and tuples that hold one, because the places of
+        the others would change.
+    """
+    rest = _Rest(names)
+    return rest.of(obj), rest.lost
+
+
+def without_opaque(obj: Any) -> tuple[Any, list[str]]:
+    """Return a copy of an object without what is not built, and the names of that."""
+    opaque = _opaque_in(obj)
+    return without_entries(obj, opaque) if opaque and isinstance(obj, Mapping) else (obj, [])
+
+
+def _opaque_in(obj: Any) -> set[str]:
+    tree = EntryTree(obj)
+    leaves = [node for n, node in enumerate(tree.nodes) if not tree.is_container(n)]
+    return {node.name for node in leaves if holds_opaque((node.key, node.value))}
 
 
 class _Rest:
@@ -150,7 +181,7 @@ class _Rest:
         Names of what was left out.
     """
 
-    def __init__(self, damaged: set[str]) -> None:
+    def __init__(self, damaged: Set[str]) -> None:
         self.lost: list[str] = []
         self._damaged = damaged
         self._made: dict[int, Any] = {}

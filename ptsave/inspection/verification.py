@@ -30,7 +30,6 @@ from ptsave.contents.recovery import recover as recovery_of
 from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError, NotCheckpointError
 from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
-from ptsave.inspection.required_globals import unsafe_globals
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.progress import ProgressCallback, progress_from
@@ -341,6 +340,7 @@ def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> 
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return _Tensors([], {})
     reader.check_version()
+    reader.leaves_opaque = True
     if not can_defer_reading(reader, restricted_unpickler):
         return _tensors_made_of_values(source, reader, is_damaged)
     contents = UnreadContents(reader)
@@ -363,8 +363,8 @@ def _tensors_made_of_values(
         users.setdefault(record, []).append(name)
     if found and is_damaged:
         return _Tensors([*dict.fromkeys(name for name, _ in found)], users)
-    pickle = io.BytesIO(reader.get_record("data.pkl"))
-    if is_damaged or unsafe_globals(globals_in_pickle(pickle, reader.path)):
+    globals_in_pickle(io.BytesIO(reader.get_record("data.pkl")), reader.path)  # finds damage
+    if is_damaged:
         raise UnpicklingError  # before anything is loaded for it
     tree = EntryTree(open_file(source, verify=True).obj)
     return _Tensors(_names_in(tree), users, tree.is_whole)

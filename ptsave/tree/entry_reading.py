@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, items_of, set_attributes, walk
+from ptsave.tree.opaque import refuse_opaque
 
 __all__ = ["leaves_of", "read_entry", "require_picklable", "tensors_over"]
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
-def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
+def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]], name: str) -> Any:
     """Return an entry of an archive, with values.
 
     Parameters
@@ -27,7 +28,15 @@ def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> 
         shared in the result, too.
     read : callable
         Returns tensors with values for some without.
+    name : str
+        What is read, for messages.
+
+    Raises
+    ------
+    pickle.UnpicklingError
+        If it holds an object that is not built.
     """
+    refuse_opaque(entry, name)
     leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
     found = read([*map(_tensor_over, leaves.values())])
     made: dict[int, Any] = {

@@ -17,6 +17,7 @@ from ptsave.tree.containers import (
     nested_too_deep,
     walk_entries,
 )
+from ptsave.tree.opaque import type_name_of
 from ptsave.tree.paths import MAX_DEPTH, Path
 
 __all__ = ["Flattened", "flatten"]
@@ -136,7 +137,7 @@ def _remark_on_metadata(container: Any, name: str, result: Flattened) -> None:
 def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str | None:
     """Return why a format of plain tensors cannot hold something; None if it can."""
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return type_name_of(value)
     if value.layout != torch.strided:
         return f"a {str(value.layout).removeprefix('torch.')} tensor"
     if value.is_quantized:

@@ -526,6 +526,7 @@ class _Records(dict[str, bytes]):
     """As much of torch's reader as its unpickling needs; every storage is the same fixed memory."""
 
     memory = torch.from_numpy(np.ones(64, dtype=np.uint8)).untyped_storage()  # cannot be resized
+    leaves_opaque = False
 
     def has_record(self, name: str) -> bool:
         return name in self

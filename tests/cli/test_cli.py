@@ -91,8 +91,9 @@ def test_help_has_examples(failing: click.Command) -> None:
 
 def test_refusal_of_weights_only_is_short(tmp_path: Path) -> None:
     """torch's own message is a page, of which the advice is for programs."""
-    torch.save({"where": tmp_path}, tmp_path / "file.pt")
-    torch.save([Runs(os.getcwd)], tmp_path / "never.pt")
+    old = {"_use_new_zipfile_serialization": False}  # of which torch's loader makes the object
+    torch.save({"where": tmp_path}, tmp_path / "file.pt", **old)
+    torch.save([Runs(os.getcwd)], tmp_path / "never.pt", **old)
     path_type = f"{type(tmp_path).__module__}.PosixPath"  # pathlib._local's from Python 3.13 on
     for name, needed in (("file.pt", path_type), ("never.pt", "posix.getcwd")):
         result = CliRunner().invoke(commands, ["ls", str(tmp_path / name)])

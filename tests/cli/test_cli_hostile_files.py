@@ -134,7 +134,7 @@ def test_advice_on_numpy_is_enough(tmp_path: Path) -> None:
 def test_what_is_refused_in_which_file(tmp_path: Path) -> None:
     plain, other, odd = (tmp_path / name for name in ("plain.pt", "other one.pt", "odd.pt"))
     torch.save([1], plain)
-    torch.save([np.float64(1)], other)
+    torch.save([np.float64(1)], other, _use_new_zipfile_serialization=False)
     message = run("diff", plain, other).stderr
     assert message.startswith(f"ptsave: {other} needs more than")
     assert "`ptsave globals FILE`" in message

@@ -112,7 +112,10 @@ def test_every_file_counts(
 
 def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     a, b = pair_of(make_trainer, tmp_path)
-    torch.save(argparse.Namespace(lr=0.2), b / "training_args.bin")
+    arguments = argparse.Namespace(lr=0.2)
+    torch.save(arguments, b / "training_args.bin")
+    assert [each.name for each in compare(a, b).differences] == ["training_args.bin"]
+    torch.save(arguments, b / "training_args.bin", _use_new_zipfile_serialization=False)
     found = compare(a, b)
     assert not found.equal
     assert not found.differences

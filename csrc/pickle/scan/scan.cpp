@@ -65,6 +65,7 @@ enum class Kind : std::uint8_t {
   kTensor,       // or a Parameter
   kArray,  // NumPy's array, scalar, dtype or class of arrays, or a tuple of such and plain values
   kFunction,  // index: into kFunctions
+  kOpaque,    // an opaque global, or what it would make, whatever that is given
 };
 
 struct Value {
@@ -150,9 +151,11 @@ bool is_storage_type(std::string_view module, std::string_view name) {
 
 class Machine {
  public:
-  Machine(std::string_view pickle, const std::unordered_set<std::string>& dtypes)
+  Machine(std::string_view pickle, const std::unordered_set<std::string>& dtypes,
+          const std::unordered_set<std::string>& opaque)
       : cursor_(pickle),
         dtypes_(dtypes),
+        opaque_(opaque),
         max_memo_size_(std::max<std::size_t>(pickle.size(), 256)) {}
 
   bool run() {
@@ -284,6 +287,7 @@ class Machine {
   bool global();
   bool persistent_id();
   bool reduce();
+  bool new_object();
   bool build();
   bool accepts(std::string_view signature, Value arguments) const;
   bool accepts_one(char expected, Value argument) const;
@@ -295,6 +299,7 @@ class Machine {
 
   Cursor cursor_;
   const std::unordered_set<std::string>& dtypes_;
+  const std::unordered_set<std::string>& opaque_;
   std::size_t max_memo_size_;
   std::vector<Value> stack_;
   std::vector<std::uint32_t> marks_;  // sizes of the stack
@@ -339,8 +344,10 @@ bool Machine::extend_list(std::size_t n) {
   // Only exact lists: of any other object the method `append` is called, which an attribute can be.
   if (depth() <= n) return false;
   const Value list = stack_[stack_.size() - n - 1];
-  if (list.kind != Kind::kList) return false;
-  for (const Value value : top(n)) store(list, value);
+  if (list.kind != Kind::kList && list.kind != Kind::kOpaque) return false;
+  if (list.kind == Kind::kList) {
+    for (const Value value : top(n)) store(list, value);
+  }
   drop(n);
   return true;
 }
@@ -348,9 +355,10 @@ bool Machine::extend_list(std::size_t n) {
 bool Machine::update_dict(std::size_t n) {
   if (depth() <= n || n % 2 != 0) return false;
   const Value dict = stack_[stack_.size() - n - 1];
-  if (dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) return false;
-  const std::span<const Value> items = top(n);
-  for (std::size_t i = 0; i < n; i += 2) {
+  const bool is_opaque = dict.kind == Kind::kOpaque;
+  if (!is_opaque && dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) return false;
+  const std::span<const Value> items = top(is_opaque ? 0 : n);
+  for (std::size_t i = 0; i < items.size(); i += 2) {
     // A tensor's hash is its address, but a key with the same hash would be compared with its
     // values.
     if (!is_plain(items[i])) return false;
@@ -370,6 +378,9 @@ bool Machine::global() {
   }
   if (is_storage_type(module, name)) return push(Kind::kStorageType);
   if (module == "numpy" && name == "ndarray") return push(Kind::kArray);
+  if (opaque_.contains(std::string(module) + '\n' + std::string(name))) {
+    return push(Kind::kOpaque);
+  }
   return module == "torch" && dtypes_.contains(std::string(name)) && push(Kind::kPlain);
 }
 
@@ -385,11 +396,17 @@ bool Machine::reduce() {
   if (depth() < 2) return false;
   const Value arguments = take_top();
   const Value callable = take_top();
+  if (callable.kind == Kind::kOpaque) return push(Kind::kOpaque);
   if (callable.kind != Kind::kFunction) return false;
   const Function& function = kFunctions[callable.index];
   if (!accepts(function.signature, arguments)) return false;
   return function.result == Kind::kOrderedDict ? container<Kind::kOrderedDict>()
                                                : push(function.result);
+}
+
+// Only what is opaque may be made like this: the machine makes it as it would call it.
+bool Machine::new_object() {
+  return depth() >= 2 && stack_[stack_.size() - 2].kind == Kind::kOpaque && reduce();
 }
 
 bool Machine::accepts(std::string_view signature, Value arguments) const {
@@ -432,6 +449,7 @@ bool Machine::build() {
   const Value object = stack_.back();
   // An array takes bytes or plain values; arrays of objects come with a list, which is refused.
   if (object.kind == Kind::kArray) return is_apart(state);
+  if (object.kind == Kind::kOpaque) return true;
   // Exact dicts and OrderedDicts only: they run no method of the state.  And once only: an
   // attribute
   // __setstate__ would be called the second time.
@@ -442,7 +460,7 @@ bool Machine::build() {
   return true;
 }
 
-// The opcodes of torch.save: pickle protocol 2, without those for objects of classes (NEWOBJ, EXT).
+// The opcodes of torch.save: pickle protocol 2, without EXT.
 constexpr Machine::Steps Machine::steps() {
   Steps steps{};
   steps[opcode::kNone] = steps[opcode::kNewTrue] = steps[opcode::kNewFalse] = &Machine::plain<0>;
@@ -473,6 +491,7 @@ constexpr Machine::Steps Machine::steps() {
   steps[opcode::kGlobal] = &Machine::global;
   steps[opcode::kBinPersId] = &Machine::persistent_id;
   steps[opcode::kReduce] = &Machine::reduce;
+  steps[opcode::kNewObj] = &Machine::new_object;
   steps[opcode::kBuild] = &Machine::build;
   return steps;
 }
@@ -481,10 +500,11 @@ constexpr Machine::Steps Machine::kSteps = Machine::steps();
 
 }  // namespace
 
-bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::string>& dtypes) {
+bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::string>& dtypes,
+                      const std::unordered_set<std::string>& opaque) {
   // Each byte adds at most one value to anything that is counted in 32 bits.
   if (pickle.size() > std::numeric_limits<std::uint32_t>::max()) return false;
-  return Machine(pickle, dtypes).run();
+  return Machine(pickle, dtypes, opaque).run();
 }
 
 }  // namespace ptsave

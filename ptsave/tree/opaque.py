@@ -1,0 +1,144 @@
+"""`Opaque`: an object in a file that is not built, so that a look at it needs no trust."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ptsave.support.tensor_types import is_tensor
+from ptsave.tree.containers import items_of, walk
+
+__all__ = [
+    "Opaque",
+    "comparable",
+    "holds_opaque",
+    "parts_of_opaque",
+    "refuse_opaque",
+    "type_name_of",
+]
+
+_BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+
+
+class Opaque:
+    """A class, a function or an object that a pickle names, and that is not built.
+
+    Parameters
+    ----------
+    type_name : str
+        Full name of the class or function, or of that which would make the object.
+    parts : list
+        What the pickle gives to it: names of steps, and their operands.
+    """
+
+    __slots__ = ("parts", "type_name")
+
+    def __init__(self, type_name: str, parts: list[Any]) -> None:
+        self.type_name = type_name
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name}>"
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Note an item, as the engine's unpickler sets those of a dict."""
+        self.parts += ["item", key, value]
+
+    def made_with(self, arguments: Any) -> Opaque:
+        """Return what a call of this class or function would make."""
+        name = self.type_name
+        if name in _BY_CLASS and type(arguments) is tuple and arguments:
+            name = getattr(arguments[0], "type_name", name)
+        return Opaque(name, ["made by", self.type_name, arguments])
+
+
+def type_name_of(value: Any) -> str:
+    """Return the name of the class of a value, also of one that is not built.
+
+    >>> type_name_of([]), type_name_of(Opaque("argparse.Namespace", []))
+    ('list', 'argparse.Namespace')
+    """
+    return value.type_name if isinstance(value, Opaque) else type(value).__name__
+
+
+def holds_opaque(value: Any) -> Opaque | None:
+    """Return the first object in a value, or the value itself, that is not built; or None."""
+    found = walk(value, _CONTAINERS, keys=True)
+    return next((each for each in found if isinstance(each, Opaque)), None)
+
+
+def refuse_opaque(value: Any, name: str) -> None:
+    """Refuse a value that holds an object that is not built.
+
+    Parameters
+    ----------
+    value : object
+        The value.
+    name : str
+        Where it lies, for the message.
+
+    Raises
+    ------
+    pickle.UnpicklingError
+        It names the class, and says how to trust it.
+    """
+    found = holds_opaque(value)
+    if found is None:
+        return
+    raise pickle.UnpicklingError(
+        f"{name} needs {found.type_name}, which is not built, as that runs code: if you trust "
+        f"the file, allow it with torch.serialization.add_safe_globals([{found.type_name}]), with "
+        f"--trust {found.type_name} of the command, or all of it with ptsave.load(..., "
+        "weights_only=False)"
+    )
+
+
+def parts_of_opaque(opaque: Opaque) -> tuple[list[Any], list[Any]]:
+    """Return all that two objects have to have in common to be equal, and the tensors in them.
+
+    Returns
+    -------
+    parts : list
+        Names, types and values, in the order of the pickle; a number in the place of each tensor,
+        and of each container that is met again.
+    tensors : list of torch.Tensor
+        Their values are to be compared, too.
+    """
+    parts: list[Any] = []
+    tensors: list[Any] = []
+    numbers: dict[int, int] = {}
+    pending: list[Any] = [opaque]
+    while pending:
+        value = pending.pop()
+        if is_tensor(value):
+            tensors.append(value)
+            parts += ["tensor", len(tensors)]
+        elif not isinstance(value, (Opaque, *_CONTAINERS)):
+            parts.append(comparable(value))
+        elif id(value) in numbers:
+            parts += ["again", numbers[id(value)]]
+        else:
+            numbers[id(value)] = len(numbers)
+            inner = [*_inner_parts(value)]
+            parts += [type_name_of(value), len(inner)]
+            pending += reversed(inner)
+    return parts, tensors
+
+
+def _inner_parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Opaque):
+        return value.parts
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    return [part for item in items_of(value) for part in item]
+
+
+def comparable(value: Any) -> Any:
+    """Return something that is equal to itself, NaN and NumPy's arrays included."""
+    if hasattr(value, "tobytes"):
+        return type(value), str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
+    return type(value), value
