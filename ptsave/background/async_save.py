@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
-from ptsave.writing.targets import resolve_target
+from ptsave.writing.targets import absolute, resolve_target
 
 __all__ = ["async_save", "release_staging_memory"]
 
@@ -125,8 +124,8 @@ def async_save(
         )
     log_api_usage("torch.save")
     named = target = resolve_target(f, storage_options)
-    if isinstance(named, str) and not os.path.isabs(named):
-        target = os.path.join(os.getcwd(), named)  # not normalized: links decide where ".." leads
+    if isinstance(named, str):
+        target = absolute(named)
     data, storages = pickle_object(obj, pickle_module, pickle_protocol)
     if weights_only_check:
         from ptsave.writing.weights_only_check import warn_of_refusals

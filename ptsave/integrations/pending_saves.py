@@ -22,7 +22,7 @@ from ptsave.background.saves import release_own
 from ptsave.errors import add_note
 from ptsave.integrations.staged_files import StagedFile
 from ptsave.sources.urls import is_url_target
-from ptsave.writing.targets import resolve_file
+from ptsave.writing.targets import absolute, resolve_file
 from ptsave.writing.url_targets import UrlTarget, save_errors
 
 __all__ = ["PendingSaves", "make_parent", "path_key", "remove_checkpoint"]
@@ -213,8 +213,7 @@ def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = Non
 
 
 def _absolute(path: str) -> str:
-    """Return a path that means the same in any directory; not normalized, as links may be in it."""
-    return path if is_url_target(path) else os.path.join(os.getcwd(), path)
+    return path if is_url_target(path) else absolute(path)
 
 
 def path_key(path: str) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "Named",
     "bare_name",
     "best_names",
+    "is_flat",
     "is_name_keyed",
     "names_in",
     "refuse_sharded",
@@ -55,7 +56,7 @@ def is_name_keyed(state_dict: Any) -> bool:
     """
     if not isinstance(state_dict, Mapping):
         return False
-    if _is_flat(state_dict):
+    if is_flat(state_dict):
         return True
     groups = state_dict.get(_GROUPS)
     if not isinstance(groups, (list, tuple)):
@@ -64,7 +65,8 @@ def is_name_keyed(state_dict: Any) -> bool:
     return bool(ids) and all(isinstance(each, str) for each in ids)
 
 
-def _is_flat(state_dict: Mapping[Any, Any]) -> bool:
+def is_flat(state_dict: Mapping[Any, Any]) -> bool:
+    """Whether a state dict has no groups, but a key for each of their values."""
     keys = [*state_dict]
     return bool(keys) and all(isinstance(key, str) and key.startswith(_FLAT) for key in keys)
 
@@ -82,7 +84,7 @@ def regrouped(state_dict: Any) -> Any:
     >>> regrouped({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
     {'state': {'a.b': {'step': 1}}, 'param_groups': [{'params': ['a.b'], 'lr': 0.1}]}
     """
-    if not _is_flat(state_dict):
+    if not is_flat(state_dict):
         return state_dict
     groups: dict[str, dict[str, Any]] = {}
     for key, value in items_of(state_dict):

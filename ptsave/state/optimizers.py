@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier, CopyNow, LookOnly
-from ptsave.state.name_keyed import Named, is_name_keyed, names_in, refuse_sharded, regrouped
+from ptsave.state.name_keyed import (
+    Named,
+    is_flat,
+    is_name_keyed,
+    names_in,
+    refuse_sharded,
+    regrouped,
+)
 from ptsave.state.optimizer_cast import PresentState, StateCaster
 from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
 from ptsave.state.optimizer_names import leave_mismatched_out, match_by_name
@@ -164,6 +171,7 @@ def load_optimizer(
             )
         _show(copier, state_dict)
         return optimizer.load_state_dict(state_dict)
+    matching = matching.resolved(optimizer, state_dict)
     if matching.match != "order":
         state_dict = regrouped(state_dict)
     state_dict = _run_pre_hooks(optimizer, state_dict, copier)
@@ -191,7 +199,8 @@ class Matching:
     ----------
     match, names, named_parameters, strict
         As for `load_optimizer_state_dict`.  None as `match`: by name where the file has names in
-        the places of numbers, in any form of torch.distributed.checkpoint's; otherwise by order.
+        the places of numbers, in any form of torch.distributed.checkpoint's, and something names
+        the optimizer's parameters; otherwise by order.
     namings : sequence of sequences of (str, Tensor), optional
         Ways of naming the optimizer's parameters beside its own names.
     rename : callable, optional
@@ -215,6 +224,16 @@ class Matching:
             raise ValueError(f'match must be "order" or "name", not {self.match!r}')
         if self.match == "order" and (self.names is not None or self.named_parameters is not None):
             raise ValueError('names and named_parameters are only looked at with match="name"')
+
+    def resolved(self, optimizer: Any, state_dict: Mapping[Any, Any]) -> Matching:
+        """Return the same, by order where nothing names the optimizer's parameters: as torch."""
+        names_any = self.namings or self.named_parameters is not None or self.rename is not None
+        groups = optimizer.param_groups
+        if self.match is not None or names_any or is_flat(state_dict):
+            return self
+        if any("param_names" in group for group in groups):
+            return self
+        return replace(self, match="order")
 
     def assign(self, optimizer: Any, state_dict: Any, copier: Copier) -> Assignment:
         """Match the parameters of a state dict with groups."""
@@ -260,6 +279,7 @@ def check_optimizer(
     has_hooks = optimizer_pre_hooks_of(optimizer)
     if not has_hooks and type(state_dict) in (dict, OrderedDict):
         skipped: list[Mismatch] | None = None if matching.mismatched is None else []
+        matching = matching.resolved(optimizer, state_dict)
         trial = replace(matching, mismatched=skipped)
         trial.check()
         state_dict = state_dict if matching.match == "order" else regrouped(state_dict)

@@ -39,6 +39,7 @@ __all__ = [
     "FileTarget",
     "FileWriter",
     "TargetWriter",
+    "absolute",
     "direct_nbytes",
     "exists",
     "is_url_file",
@@ -501,7 +502,21 @@ def _writable_status(path: str) -> os.stat_result | None:
 def _resolved(path: str) -> str | None:
     """Return the absolute name of the file behind links; None for a link to an open file."""
     target = _C.resolve_links(os.fsencode(path))
-    return None if target is None else os.path.join(os.getcwd(), os.fsdecode(target))
+    return None if target is None else absolute(os.fsdecode(target))
+
+
+def absolute(path: str) -> str:
+    """Return a path that means the same in any directory; not normalized, as links may be in it.
+
+    An absolute one needs no working directory, which may have been deleted.
+    """
+    if os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.getcwd(), path)
+    except FileNotFoundError:
+        reason = "the working directory has been deleted: use an absolute path"
+        raise SaveError(errno.ENOENT, reason, path) from None
 
 
 def _can_replace(target: str, status: os.stat_result | None) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _system import in_child
 
 import ptsave
 from ptsave import errors
@@ -146,3 +147,21 @@ def test_errors_of_malformed_pickles_can_be_pickled() -> None:
         assert type(again) is kind
         assert str(again) == "message"
         assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_deleted_working_directory(tmp_path: Path, save: Callable[[Path], None]) -> None:
+    """As with torch.save an absolute path needs none; of a relative one the error says why."""
+
+    def without_directory() -> None:
+        (tmp_path / "gone").mkdir()
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        save(tmp_path / "file.pt")
+        with pytest.raises(ptsave.SaveError) as caught:
+            save(Path("file.pt"))
+        assert caught.value.errno == errno.ENOENT
+        assert "working directory" in str(caught.value) or save is save_in_place
+
+    in_child(without_directory)
+    assert torch.load(tmp_path / "file.pt")
