@@ -7,8 +7,8 @@ import sys
 import threading
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
@@ -189,10 +189,16 @@ def _to_the_end(step: Callable[..., None], *args: object) -> None:
     job: Future[None] = Future()
     try:
         try:
-            start_new_thread(_run, (job, step, args))
-        except RuntimeError:  # out of threads, or at the end of the process
+            start_new_thread(_run, (job, step, args, _Watch(job)))
+        except (RuntimeError, MemoryError):  # out of threads, or at the end of the process
+            job = Future()
             _run(job, step, args)
-        job.exception()  # waits
+        while not job.done():
+            with suppress(CancelledError):
+                job.exception()  # waits
+        if job.cancelled():  # the thread found no memory to begin it
+            job = Future()
+            _run(job, step, args)
     except BaseException:
         if job.cancel():  # no thread has begun it
             step(*args)
@@ -202,7 +208,26 @@ def _to_the_end(step: Callable[..., None], *args: object) -> None:
     job.result()
 
 
-def _run(job: Future[None], step: Callable[..., None], args: tuple[object, ...]) -> None:
+class _Watch:
+    """Ends a job whose thread has ended without it, as one does that finds no memory at its start.
+
+    The thread holds it, and lets go of it in the end.
+    """
+
+    def __init__(self, job: Future[None]) -> None:
+        self._job = job
+
+    def __del__(self) -> None:
+        if not self._job.cancel() and not self._job.done():
+            self._job.set_exception(MemoryError("a thread ran out of memory"))
+
+
+def _run(
+    job: Future[None],
+    step: Callable[..., None],
+    args: tuple[object, ...],
+    watch: _Watch | None = None,
+) -> None:
     if not job.set_running_or_notify_cancel():
         return
     try:

@@ -1,13 +1,16 @@
-"""Maps the engine's FormatError to CorruptCheckpointError, in torch's words if it has some."""
+"""Maps the engine's errors to those of Python: FormatError to CorruptCheckpointError."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from ptsave import _C
 from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptPickleError
+from ptsave.support.text import size_text
 
-__all__ = ["bare_message", "corrupt", "raise_corrupt"]
+__all__ = ["bare_message", "corrupt", "naming_what_needs_memory", "raise_corrupt"]
 
 
 def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
@@ -27,6 +30,20 @@ def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
     kind = CorruptPickleError if record == "data.pkl" else CorruptCheckpointError
     message = f"{path}: {'; '.join(parts)}"
     return kind(message, path=path, record=record, offset=offset)
+
+
+@contextmanager
+def naming_what_needs_memory(path: str, nbytes: int) -> Iterator[None]:
+    """Name the file and its size in a `MemoryError` that says nothing."""
+    try:
+        yield
+    except MemoryError as error:
+        if str(error) not in ("", "std::bad_alloc"):
+            raise
+        raise MemoryError(
+            f"{path}: the system has no memory for its {size_text(nbytes)}: free some, raise the "
+            "limit (ulimit -v, a container's), or read parts of it with ptsave.open"
+        ) from None
 
 
 def bare_message(error: BaseException, path: str) -> str:

@@ -32,7 +32,7 @@ from ptsave.archive.filling import (
     may_reach_accelerator,
     verifies_storages,
 )
-from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.format_errors import naming_what_needs_memory, raise_corrupt
 from ptsave.archive.reader import RecordReader, UnfilledView
 from ptsave.errors import MalformedPickleError
 from ptsave.support.torch_serialization import (
@@ -315,7 +315,8 @@ def _unpickle_to_places(
 def _reserve(reader: RecordReader) -> None:
     """Give storages their places without reading them; `fill` does that."""
     try:
-        reader.engine.reserve()
+        with naming_what_needs_memory(reader.path, reader.engine.nbytes):
+            reader.engine.reserve()
     except _C.FormatError as error:
         raise_corrupt(error, reader.path)
     reader.wait_for_bytes = False

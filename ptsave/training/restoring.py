@@ -22,6 +22,7 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave import _C
 from ptsave.archive.filling import fill, verifies_storages
+from ptsave.archive.format_errors import naming_what_needs_memory
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
@@ -158,7 +159,8 @@ def _restoring_from(
                 locations = {str(map_location)} - {"cpu"}
                 check_locations(locations)
             yield holder.pop(), copier, locations
-            copier.finish()
+            with naming_what_needs_memory(reader.path, reader.engine.nbytes):
+                copier.finish()
         except BaseException as error:
             _tell_what_changed(error, reader, copier.changed())
             raise

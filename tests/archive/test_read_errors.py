@@ -149,3 +149,44 @@ def test_read_errors_name_the_file(shim: Path, tmp_path: Path, kind: str) -> Non
     wrong, untouched = json.loads(ended.stdout)
     assert not wrong, "\n".join(wrong)
     assert not untouched, "their first read is to fail"
+
+
+_LIMITED = """
+import os, resource, sys, torch, ptsave
+from ptsave.training import checkpoint
+
+path, extra = sys.argv[1], int(sys.argv[2])
+with open(path, "rb") as file:  # not in the page cache: buffers are needed
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+target = {"weight": torch.zeros(16 << 20)}
+ptsave.preload()
+used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + extra,) * 2)
+call = ptsave.load if sys.argv[3] == "load" else lambda path: ptsave.load_into(path, target)
+try:
+    call(path)
+except MemoryError as error:
+    print(error)
+else:
+    print("loaded")
+"""
+
+
+@pytest.mark.parametrize("call", ["load", "load_into"])
+def test_a_limit_of_memory(tmp_path: Path, call: str) -> None:
+    """With room for the tensors and little else there are fewer buffers, or none."""
+    path = tmp_path / "file.pt"
+    torch.save({"weight": torch.ones(16 << 20)}, path)
+    nbytes = path.stat().st_size
+    refusal = f"{path}: the system has no memory for its 64.0 MiB"
+    cases = {nbytes + (8 << 20): "loaded", nbytes + (60 << 20): "loaded", nbytes // 2: refusal}
+    for extra, words in cases.items():
+        result = subprocess.run(
+            [sys.executable, "-c", _LIMITED, path, str(extra), call],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        )
+        assert result.stdout.startswith(words), extra

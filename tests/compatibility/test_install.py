@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -524,6 +525,48 @@ def test_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with ptsave.installed():
         assert torch.save is ptsave.save
     assert functions() == before
+
+
+def test_a_thread_that_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before it has called anything, or amid the step."""
+    start = ptsave.installation.start_new_thread
+    before = functions()
+    monkeypatch.setattr(ptsave.installation, "start_new_thread", lambda *_: None)
+    with ptsave.installed():
+        assert torch.save is ptsave.save
+    assert functions() == before
+
+    def begin(job: Any, *_: object) -> None:
+        job.set_running_or_notify_cancel()
+
+    monkeypatch.setattr(
+        ptsave.installation, "start_new_thread", lambda _, arguments: start(begin, arguments)
+    )
+    with pytest.raises(MemoryError, match="a thread ran out of memory"), ptsave.installed():
+        pass
+    monkeypatch.undo()
+    assert functions() == before
+
+
+def test_a_handler_that_raises_while_the_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises, the step is done once."""
+    n_steps = []
+
+    def step() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        time.sleep(0.1)
+        n_steps.append(1)
+
+    def handle(*_: object) -> None:
+        raise RuntimeError("a handler's")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(RuntimeError, match="a handler's"):
+            ptsave.installation._to_the_end(step)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert n_steps == [1]
 
 
 def test_imports_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

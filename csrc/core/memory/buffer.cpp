@@ -128,8 +128,15 @@ void Mapping::abandon() noexcept {
   nbytes_ = 0;
 }
 
-BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes)
-    : memory_(count * align_up(buffer_nbytes, page_nbytes())) {
+BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes) {
+  for (;; count /= 2) {
+    try {
+      memory_ = Mapping(count * align_up(buffer_nbytes, page_nbytes()));
+      break;
+    } catch (const std::bad_alloc&) {  // as under `ulimit -v`
+      if (count <= 1) throw;
+    }
+  }
   free_.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
     free_.push_back(memory_.data() + i * align_up(buffer_nbytes, page_nbytes()));

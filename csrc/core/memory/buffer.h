@@ -63,8 +63,9 @@ class Mapping {
   mutable std::atomic<std::optional<PageKind>> kind_{PageKind::kSmall};
 };
 
-// A fixed number of equal buffers: the memory budget of a pipeline.  Waiting for a lease is the
-// back-pressure.  Safe for concurrent use; must outlive its leases.
+// A fixed number of equal buffers: the memory budget of a pipeline; fewer, but at least one, where
+// there is no memory for more.  Waiting for a lease is the back-pressure.  Safe for concurrent use;
+// must outlive its leases.
 class BufferPool {
  public:
   BufferPool(std::size_t count, std::size_t buffer_nbytes);

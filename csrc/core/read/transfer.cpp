@@ -185,6 +185,11 @@ void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
   const std::uint64_t offset = chunk.archive_position(intake.at());
   const std::size_t block = source_.block_nbytes();
   if (offset % block != 0) return;
+  try {
+    buffers();
+  } catch (const std::bad_alloc&) {
+    return;  // the page cache needs none
+  }
   const BufferPool::Lease buffer(buffers());
   const std::size_t nbytes = intake.nbytes_left();
   const bool was_read = [&] {
