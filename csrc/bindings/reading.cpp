@@ -68,9 +68,11 @@ class Reader final : public StorageSource {
   static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {
     const py::buffer_info info = buffer.request();
     const auto nbytes = static_cast<std::uint64_t>(info.size * info.itemsize);
-    // A memoryview holds the export, so that the buffer's owner cannot resize it meanwhile.
+    // A memoryview of its own holds the export: whoever gave the buffer may release that.
+    auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(buffer.ptr()));
+    if (!view) throw py::error_already_set();
     return std::make_unique<Reader>(
-        ByteSource(static_cast<const std::byte*>(info.ptr), nbytes, name), py::memoryview(buffer));
+        ByteSource(static_cast<const std::byte*>(info.ptr), nbytes, name), std::move(view));
   }
 
   // Not while anything is being read.

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip
+from safetensors.torch import save as safetensors_save
 from safetensors.torch import save_file
 from stock_comparison import (
     assert_same_object,
@@ -556,6 +557,40 @@ def test_only_the_restricted_machine_runs(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------- files, threads, closing
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_a_stream_that_nobody_else_holds(kind: str) -> None:
+    """Its memory stays while the archive does, and cannot be moved meanwhile."""
+    weight = torch.arange(3000.0)
+    stream = io.BytesIO()
+    torch.save({"weight": weight}, stream)
+    if kind == "safetensors":
+        stream = io.BytesIO(safetensors_save({"weight": weight}))
+    stream.seek(0)
+    archive = ptsave.open(stream)
+    with pytest.raises(BufferError):
+        stream.truncate(0)
+    del stream
+    gc.collect()
+    others = [bytearray(13_000) for _ in range(100)]
+    assert torch.equal(archive.get_tensor("weight"), weight)
+    assert torch.equal(archive.get_slice("weight")[5:9], weight[5:9])
+    del others
+
+
+def test_a_stream_may_change_when_the_archive_is_closed() -> None:
+    stream = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, stream)
+    with ptsave.open(io.BytesIO(stream.getvalue())):
+        pass
+    stream.seek(0)
+    with ptsave.open(stream) as archive:
+        weight = archive["weight"]
+    del archive
+    gc.collect()
+    stream.truncate(0)
+    assert weight.tolist() == [1, 1, 1]
 
 
 def test_file_objects(tmp_path: Path) -> None:
