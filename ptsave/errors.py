@@ -129,6 +129,10 @@ class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
     """The damaged record is the pickle: also the error that torch raises when it runs into that."""
 
 
+class CorruptRecordError(CorruptCheckpointError, ValueError):
+    """A small record does not hold what torch's loader expects, which is its ValueError."""
+
+
 class MalformedPickleError(CorruptPickleError):
     """The restricted unpickler could not go on, `offset` bytes into ``data.pkl``.
 

@@ -14,7 +14,7 @@ from torch.serialization import LoadEndianness
 
 from ptsave import _C
 from ptsave.archive.format_errors import raise_corrupt
-from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError
+from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptRecordError
 from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
@@ -220,8 +220,17 @@ class RecordReader:
         Raises
         ------
         CorruptCheckpointError
-            In the words of torch's reader.
+            In the words of torch's reader; also of a byte order or an alignment that it refuses.
         """
+        for name, pattern, what in (
+            (_BYTE_ORDER, rb"little|big", "Unknown endianness type"),
+            (".storage_alignment", rb"\s*[+-]?\d{1,18}\s*", "not an alignment"),
+        ):
+            if self.has_record(name) and not re.fullmatch(pattern, self.get_record(name)):
+                shown = self.get_record(name)[:_MAX_QUOTED].decode("latin-1")
+                raise CorruptRecordError(
+                    f"{self.path}: record {name}: {what}: {shown}", path=self.path, record=name
+                )
         name = ".data/version" if self.has_record(".data/version") else "version"
         if not self.has_record(name):
             self.fail(
