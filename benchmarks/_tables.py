@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptsave.bench.plot import Bar, Group
 
@@ -50,6 +50,14 @@ class Table:
     def is_of_goals(self) -> bool:
         """Return whether it says whether goals are met, of figures in the tables above it."""
         return _MET in self.header and _SPREAD not in self.header
+
+    def of_one_state(self) -> Table:
+        """Return the rows of the first state, as found, which is what a picture has room for."""
+        if _STATE not in self.header or not self.rows:
+            return self
+        place = self.header.index(_STATE)
+        rows = [row for row in self.rows if row[place] == self.rows[0][place]]
+        return replace(self, rows=rows)
 
     def column(self, number: int) -> list[str]:
         """Return the cells of a column."""

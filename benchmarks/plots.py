@@ -4,8 +4,8 @@
     python -m benchmarks.plots report.md --output pictures
 
 Each table of figures has a picture in two versions, `restore-1.svg` for light pages and
-`restore-1-dark.svg`. Tables of goals repeat figures of other tables, and have none. A table that
-cannot be drawn is an error.
+`restore-1-dark.svg`. Of a table with several states the first one, as found, is drawn. Tables of
+goals repeat figures of other tables, and have none. A table that cannot be drawn is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def draw_report(report: Path, folder: Path) -> dict[int, Path]:
         if table.is_of_goals():
             continue
         try:
-            svg = _svg(_draw(table))
+            svg = _svg(_draw(table.of_one_state()))
         except ValueError as error:
             raise ValueError(f"{report}, table {table.number}: {error}") from error
         pictures[table.number] = folder / f"{report.stem}-{table.number}.svg"
