@@ -44,6 +44,7 @@ nitpick_ignore_regex = [
     ("py:class", r"[^.]+"),  # types of attributes, in words: "mapping of str to int"
 ]
 
+autodoc_preserve_defaults = True  # as they are written, not the builder's values of them
 autodoc_typehints = "none"  # the docstrings have the types, in words
 autodoc_member_order = "bysource"
 add_module_names = False

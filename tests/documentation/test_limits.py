@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
+import pickle
 import re
 import struct
 import zlib
@@ -274,6 +275,35 @@ def _() -> None:
     crcs = [struct.pack("<I", zlib.crc32(each)) for each in (old, new)]
     Path("a.pt").write_bytes(data.replace(crcs[0], crcs[1]))
     assert ptsave.load("a.pt").eq(2).all()
+
+
+def refused(action: Callable[[], object]) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        action()
+
+
+@accepts("`load`, as `torch.load`")
+def _() -> None:
+    for name, value in (("path.pt", Path("a")), ("own.pt", Own())):
+        torch.save([value], name)
+        refused(lambda name=name: torch.load(name))  # type: ignore[misc]
+        refused(lambda name=name: ptsave.load(name))  # type: ignore[misc]
+
+
+@accepts("`load_into`, `load_checkpoint`, `AsyncCheckpointer.restore`")
+def _() -> None:
+    torch.save({"path": Path("a")}, "path.pt")
+    assert ptsave.load_checkpoint("path.pt") == {"path": Path("a")}
+    torch.save({"own": Own()}, "own.pt")
+    refused(lambda: ptsave.load_checkpoint("own.pt"))
+
+
+@accepts("`open`, `ls`, `extract`, `diff`, `verify`, `convert`, `compact`")
+def _() -> None:
+    torch.save({"path": Path("a"), "own": Own()}, "own.pt")
+    with ptsave.open("own.pt") as archive:
+        assert archive["path"] == Path("a")
+        refused(lambda: archive["own"])
 
 
 def test_every_row_has_a_check() -> None:
