@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.sizes import parse_size
 from ptsave.tree.expansion import nbytes_of
 from ptsave.writing.folders import Folder, resolve_folder
-from ptsave.writing.targets import FileTarget
+from ptsave.writing.targets import FileTarget, name_of, resolve_file
 
 __all__ = [
     "FORMAT_FILES",
@@ -45,6 +46,7 @@ __all__ = [
     "split",
 ]
 
+_SHARD_SIZE = "5GB"
 # Formats of `save_model` by their public names; "pt" files have the suffix .bin in this layout.
 FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
 
@@ -53,7 +55,7 @@ def save_model(
     model_or_state_dict: nn.Module | Mapping[str, Tensor],
     directory: str | os.PathLike[str],
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = _SHARD_SIZE,
     format: Literal["safetensors", "pt"] = "safetensors",  # noqa: A002 (the usual name of this option)
     packed_modules_mapping: PackedModulesMapping | None = None,
     fsync: bool = False,
@@ -68,7 +70,8 @@ def save_model(
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
         The weights to save.
     directory : str or os.PathLike
-        Directory of the files, created if there is nothing; or a URL (``"s3://bucket/model"``).
+        Directory of the files, created if there is nothing; or a URL (``"s3://bucket/model"``).  A
+        name that ends with ``.safetensors``, and is no directory, is one file with all weights.
     max_shard_size : int or str, default "5GB"
         The bytes of tensors that a shard holds at most; a larger tensor has a shard of its own.  A
         number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
@@ -126,7 +129,11 @@ def save_model(
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
     check_flags(fsync=fsync)
     limit = parse_size(max_shard_size, "max_shard_size")
-    folder = resolve_folder(directory, storage_options)
+    file = _named_file(directory, storage_options)
+    if file is not None and (format != "safetensors" or max_shard_size != _SHARD_SIZE):
+        raise ValueError(
+            f"{name_of(file)} is one file: format and max_shard_size are for directories"
+        )
     state_dict = model_or_state_dict
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
@@ -139,8 +146,13 @@ def save_model(
     if format == "safetensors":
         check_safetensors(tensors)
     with pausing_garbage_collection():
-        shards = split(tensors, limit)
+        shards = split(tensors, sys.maxsize if file is not None else limit)
     shards[-1].objects = objects
+    if file is not None:
+        with save_errors(name_of(file)):
+            _write_safetensors(file, shards[0], fsync=fsync)
+        return
+    folder = resolve_folder(directory, storage_options)
     with save_errors(folder.name):
         folder.make()
         ShardSet(folder, format, shards, fsync).write()
@@ -157,6 +169,14 @@ class Shard:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     nbytes: int = 0
     objects: dict[str, Any] = field(default_factory=dict)
+
+
+def _named_file(path: Any, storage_options: Mapping[str, Any] | None) -> FileTarget | None:
+    """Return the safetensors file that a path or URL names; None if it names a directory."""
+    text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    if not text.endswith(".safetensors") or os.path.isdir(text):
+        return None
+    return resolve_file(path, storage_options)
 
 
 def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from _weights import assert_equal, tied_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stock_comparison import assert_same_object
 from torch import Tensor, nn
 
 import ptsave
@@ -489,3 +491,34 @@ def test_where_no_directory_can_be(tmp_path: Path, place: str) -> None:
         ptsave.save_model(make_model(), tmp_path / place)
     assert caught.value.errno
     assert caught.value.filename
+
+
+@pytest.mark.parametrize("kind", ["path", "pathlib", "url"])
+def test_one_safetensors_file(tmp_path: Path, kind: str) -> None:
+    """A name that ends so is a file, as for the library; of a model, or of any dict of tensors."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    model[0].bias = model[1].bias  # tied
+    path: Any = tmp_path / "model.safetensors"
+    target = {"path": str(path), "pathlib": path, "url": "memory://one/model.safetensors"}[kind]
+    ptsave.save_model(model, target, fsync=kind == "path")
+    if kind == "url":
+        fsspec.filesystem("memory").get("/one/model.safetensors", str(path))
+    tensors = load_file(path)
+    assert len(tensors) == 3
+    fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    fresh[0].bias = fresh[1].bias
+    ptsave.load_model(fresh, path)
+    assert_same_object(fresh.state_dict(), model.state_dict())
+    ptsave.save_model({"a": torch.ones(2)}, path)  # replaces it
+    assert_same_object(load_file(path), {"a": torch.ones(2)})
+    cases: tuple[dict[str, Any], ...] = ({"format": "pt"}, {"max_shard_size": "1GB"})
+    for options in cases:
+        with pytest.raises(ValueError, match="are for directories"):
+            ptsave.save_model(model, path, **options)
+    with pytest.raises(TypeError, match="not a tensor"):
+        ptsave.save_model({"a": 1}, path)  # type: ignore[dict-item]
+    with pytest.raises(ptsave.SaveError):
+        ptsave.save_model(model, tmp_path / "missing" / "model.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    ptsave.save_model(model, tmp_path / "folder.safetensors")
+    assert os.listdir(tmp_path / "folder.safetensors") == ["model.safetensors"]
