@@ -94,7 +94,7 @@ def command(
     for remark in found.remarks:
         note(ctx, remark)
     if as_json:
-        click.echo(json.dumps(_as_json(plan, found), indent=2))
+        click.echo(json.dumps(_as_json(plan, found)))
     else:
         rows = [
             row

@@ -130,7 +130,7 @@ def command(
         b_storage_options=b_storage_options,
     )
     if as_json:
-        click.echo(json.dumps(comparison_json(a, b, found, top), indent=2))
+        click.echo(json.dumps(comparison_json(a, b, found, top)))
     else:
         for remark in found.remarks:
             note(ctx, printable(remark))
@@ -166,7 +166,7 @@ def _show_captures(  # noqa: PLR0917
     if plot is not None:
         plot_errors(plot, found, f"{a} / {b}")
     if as_json:
-        click.echo(json.dumps(capture_json(a, b, found), indent=2))
+        click.echo(json.dumps(capture_json(a, b, found)))
     else:
         for remark in found.remarks:
             note(ctx, printable(remark))

@@ -57,6 +57,11 @@ def command(
     """
     if module is None and not arguments:
         raise click.UsageError("Name a script, or -m MODULE.")
+    if module is None and arguments[0].startswith("-") and arguments[0] != "-":
+        raise click.UsageError(
+            f"No such option: {arguments[0]}. Options of the program go behind its name: "
+            "ptsave run SCRIPT --epochs 3"
+        )
     words = {
         "safetensors": safetensors,
         "fsync": fsync,

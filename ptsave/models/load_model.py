@@ -200,7 +200,7 @@ def load_model(
     True
     """
     with failing_together(process_group, describe(path)):
-        _check_arguments(model, dtype)
+        _check_arguments(model, path, dtype)
         check_flags(
             strict=strict,
             ignore_mismatched_sizes=ignore_mismatched_sizes,
@@ -243,7 +243,9 @@ def load_model(
     return plan.report
 
 
-def _check_arguments(model: Any, dtype: Any) -> None:
+def _check_arguments(model: Any, path: Any, dtype: Any) -> None:
+    if isinstance(path, nn.Module):
+        raise TypeError("the arguments are in the wrong order: load_model(model, path)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module to fill, not {model!r:.100}")
     is_dtype = dtype is None or isinstance(dtype, torch.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,7 @@ def load_into(
     """
     with failing_together(process_group, describe(f)):
         check_flags(verify=verify)
+        _check_order(f, target)
         _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
         how = TargetOptions(
             strict,
@@ -172,6 +174,12 @@ def load_into(
             return result
         finally:
             del obj  # drop our reference: the copier reads only storages that are still referenced
+
+
+def _check_order(f: Any, target: Any) -> None:
+    """Recognise the order of `load_model`, where the target comes first."""
+    if isinstance(target, (str, os.PathLike)) and hasattr(f, "state_dict"):
+        raise TypeError("the arguments are in the wrong order: load_into(file, target)")
 
 
 def _check_options(target: Any, *, assign: bool, match: Match, key_mapping: Any) -> None:

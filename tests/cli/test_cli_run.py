@@ -88,6 +88,12 @@ def test_nothing_to_run() -> None:
     assert "Name a script" in result.output
 
 
+def test_options_of_the_program_go_behind_it() -> None:
+    result = CliRunner().invoke(commands, ["run", "--epochs", "3", "train.py"])
+    assert result.exit_code == 2
+    assert "--epochs. Options of the program go behind its name" in result.stderr
+
+
 @pytest.mark.parametrize("text", ["", "0"])
 def test_variable_that_is_off(text: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(

@@ -687,3 +687,15 @@ def test_rest_that_belongs_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="don't know how to restore data location"):
         ptsave.load_checkpoint(tmp_path / "c.pt", model=other, verify=False)
     assert_same_object(other.state_dict(), before)
+
+
+def test_arguments_in_the_wrong_order(tmp_path: Path) -> None:
+    """load_into takes the file first, load_model the model."""
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    file: Any = tmp_path / "model.pt"
+    for target in (model, torch.optim.SGD(model.parameters())):
+        with pytest.raises(TypeError, match=r"wrong order: load_into\(file, target\)"):
+            ptsave.load_into(target, file)
+    with pytest.raises(TypeError, match=r"wrong order: load_model\(model, path\)"):
+        ptsave.load_model(file, model)
