@@ -75,6 +75,10 @@ class _Opaque:
 _MEGATRON = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _Opaque}
 _GUARDED = (*_CLASSES, *_MEGATRON.values())
 _ALLOWED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
+# Checkpoints of older releases name these, with the same state and the same values.
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_ALLOWED[f"{_SHARDED_TENSOR}.TensorProperties"] = TensorProperties
+_ALLOWED[f"{_SHARDED_TENSOR}.MEM_FORMAT_ENCODING"] = torch_dcp.MemoryFormat
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
 
 

@@ -95,7 +95,7 @@ class StorageWriter(storage.StorageWriter):
         self._path = local_path(path)
         self._fsync = fsync
         self._overwrite = overwrite
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._rank = 0
         self._use_collectives = True
         self._is_staged = False
@@ -106,7 +106,7 @@ class StorageWriter(storage.StorageWriter):
         """Begin another save, to another directory if that is given."""
         if checkpoint_id:
             self._path = local_path(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         if self._is_staged:
             # In the thread of async_save, whose caller waits for the interpreter's lock.
             self._is_staged = False
@@ -165,7 +165,7 @@ class StorageWriter(storage.StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return the metadata of this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as _dcp
 from click.testing import CliRunner
+from stock_comparison import assert_same_object
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -590,3 +591,31 @@ def test_metadata_that_is_a_pipe(folder: Path) -> None:
     for read in (ptsave.open, lambda path: StorageReader(path).read_metadata()):
         with pytest.raises(OSError, match="it is a pipe"):
             read(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_of_an_older_torch(tmp_path: Path) -> None:
+    """It names the properties of ShardedTensor's, which have the same state."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    state = {"x": torch.arange(6.0)}
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    path = tmp_path / "old" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["x"].properties = TensorProperties(dtype=torch.float32)
+    path.write_bytes(pickle.dumps(metadata))
+    assert b"sharded_tensor.metadata" in path.read_bytes()
+    with ptsave.open(tmp_path / "old") as archive:
+        assert_same_object(archive["x"], state["x"])
+    target = {"x": torch.zeros(6)}
+    dcp.load(target, storage_reader=StorageReader(tmp_path / "old"), no_dist=True)
+    assert_same_object(target, state)
+
+
+def test_a_writer_has_the_id_of_its_save(tmp_path: Path) -> None:
+    """As torch's FileSystemWriter; a new save has a new one."""
+    writer = StorageWriter(tmp_path / "a")
+    first = writer.save_id
+    assert dcp.FileSystemWriter(tmp_path / "b").save_id != first
+    writer.reset(tmp_path / "c")
+    assert writer.save_id != first
