@@ -437,7 +437,10 @@ def capture(
     -----
     Code of ``torch.compile`` is captured, too: it is compiled anew when the capture begins, with a
     break of the graph at each selected module, and once more when it has ended.  That goes for all
-    compiled code of the process.  ``fullgraph=True`` does not allow the breaks: dynamo raises.
+    compiled code of the process.  ``fullgraph=True`` does not allow the breaks: dynamo raises.  A
+    graph in pieces may add gradients in another order than one in one piece, and the weights differ
+    in their last bits then, as with any hook that dynamo does not compile; of a model that is not
+    compiled every bit is the same with a capture and without.
 
     When the file cannot be written any more, because the disk is full for example, the next hook or
     step raises SaveError.  What was written until then stays in a temporary file that the message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from captured_runs import Run, captured
+from stock_comparison import assert_same_object
 from torch import Tensor, nn
 
 import ptsave
@@ -265,3 +267,45 @@ def test_why_no_call_was_captured(path: Path) -> None:
     scripted = torch.jit.script(Block())
     with pytest.warns(ptsave.CheckpointWarning, match="TorchScript"):
         captured(scripted, lambda: scripted(torch.ones(2, 4)), path)
+
+
+def test_weights_are_those_of_hooks_that_are_not_compiled(path: Path) -> None:
+    """A graph in pieces may add gradients in another order, whoever has broken it; no more does."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=50,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    words = torch.randint(0, 50, (2, 8))
+
+    def trained(
+        prepare: Callable[[nn.Module], ptsave.Capture | None], *, compiles: bool = True
+    ) -> list[Tensor]:
+        torch.compiler.reset()
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        call = torch.compile(own, backend="aot_eager") if compiles else own
+        capture = prepare(own)
+        for _ in range(2):
+            optimizer.zero_grad()
+            call(input_ids=words, labels=words).loss.backward()
+            optimizer.step()
+            if capture is not None:
+                capture.step()
+        if capture is not None:
+            capture.stop()
+        return [parameter.detach() for parameter in own.parameters()]
+
+    def hooked(module: nn.Module) -> None:
+        nothing = torch._dynamo.disable(lambda *_: None)
+        for each in module.modules():
+            each.register_forward_hook(nothing)
+
+    def capturing(module: nn.Module) -> ptsave.Capture:
+        return ptsave.capture(module, path).start()
+
+    assert_same_object(trained(capturing), trained(hooked))
+    bare = trained(lambda module: None, compiles=False)
+    assert_same_object(trained(capturing, compiles=False), bare)
