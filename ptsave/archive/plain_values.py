@@ -27,7 +27,7 @@ from typing import Any
 
 from ptsave.support.torch_serialization import restricted_unpickler, user_allowed_globals
 from ptsave.tree.containers import walk
-from ptsave.tree.opaque import Opaque, holds_opaque
+from ptsave.tree.opaque import Opaque
 
 __all__ = ["OpaqueUnpickler", "ValueUnpickler", "opaque_globals", "refuse_functions"]
 
@@ -314,7 +314,7 @@ class OpaqueUnpickler(ValueUnpickler):
         program, memo = self._program, self.memo
         target = memo.get(0)
         if not isinstance(target, Opaque):
-            other = holds_opaque(memo[1]) if program == _REDUCE else None
+            other = _opaque_argument(memo[1]) if program == _REDUCE else None
             if other is None:
                 return self._tried(target)
             names = (name for name, function in _by_name().items() if function is target)
@@ -343,6 +343,12 @@ class OpaqueUnpickler(ValueUnpickler):
             if type(found) is not FunctionType or found not in self.refused:
                 return found
         return Opaque(_full_name(*program[1:-1].decode("utf-8").split("\n")[:2]), [])
+
+
+def _opaque_argument(arguments: Any) -> Opaque | None:
+    """Return an argument that is not built; what containers hold is not called with anything."""
+    found = arguments if isinstance(arguments, tuple) else ()
+    return next((each for each in found if isinstance(each, Opaque)), None)
 
 
 def opaque_globals(data: bytes) -> set[str]:
