@@ -31,7 +31,9 @@ _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_HEADER_NBYTES = _LOCAL_HEADER.size + 2 * 0xFFFF
 _DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
+_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _ZIP64_ID = b"\1\0"
+_ZIP64 = 0xFFFFFFFF
 _HAS_DESCRIPTOR = 8  # a flag: sizes and checksum come behind the payload
 _KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # and: the name is UTF-8
 _PIECE_NBYTES = 4 << 20
@@ -63,6 +65,14 @@ class _Header(NamedTuple):
     crc: int
 
 
+class _Stored(NamedTuple):
+    """A storage's record, where its bytes begin, and where the next record does."""
+
+    record: CutRecord | None
+    payload_offset: int
+    next_offset: int
+
+
 class _End(NamedTuple):
     """Where a payload ends, its checksum, and where the next record begins."""
 
@@ -87,6 +97,8 @@ class CutArchive:
         The size of the file.
     root : str
         Their folder.
+    begins_with_pickle : bool
+        Whether a whole data.pkl comes first, as in torch's files.
 
     Raises
     ------
@@ -105,6 +117,7 @@ class CutArchive:
         for begin in range(0, self.nbytes, _PIECE_NBYTES):
             self._find_signatures(begin, min(begin + _PIECE_NBYTES, self.nbytes))
         self.root, self.records = _of_one_folder(self._followed())
+        self.begins_with_pickle = bool(self.records) and _begins_with_pickle(self.records[0])
 
     # ---------------------------------------------------------------------------- signatures
 
@@ -232,6 +245,51 @@ class CutArchive:
             crc = _C.crc32(self._source.read(offset, min(offset + _PIECE_NBYTES, end)), crc)
         return crc
 
+    def storage_at(self, offset: int, name: str, nbytes: int, payload_offset: int) -> _Stored:
+        """Return the record of a storage whose place and size are known, and where it ends.
+
+        Parameters
+        ----------
+        offset, payload_offset : int
+            Where its header and its bytes begin; -1 for the latter if the header says that.
+        name : str
+            Its name.
+        nbytes : int
+            Its size.
+
+        Returns
+        -------
+        record : CutRecord or None
+            None if it is not whole, or not this one.
+        payload_offset, next_offset : int
+            Where its bytes begin, and the next record.
+        """
+        header = self._header_at(offset)
+        if payload_offset < 0:
+            if header is None:
+                return _Stored(None, -1, -1)
+            payload_offset = header.payload_offset
+        is_large = max(offset, nbytes) >= _ZIP64
+        layout: struct.Struct | None = _ZIP64_DESCRIPTOR if is_large else _DESCRIPTOR
+        if header is not None and header.payload_offset == payload_offset:
+            layout = header.descriptor
+        payload_end = payload_offset + nbytes
+        end = payload_end if layout is None or not nbytes else payload_end + layout.size
+        if header is None or header.payload_offset != payload_offset or not header.is_plain:
+            return _Stored(None, payload_offset, end)
+        full_name = self._source.read(header.name_begin, header.name_end)
+        crc, size = header.crc, header.nbytes
+        if layout is not None:
+            tail = self._source.read(payload_end, payload_end + layout.size)
+            if len(tail) < layout.size or not tail.startswith(_DESCRIPTOR_SIGNATURE):
+                return _Stored(None, payload_offset, end)
+            _, crc, size, _ = layout.unpack(tail)
+        is_right = full_name == f"{self.root}/{name}".encode() and size == nbytes
+        if not is_right or end > self.nbytes or self.crc(payload_offset, payload_end) != crc:
+            return _Stored(None, payload_offset, end)
+        record = CutRecord(name, offset, payload_offset, nbytes, True, crc, end, True)
+        return _Stored(record, payload_offset, end)
+
     # ------------------------------------------------------------------------------ contents
 
     def payload(self, record: CutRecord) -> bytes:
@@ -285,12 +343,16 @@ def _of_one_folder(found: list[tuple[str, CutRecord]]) -> tuple[str, list[CutRec
     """Return the folder of an archive, and its records; one in another folder is not whole."""
     roots = Counter(root for root, record in found if record.is_whole)
     root = found[0][0] if found else ""
-    if roots:  # any of which may be damaged
+    if roots and not _begins_with_pickle(found[0][1]):  # any of which may be damaged
         root = roots.most_common(1)[0][0]
     return root, [
         record if each == root else replace(record, name=f"{each}/{record.name}", is_whole=False)
         for each, record in found
     ]
+
+
+def _begins_with_pickle(first: CutRecord) -> bool:
+    return first.header_offset == 0 and first.name == "data.pkl" and first.is_whole
 
 
 class _Window:
@@ -314,6 +376,10 @@ class _Window:
 
 class _WholeRecords:
     """Stands in for a `RecordReader` in `entries_using`; each record has a place of its own."""
+
+    path = "data.pkl"
+    allows_values = False
+    leaves_opaque = True
 
     def __init__(self, archive: CutArchive, whole: dict[str, CutRecord]) -> None:
         self._archive = archive

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from ptsave import _C
 from ptsave.archive.reader import LOADERS_RECORDS, RecordReader, UnfilledView
+from ptsave.archive.unpickling import faster
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.torch_serialization import (
     META_LOADS_KEEP_OFFSETS,
@@ -92,7 +93,7 @@ def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[
             reader.get_record_header_offset(name): name for name in records
         }
         plain = _PlainView(reader, [*filter(".format_version".__ne__, LOADERS_RECORDS)])
-        obj = load_archive(plain, _NOWHERE, restricted_unpickler)
+        obj = load_archive(plain, _NOWHERE, faster(restricted_unpickler, reader))
         found = _collect(obj, names.keys(), _offset)
     except Exception:  # the message is better without entries than not raised
         return []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice, takewhile
 from typing import TypeAlias
 
 from ptsave import _C
@@ -156,36 +156,64 @@ def recover_archive(source: RangeSource) -> Recovery | None:
 def _recovery(source: RangeSource) -> Recovery | None:
     cut = CutArchive(source)
     try:
-        if any(record.name.startswith(JOURNAL_PREFIX) for record in cut.records):
-            return _of_journals(source, cut)
-        first = cut.records[0] if cut.records else None
-        if first is None or first.header_offset or first.name != "data.pkl" or not first.is_whole:
-            return None
-        return _of_pickle(source, cut, cut.payload(first))
+        if cut.begins_with_pickle:
+            return _of_pickle(source, cut, cut.payload(cut.records[0]))
+        return _of_journals(source, cut)
     except ValueError as error:
         raise CorruptCheckpointError(f"{source.name}: {error}", path=source.name) from error
 
 
 def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
-    """Return what is left of an archive that begins with its pickle."""
-    orders = [record for record in cut.records if record.name == "byteorder"]
-    if any(cut.payload(record) != b"little" for record in orders):
+    """Return what is left of an archive that begins with its pickle.
+
+    That says how large each storage is, so the place of each is known: no bytes in a storage, which
+    may be those of an archive, are taken for a record.
+    """
+    first = [*takewhile(lambda record: record.follows, cut.records[: len(_OTHER_RECORDS)])]
+    small = {record.name: cut.payload(record) for record in first if record.is_whole}
+    if small.get("byteorder", b"little") != b"little":
         raise ValueError("nothing of it can be recovered, as its byte order is another one")
     saved = SavedEntries(data)
-    records = _rightly_named(cut.records, _places_of(saved.storages, cut.records))
-    there = {record.name.removeprefix(_DATA) for record in records}
-    lost = saved.storages - there
+    if min(saved.storages.values(), default=0) < 0:
+        raise ValueError("nothing of it can be recovered, as a storage in it has no known size")
+    text = small.get(".storage_alignment", b"")
+    is_number = text.isdigit() and len(text) < _MAX_DIGITS and int(text) > 0
+    alignment = int(text) if is_number else _ALIGNMENT
+    by_text = sorted(saved.storages)
+    by_number = sorted(by_text, key=len)
+    found = [
+        _storages_in(cut, order, saved.storages, record.end, alignment)
+        for order in ([by_number] if by_number == by_text else [by_number, by_text])
+        for record in first  # behind one of which they begin; the names of these may be damaged
+    ]
+    records = max(found, key=len)
+    lost = saved.storages.keys() - {record.name.removeprefix(_DATA) for record in records}
     data, entries = saved.without(lost)
     return _completed(source, cut, records, data, Recovery(source, _in_order(lost), (), entries))
 
 
-def _places_of(numbers: Set[str], records: list[CutRecord]) -> dict[str, int]:
-    """Return the places of an archive's storages, which torch orders as numbers or as text."""
-    names = [record.name.removeprefix(_DATA) for record in records]
-    pairs = set(pairwise(names))
-    orders = (sorted(numbers, key=lambda number: (len(number), number)), sorted(numbers))
-    order = max(orders, key=lambda order: len(pairs.intersection(pairwise(order))))
-    return {number: i for i, number in enumerate(order)}
+def _storages_in(
+    cut: CutArchive, order: list[str], sizes: Mapping[str, int], at: int, alignment: int
+) -> list[CutRecord]:
+    """Return the whole storages of an archive that has them in an order, from an offset on.
+
+    They lie where torch puts them, or, in an archive of another program, where headers say.
+    """
+    records = []
+    by_headers = False
+    for i, number in enumerate(order):
+        name, nbytes = f"{_DATA}{number}", sizes[number]
+        place = _C.payload_offset_after(at, f"{cut.root}/{name}", nbytes, alignment)
+        stored = cut.storage_at(at, name, nbytes, -1 if by_headers else place)
+        if i == 0 and stored.record is None:
+            by_headers = cut.storage_at(at, name, nbytes, -1).record is not None
+            stored = cut.storage_at(at, name, nbytes, -1 if by_headers else place)
+        if stored.record is not None:
+            records.append(stored.record)
+        if not 0 <= stored.next_offset <= cut.nbytes:
+            break
+        at = stored.next_offset
+    return records
 
 
 def _of_journals(source: RangeSource, cut: CutArchive) -> Recovery | None:
@@ -207,7 +235,7 @@ def _of_journals(source: RangeSource, cut: CutArchive) -> Recovery | None:
     if before != records[: len(before)] or not all(record.follows for record in before):
         numbers = {record.name.removeprefix(_DATA) for record in records}
         saved = SavedEntries(data)
-        lost = saved.storages - numbers
+        lost = saved.storages.keys() - numbers
         data, entries = saved.without(lost)
         lost_journals = [] if pickles else _missing(journals)
     finished = [record for record in records if record.header_offset <= last.header_offset]
@@ -260,20 +288,16 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
     return (name, begin, nbytes, crc, end), header + full_name + rest
 
 
-def _rightly_named(
-    records: list[CutRecord], places: Mapping[str, int] | None = None
-) -> list[CutRecord]:
+def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
     """Return the whole records whose names are theirs, of which there is no checksum.
 
-    Storages and journals are numbered in the order of the file, or storages have `places` there.
+    Storages and journals are numbered in the order of the file.
     """
     found = []
     last = {_DATA: -1, JOURNAL_PREFIX: -1}
     known = set(last)  # those of which it is clear which number is the next one
     for record in records:
         prefix, number = _series_of(record.name)
-        if places is not None and prefix:
-            number = places.get(record.name.removeprefix(prefix), -1)
         if not record.follows:
             known.clear()
         is_right = record.name in _OTHER_RECORDS

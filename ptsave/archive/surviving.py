@@ -18,6 +18,18 @@ from ptsave.tree.paths import MAX_DEPTH
 __all__ = ["SavedEntries"]
 
 _PROTOCOL = 2  # of torch's files
+_MAX_ROUNDS = 8
+_HASHED_PER_BYTE = 16  # parts of tuples in keys, which may be met more than once
+# Of the elements that storages have in pickles; those of newer dtypes are untyped there.
+_ITEM_NBYTES = {
+    **dict.fromkeys(
+        ("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1
+    ),
+    **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "Float", "QInt32"), 4),
+    **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
 
 
 class SavedEntries:
@@ -30,8 +42,8 @@ class SavedEntries:
 
     Attributes
     ----------
-    storages : set of str
-        Numbers of all storages that it needs, ``"3"``.
+    storages : dict of str to int
+        The size of each storage that it needs, in bytes, by its number, ``"3"``.
 
     Raises
     ------
@@ -42,12 +54,24 @@ class SavedEntries:
     def __init__(self, data: bytes) -> None:
         self._data = data
         try:
-            self._obj = _Reader(BytesIO(data)).load()
+            reader = _Reader(BytesIO(data))
+            reader.n_to_hash = _HASHED_PER_BYTE * len(data)
+            self._obj = reader.load()
         except Exception as error:  # whatever the machine of the standard library stumbles over
             raise ValueError(f"its entries cannot be told apart ({error})") from error
-        self._open = _open_dicts(self._obj)
-        self._users, self._stored = _users_of(self._obj, {id(each) for _, each in self._open})
-        self.storages = {each.number for each in self._stored if each.number is not None}
+        closed: set[int] = set()
+        for _ in range(_MAX_ROUNDS):
+            self._open = _open_dicts(self._obj, closed)
+            self._users, self._stored = _users_of(self._obj, {id(each) for _, each in self._open})
+            shared = {id(each) for _, each in self._open[1:] if id(each) in self._users}
+            if not shared:
+                break
+            closed |= shared  # something else holds them, which would change
+        else:
+            raise ValueError("its entries cannot be told apart (they share too many dicts)")
+        self.storages = {
+            each.number: each.nbytes for each in self._stored if each.number is not None
+        }
 
     def without(self, lost: Collection[str]) -> tuple[bytes, list[str]]:
         """Return the pickle without the entries that need some storages.
@@ -126,6 +150,15 @@ class _Stored:
         is_storage = type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str
         return pid[2] if is_storage else None
 
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes; -1 if the pickle does not say it."""
+        kind, count = self.pid[1], self.pid[4] if len(self.pid) > 4 else None
+        if type(kind) is not _Global or type(count) is not int or count < 0:
+            return -1
+        item = _ITEM_NBYTES.get(kind.name.removesuffix("Storage"))
+        return -1 if item is None else count * item
+
 
 class _Made:
     """What a call makes, with all that is done to it afterwards."""
@@ -159,6 +192,11 @@ if TYPE_CHECKING:  # the parts of the standard library's machine that typeshed d
         dispatch: ClassVar[dict[int, Callable[[Any], None]]]
         stack: list[Any]
 
+        def load_setitem(self) -> None: ...
+        def load_setitems(self) -> None: ...
+        def load_additems(self) -> None: ...
+        def load_frozenset(self) -> None: ...
+
 else:
     _PythonUnpickler = pickle._Unpickler
 
@@ -167,6 +205,7 @@ class _Reader(_PythonUnpickler):
     """Python's machine, which imports nothing and calls nothing."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
+    n_to_hash: int
 
     def find_class(self, module: str, name: str) -> Any:
         return _Global(module, name)
@@ -179,6 +218,40 @@ class _Reader(_PythonUnpickler):
         self.stack[-1] = _Made(self.stack[-1], args, pickle.NEWOBJ)
 
     dispatch[pickle.NEWOBJ[0]] = load_newobj
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Refuse tuples in tuples whose hash takes more steps than there are bytes.
+
+        The same tuple may be in another one twice, and that in the next.
+        """
+        pending = [key for key in keys if type(key) is tuple]
+        while pending:
+            parts = pending.pop()
+            self.n_to_hash -= len(parts)
+            if self.n_to_hash < 0:
+                raise ValueError("keys that take too long to hash")
+            pending += [part for part in parts if type(part) is tuple]
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()
+
+    def load_additems(self) -> None:
+        self._check_keys(self.stack)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        self._check_keys(self.stack)
+        super().load_frozenset()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.FROZENSET[0]] = load_frozenset
 
 
 class _Writer:
@@ -313,10 +386,13 @@ class _Writer:
             self._memoize(obj)
 
 
-def _open_dicts(obj: Any) -> list[tuple[str, Any]]:
-    """Return an object and all dicts that only dicts lie around, with the beginning of names."""
+def _open_dicts(obj: Any, closed: set[int]) -> list[tuple[str, Any]]:
+    """Return an object and all dicts that only dicts lie around, with the beginning of names.
+
+    `closed` are ids of others, which are left out.
+    """
     found = [("", obj)] if _is_dict(obj) else []
-    seen = {id(obj)}
+    seen = {id(obj), *closed}
     depths = [0]
     for (prefix, each), depth in zip(found, depths, strict=False):  # which grow meanwhile
         for key, value in _items_of(each):

@@ -48,6 +48,7 @@ from ptsave.support.torch_tensors import modes_are_active
 
 __all__ = [
     "can_defer_reading",
+    "faster",
     "fills_storages",
     "is_meta_location",
     "refusal_of",
@@ -102,7 +103,7 @@ def unpickle(
         if fills and reader.reads_when_asked:
             reader.verifies = verifies_storages(reader)
         shown = reader.for_loader() if fills else UnfilledView(reader)
-        return load(shown, _faster(pickle_module, reader, storages_are_plain=False))
+        return load(shown, faster(pickle_module, reader, storages_are_plain=False))
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
     for exact_offsets in (False, True):
@@ -118,7 +119,7 @@ def unpickle(
             are_plain = _stay_on_cpu(map_location) and _storages_are_plain(reader)
             if are_plain:
                 reader.engine.place("cpu", _CPU)
-            module = _faster(pickle_module, reader, storages_are_plain=are_plain)
+            module = faster(pickle_module, reader, storages_are_plain=are_plain)
             if are_plain and _gains_by_overlap(reader, data) and _is_blind(data, pickle_module):
                 result = load(view, _overlapping(reader, module))
                 _wait(reader)
@@ -191,7 +192,7 @@ def unpickle_unread(
 
     _reserve(reader)
     reader.engine.place("cpu", _CPU)
-    module = _faster(pickle_module, reader, storages_are_plain=True)
+    module = faster(pickle_module, reader, storages_are_plain=True)
     return _load(reader.for_loader(), stay, module, None, {"encoding": "utf-8"})
 
 
@@ -230,18 +231,18 @@ def unpickle_received(
         storages on other devices by their records.
     """
     if not fills_storages(map_location):
-        module = _faster(pickle_module, reader, storages_are_plain=False)
+        module = faster(pickle_module, reader, storages_are_plain=False)
         return _load(UnfilledView(reader), map_location, module, None, pickle_load_args)
     _reserve(reader)
     if goes_by_torchs_rules(map_location) and _may_defer(reader, pickle_module):
         placement = ReceivedPlacement(reader, map_location)
-        module = _faster(pickle_module, reader, storages_are_plain=True)
+        module = faster(pickle_module, reader, storages_are_plain=True)
         result = _load(reader.for_loader(), placement, module, None, pickle_load_args)
         receive(set(reader.engine.referenced()) - placement.placed.keys(), placement.placed)
     else:  # something may look at values, or at storages
         others = {reader.find(name) for name in reader.engine.other_names()}
         receive(set(range(len(reader.engine.records()))) - others, {})
-        module = _faster(pickle_module, reader, storages_are_plain=False)
+        module = faster(pickle_module, reader, storages_are_plain=False)
         result = _load(reader.for_loader(), map_location, module, None, pickle_load_args)
     reader.engine.release_storages()
     return result
@@ -265,7 +266,7 @@ def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
     'Unsupported global: GLOBAL _io.St'
     """
     reader: Any = _PickleAlone(data, allows_values=allows_values)
-    module = _faster(restricted_unpickler, reader, storages_are_plain=False)
+    module = faster(restricted_unpickler, reader, storages_are_plain=False)
     try:
         _load(reader, "meta", module, None, {"encoding": "utf-8"})
     except MalformedPickleError:
@@ -304,7 +305,7 @@ def _unpickle_to_places(
 ) -> Any:
     """Make the object with storages on their devices, and then read their bytes into them."""
     _reserve(reader)
-    module = _faster(pickle_module, reader, storages_are_plain=True)
+    module = faster(pickle_module, reader, storages_are_plain=True)
     placement = Placement(reader, map_location, verify=verifies_storages(reader))
     result = _load(reader.for_loader(), placement, module, None, pickle_load_args)
     placement.finish()
@@ -502,7 +503,7 @@ class Unpickler:
         return obj
 
 
-def _faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool) -> Any:
+def faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool = False) -> Any:
     """Return a stand-in for torch's restricted unpickler, and any other module as it is."""
     if pickle_module is not restricted_unpickler or not _knows_torchs_machine():
         return pickle_module

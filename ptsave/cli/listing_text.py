@@ -271,7 +271,7 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def type_text(value: Any) -> str:
     """Return the name of a type, and how many there are in a container."""
-    name = type_name_of(value)
+    name = printable(type_name_of(value))
     if _is_storage(value):
         return name
     return f"{name} of {len(value)}" if isinstance(value, (Mapping, list, tuple, set)) else name

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ptsave.support.tensor_types import is_tensor
-from ptsave.tree.containers import items_of, walk
+from ptsave.tree.containers import attributes_of, items_of, values_of
 
 __all__ = [
     "Opaque",
@@ -16,10 +17,11 @@ __all__ = [
     "parts_of_opaque",
     "refuse_opaque",
     "type_name_of",
+    "without_opaque_attributes",
 ]
 
 _BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
-_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 class Opaque:
@@ -64,9 +66,37 @@ def type_name_of(value: Any) -> str:
 
 
 def holds_opaque(value: Any) -> Opaque | None:
-    """Return the first object in a value, or the value itself, that is not built; or None."""
-    found = walk(value, _CONTAINERS, keys=True)
-    return next((each for each in found if isinstance(each, Opaque)), None)
+    """Return the first object in a value, or the value itself, that is not built; or None.
+
+    Keys and attributes count, those of tensors, too.
+    """
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Opaque):
+            return each
+        is_container = isinstance(each, _CONTAINERS)
+        if id(each) in seen or not (is_container or is_tensor(each)):
+            continue
+        seen.add(id(each))
+        pending += attributes_of(each).values()
+        if isinstance(each, Mapping):
+            pending += each
+        if is_container:
+            pending += each if isinstance(each, (set, frozenset)) else values_of(each)
+        elif each._backward_hooks:
+            pending.append(each._backward_hooks)
+    return None
+
+
+def without_opaque_attributes(tensor: Any) -> None:
+    """Take attributes and hooks from a tensor that are not built, as readers of one part do."""
+    for name, value in attributes_of(tensor).items():
+        if holds_opaque(value):
+            del tensor.__dict__[name]
+    if tensor._backward_hooks and holds_opaque(tensor._backward_hooks):
+        tensor._backward_hooks = None
 
 
 def refuse_opaque(value: Any, name: str) -> None:
@@ -95,7 +125,7 @@ def refuse_opaque(value: Any, name: str) -> None:
     )
 
 
-def parts_of_opaque(opaque: Opaque) -> tuple[list[Any], list[Any]]:
+def parts_of_opaque(opaque: Any) -> tuple[list[Any], list[Any]]:
     """Return all that two objects have to have in common to be equal, and the tensors in them.
 
     Returns
@@ -131,8 +161,12 @@ def _inner_parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Opaque):
         return value.parts
     if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr)
-    return [part for item in items_of(value) for part in item]
+        return sorted(value, key=lambda each: repr(parts_of_opaque(each)[0]))
+    items = [*items_of(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key, _ in items):
+        items.sort(key=lambda item: item[0])  # the order of a dict is not compared
+    attributes = attributes_of(value)
+    return [*(part for item in items for part in item), *([attributes] if attributes else [])]
 
 
 def comparable(value: Any) -> Any:

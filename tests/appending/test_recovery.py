@@ -316,8 +316,8 @@ def test_hostile_journals(path: Path) -> None:
         records.append((name, len(body)))
         body += header + full + payload
         body += struct.pack("<4sIII", b"PK\7\x08", crc, len(payload), len(payload))
-    with pytest.raises(Exception, match=r"(?i)weights_only|unsupported|global"):
-        ptsave.open(io.BytesIO(body), recover=True)
+    with ptsave.open(io.BytesIO(body), recover=True) as archive:
+        assert archive._contents.obj.type_name in ("os.system", "posix.system")  # and not called
 
 
 def keep_adding(path: Path, seed: int) -> NoReturn:

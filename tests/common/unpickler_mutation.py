@@ -216,7 +216,7 @@ class Subject:
         return self._outcome(data, _weights_only_unpickler)
 
     def by_engine(self, data: bytes, *, storages_are_plain: bool) -> Outcome:
-        module = unpickling._faster(
+        module = unpickling.faster(
             _weights_only_unpickler, self.reader, storages_are_plain=storages_are_plain
         )
         assert module is not _weights_only_unpickler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import enum
 import functools
@@ -24,10 +25,12 @@ from stock_comparison import assert_same_object
 
 import ptsave
 from ptsave import _C
+from ptsave.archive.cut import CutArchive
 from ptsave.archive.plain_values import opaque_globals
 from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
 from ptsave.inspection.verification import verify_file
+from ptsave.sources.ranges import Buffer
 
 dcp: Any = _dcp
 BUILT: list[str] = []
@@ -273,3 +276,47 @@ def test_damage_beside_objects_is_named(path: Path) -> None:
     path.write_bytes(content[: at + 20] + b"damage" + content[at + 26 :])
     (problem,) = verify_file(path).problems
     assert problem.entries == ["w"]
+
+
+def with_attribute(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+    tensor.note = value  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        collections.deque([argparse.Namespace(a=1)]),
+        [collections.deque([argparse.Namespace(a=1)])],
+        with_attribute(torch.nn.Parameter(torch.ones(2)), argparse.Namespace(a=1)),
+        with_attribute(torch.ones(2), argparse.Namespace(a=1)),
+    ],
+)
+def test_none_gets_into_another_file(path: Path, tmp_path: Path, value: Any) -> None:
+    """An object that is not built is refused, wherever it lies; of a tensor it is left out."""
+    torch.save({"x": value, "w": torch.ones(2)}, path)
+    with ptsave.open(path) as archive, contextlib.suppress(pickle.UnpicklingError):
+        assert not hasattr(archive["x"], "note")
+    for words in (["extract", path, "x"], ["extract", path, "--whole"], ["convert", path],
+                  ["compact", path]):  # fmt: skip
+        target = tmp_path / f"{words[0]}.pt"
+        output = [target] if words[0] == "convert" else ["-o", target]
+        run(*words, *output)
+        if target.exists():
+            assert b"ptsave" not in target.read_bytes()
+            target.unlink()
+
+
+def test_names_of_classes_are_escaped(path: Path) -> None:
+    torch.save({"args": argparse.Namespace(a=1)}, path)
+    content = path.read_bytes()
+    evil = content.replace(b"cargparse\nNamespace\n", b"cargparse\nName\x1b[31m\n")
+    old, new = (
+        archive.payload(archive.records[0])
+        for archive in (CutArchive(Buffer(io.BytesIO(each), "")) for each in (content, evil))
+    )
+    crcs = (_C.crc32(old).to_bytes(4, "little"), _C.crc32(new).to_bytes(4, "little"))
+    path.write_bytes(evil.replace(*crcs))
+    listed = run("ls", path)
+    assert listed.exit_code == 0
+    assert "\x1b" not in listed.stdout
