@@ -16,6 +16,7 @@ from ptsave.comparison.compare import Comparison
 from ptsave.comparison.entries import EntryDifference, quantizer_of
 from ptsave.comparison.moved_names import prefixes_of
 from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text
+from ptsave.tree.opaque import Opaque, type_name_of
 
 __all__ = ["comparison_json", "comparison_lines"]
 
@@ -84,7 +85,7 @@ def _text(difference: EntryDifference, value: Any) -> str:
 
 
 def _type_text(value: Any) -> str:
-    kind = type(value).__qualname__
+    kind = type_name_of(value) if isinstance(value, Opaque) else type(value).__qualname__
     if not isinstance(value, Tensor):
         return kind
     if value.layout != torch.strided:

@@ -38,7 +38,7 @@ class Opaque:
     __slots__ = ("parts", "type_name")
 
     def __init__(self, type_name: str, parts: list[Any]) -> None:
-        self.type_name = type_name
+        self.type_name = type_name if type_name.isprintable() else ascii(type_name)[1:-1]
         self.parts = parts
 
     def __repr__(self) -> str:

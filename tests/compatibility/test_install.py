@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import io
 import pickle
@@ -529,7 +530,7 @@ def test_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_that_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends before it has called anything, or amid the step."""
-    start = ptsave.installation.start_new_thread
+    start = _thread.start_new_thread
     before = functions()
     monkeypatch.setattr(ptsave.installation, "start_new_thread", lambda *_: None)
     with ptsave.installed():

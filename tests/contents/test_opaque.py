@@ -320,3 +320,6 @@ def test_names_of_classes_are_escaped(path: Path) -> None:
     listed = run("ls", path)
     assert listed.exit_code == 0
     assert "\x1b" not in listed.stdout
+    assert r"argparse.Name\x1b[31m" in listed.stdout
+    torch.save({"args": 1}, path.with_name("other.pt"))
+    assert "\x1b" not in run("diff", path, path.with_name("other.pt")).stdout
