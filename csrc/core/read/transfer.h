@@ -93,7 +93,7 @@ class Transfer {
   ReadSlots read_slots_;
   std::vector<Progress> progress_;  // by slot
   std::vector<CutCrcs> cut_crcs_;   // by chunk
-  std::once_flag buffers_made_;
+  std::mutex buffers_mutex_;
   std::unique_ptr<BufferPool> buffers_;
   std::atomic<std::uint64_t> nbytes_read_{0};
   std::unique_ptr<ChunkPipeline> pipeline_;  // last: its workers use everything above
