@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 
 from ptsave import _C
 from ptsave.archive.damage import entries_using
+from ptsave.archive.unpickling import faster
 from ptsave.sources.ranges import RangeSource
+from ptsave.support.torch_serialization import restricted_unpickler
 
-__all__ = ["CutArchive", "CutRecord"]
+__all__ = ["ZIP64", "CutArchive", "CutRecord"]
 
 _SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
@@ -33,7 +35,7 @@ _MAX_HEADER_NBYTES = _LOCAL_HEADER.size + 2 * 0xFFFF
 _DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _ZIP64_ID = b"\1\0"
-_ZIP64 = 0xFFFFFFFF
+ZIP64 = 0xFFFFFFFF  # sizes and offsets from here on are in other fields
 _HAS_DESCRIPTOR = 8  # a flag: sizes and checksum come behind the payload
 _KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # and: the name is UTF-8
 _PIECE_NBYTES = 4 << 20
@@ -269,7 +271,7 @@ class CutArchive:
             if header is None:
                 return _Stored(None, -1, -1)
             payload_offset = header.payload_offset
-        is_large = max(offset, nbytes) >= _ZIP64
+        is_large = max(offset, nbytes) >= ZIP64
         layout: struct.Struct | None = _ZIP64_DESCRIPTOR if is_large else _DESCRIPTOR
         if header is not None and header.payload_offset == payload_offset:
             layout = header.descriptor
@@ -308,9 +310,10 @@ class CutArchive:
         if "data.pkl" not in whole:
             return [], []
         reader: Any = _WholeRecords(self, whole)
-        entries_using(reader, set())  # which asks for all that there should be
-        lost = set(entries_using(reader, reader.asked_for.keys() - whole.keys()))
-        tensors = entries_using(reader, set(reader.asked_for))
+        machine = faster(restricted_unpickler, reader)
+        entries_using(reader, set(), machine)  # which asks for all that there should be
+        lost = set(entries_using(reader, reader.asked_for.keys() - whole.keys(), machine))
+        tensors = entries_using(reader, set(reader.asked_for), machine)
         return tensors, [name for name in tensors if name not in lost]
 
 

@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from ptsave import _C
 from ptsave.archive.reader import LOADERS_RECORDS, RecordReader, UnfilledView
-from ptsave.archive.unpickling import faster
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.torch_serialization import (
     META_LOADS_KEEP_OFFSETS,
@@ -64,7 +63,9 @@ def damage_of(
     )
 
 
-def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
+def entries_using(
+    reader: RecordReader, records: set[str], pickle_module: Any = restricted_unpickler
+) -> list[str]:
     """Return the dotted paths of the tensors that are stored in one of `records`.
 
     The object is rebuilt on the meta device by torch's restricted unpickler, so no code of the file
@@ -76,16 +77,22 @@ def entries_using(reader: RecordReader, records: set[str]) -> list[str]:
         The archive.
     records : set of str
         Record names.
+    pickle_module : module
+        torch's restricted machine, or a stand-in for it.
 
     Returns
     -------
     list of str
         Empty if the object cannot be rebuilt that way.
     """
-    return [*dict.fromkeys(name for name, _ in entries_with_records(reader, records))]
+    return [
+        *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
+    ]
 
 
-def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[str, str]]:
+def entries_with_records(
+    reader: RecordReader, records: Set[str], pickle_module: Any = restricted_unpickler
+) -> list[tuple[str, str]]:
     """Return the entries of `entries_using`, each with every record that it is stored in."""
     location = options.map_location
     try:
@@ -93,7 +100,7 @@ def entries_with_records(reader: RecordReader, records: Set[str]) -> list[tuple[
             reader.get_record_header_offset(name): name for name in records
         }
         plain = _PlainView(reader, [*filter(".format_version".__ne__, LOADERS_RECORDS)])
-        obj = load_archive(plain, _NOWHERE, faster(restricted_unpickler, reader))
+        obj = load_archive(plain, _NOWHERE, pickle_module)
         found = _collect(obj, names.keys(), _offset)
     except Exception:  # the message is better without entries than not raised
         return []

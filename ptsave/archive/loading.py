@@ -65,6 +65,8 @@ class LoadOptions:
     wants_state : bool
         Whether a TorchScript archive, which is a program, is an error, and harmless values that
         torch's restricted machine refuses, such as NumPy's scalars, are made: for restores.
+    leaves_opaque : bool
+        As of `RecordReader`: for those who look into a file.
     """
 
     map_location: Any = None
@@ -75,6 +77,7 @@ class LoadOptions:
     progress: bool = False
     pickle_load_args: dict[str, Any] = field(default_factory=dict)
     wants_state: bool = False
+    leaves_opaque: bool = False
 
 
 def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
@@ -117,6 +120,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     if reader is None:
         return _load_by_torch(f, options, restricted)
     reader.allows_values = options.wants_state
+    reader.leaves_opaque = options.leaves_opaque
     log_api_usage("torch.load")
     if options.pickle_load_args and restricted and WARNS_OF_UNUSED_ARGUMENTS:
         warn_user("pickle_load_args only works if `weights_only=False`.")
@@ -126,6 +130,10 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     ):
         overall = _map_file(reader, options.map_location) if options.mmap else None
         result = rebuild(reader, options, module, partial(unpickle, overall_storage=overall))
+        if options.leaves_opaque:
+            from ptsave.tree.opaque import drop_opaque_attributes
+
+            drop_opaque_attributes(result)
         end = None if begin is None else begin + reader.end_of_storages()
     if end is not None:
         f.seek(end)

@@ -346,7 +346,7 @@ class OpaqueUnpickler(ValueUnpickler):
 
 
 def _opaque_argument(arguments: Any) -> Opaque | None:
-    """Return an argument that is not built; what containers hold is not called with anything."""
+    """Return an argument that is not built; containers are not looked into."""
     found = arguments if isinstance(arguments, tuple) else ()
     return next((each for each in found if isinstance(each, Opaque)), None)
 

@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from typing import TypeAlias
 
 from ptsave import _C
-from ptsave.archive.cut import CutArchive, CutRecord
+from ptsave.archive.cut import ZIP64, CutArchive, CutRecord
 from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import SMALL_RECORDS
 from ptsave.archive.surviving import SavedEntries
@@ -38,7 +38,6 @@ JOURNAL_PREFIX = ".journal/"
 _DATA = "data/"
 _LOST = ".lost/"  # of bytes in which a record was
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_ZIP64 = 0xFFFFFFFF
 _Found: TypeAlias = tuple[str, int, int, int, int]  # as `_C.closing_bytes` takes a record
 _OTHER_RECORDS = {"data.pkl", *SMALL_RECORDS}
 _MAX_DIGITS = 16
@@ -279,7 +278,7 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
     """
     full_name = f"{cut.root}/{name}".encode()
     front = _LOCAL_HEADER.size + len(full_name)
-    descriptor_nbytes = 24 if max(begin, end - begin) >= _ZIP64 else 16
+    descriptor_nbytes = 24 if max(begin, end - begin) >= ZIP64 else 16
     payload = begin + front
     nbytes = max(end - payload - descriptor_nbytes, 0)
     flags, rest = (0x0808, b"") if nbytes else (0x0800, bytes(max(end - payload, 0)))

@@ -112,7 +112,7 @@ class SavedEntries:
                 empty.add(id(each))
             _set_items(each, kept)
         if id(self._obj) in needing | empty:
-            raise ValueError("nothing of it can be recovered, as each entry needs what is lost")
+            raise ValueError("nothing of it can be recovered, as each entry needs a lost storage")
         return _Writer().written(self._obj), [name for each in reversed(names) for name in each]
 
     def _needing(self, lost: list[Any]) -> set[int]:

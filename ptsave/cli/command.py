@@ -237,9 +237,9 @@ with_json = click.option("--json", "as_json", is_flag=True, help="One JSON objec
 with_recovery = click.option(
     "--recover",
     is_flag=True,
-    help="Read a file that was cut short, or what a killed process has left of a growing archive "
-    "or a capture, .NAME.<16 hex digits>.ptsave, up to its last whole batch. Entries that are "
-    "damaged or missing are named and left out.",
+    help="Read a file that was cut short, or the leftover of a killed process that wrote a growing "
+    "archive or a capture, .NAME.<16 hex digits>.ptsave, up to its last whole batch. Entries that "
+    "are damaged or missing are named and left out.",
 )
 
 

@@ -24,8 +24,6 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
 from ptsave.support.user_warnings import warn_user
-from ptsave.tree.containers import walk
-from ptsave.tree.opaque import without_opaque_attributes
 from ptsave.tree.view_blocks import span_of
 
 __all__ = [
@@ -325,9 +323,6 @@ class LoadedContents(OneFile):
     def __init__(
         self, obj: Any, locations: dict[int, str], metadata: dict[str, str], source: RangeSource
     ) -> None:
-        for leaf in walk(obj):
-            if isinstance(leaf, Tensor):
-                without_opaque_attributes(leaf)
         self.obj = obj
         self.path = source.name
         self.metadata = metadata

@@ -177,11 +177,8 @@ class DcpContents(OneFile):
         _require_saved(data, path, name)
         stream = io.BytesIO(data)
         try:
-            options = LoadOptions(stay, weights_only=True, verify=verify)
-            reader = reader_for(stream, options.mmap, verify)
-            if reader is not None:
-                reader.leaves_opaque = True
-            return load_file(stream, options, reader)
+            options = LoadOptions(stay, weights_only=True, verify=verify, leaves_opaque=True)
+            return load_file(stream, options, reader_for(stream, options.mmap, verify))
         except UnpicklingError as error:
             error.args = (f"{path}: {name}: {error}",)
             raise

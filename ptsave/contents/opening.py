@@ -259,9 +259,6 @@ def _load_whole(source: RangeSource, metadata: dict[str, str], verify: bool) -> 
         return storage
 
     with source.stream() as stream:
-        options = LoadOptions(stay, weights_only=True, verify=verify)
-        reader = reader_for(stream, options.mmap, verify)
-        if reader is not None:
-            reader.leaves_opaque = True
-        obj = load_file(stream, options, reader)
+        options = LoadOptions(stay, weights_only=True, verify=verify, leaves_opaque=True)
+        obj = load_file(stream, options, reader_for(stream, options.mmap, verify))
     return LoadedContents(obj, locations, metadata, source)

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ptsave.support.tensor_types import is_tensor
-from ptsave.tree.containers import attributes_of, items_of, values_of
+from ptsave.tree.containers import attributes_of, items_of, values_of, walk
 
 __all__ = [
     "Opaque",
     "comparable",
+    "drop_opaque_attributes",
     "holds_opaque",
     "parts_of_opaque",
     "refuse_opaque",
     "type_name_of",
-    "without_opaque_attributes",
 ]
 
 _BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
@@ -90,13 +90,14 @@ def holds_opaque(value: Any) -> Opaque | None:
     return None
 
 
-def without_opaque_attributes(tensor: Any) -> None:
-    """Take attributes and hooks from a tensor that are not built, as readers of one part do."""
-    for name, value in attributes_of(tensor).items():
-        if holds_opaque(value):
-            del tensor.__dict__[name]
-    if tensor._backward_hooks and holds_opaque(tensor._backward_hooks):
-        tensor._backward_hooks = None
+def drop_opaque_attributes(obj: Any) -> None:
+    """Take attributes and hooks that are not built from the tensors of an object."""
+    for leaf in filter(is_tensor, walk(obj)):
+        for name, value in attributes_of(leaf).items():
+            if holds_opaque(value):
+                del leaf.__dict__[name]
+        if leaf._backward_hooks and holds_opaque(leaf._backward_hooks):
+            leaf._backward_hooks = None
 
 
 def refuse_opaque(value: Any, name: str) -> None:

@@ -258,11 +258,15 @@ def test_trust(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_directory(tmp_path: Path) -> None:
+    noted = [with_attribute(torch.ones(2), argparse.Namespace(a=1))]
     state = {"w": torch.ones(3), "delta": datetime.timedelta(1), "args": argparse.Namespace(a=1)}
+    state["noted"] = noted
     dcp.save(state, checkpoint_id=tmp_path / "step", no_dist=True)
     with ptsave.open(tmp_path / "step") as archive:
         assert archive["w"].tolist() == [1, 1, 1]
         assert archive["delta"] == datetime.timedelta(1)
+        for name in archive:
+            assert not hasattr(archive[name], "note")
         with pytest.raises(pickle.UnpicklingError, match=r"needs argparse\.Namespace"):
             archive["args"]
     assert run("ls", tmp_path / "step").exit_code == 0

@@ -185,12 +185,13 @@ void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
   const std::uint64_t offset = chunk.archive_position(intake.at());
   const std::size_t block = source_.block_nbytes();
   if (offset % block != 0) return;
+  BufferPool* pool = nullptr;
   try {
-    buffers();
+    pool = &buffers();
   } catch (const std::bad_alloc&) {
     return;  // the page cache needs none
   }
-  const BufferPool::Lease buffer(buffers());
+  const BufferPool::Lease buffer(*pool);
   const std::size_t nbytes = intake.nbytes_left();
   const bool was_read = [&] {
     const ReadSlots::Slot slot(read_slots_);

@@ -65,7 +65,7 @@ enum class Kind : std::uint8_t {
   kTensor,       // or a Parameter
   kArray,  // NumPy's array, scalar, dtype or class of arrays, or a tuple of such and plain values
   kFunction,  // index: into kFunctions
-  kOpaque,    // an opaque global, or what it would make, whatever that is given
+  kOpaque,    // an opaque global, or the object that a call of it would make
 };
 
 struct Value {
@@ -404,7 +404,7 @@ bool Machine::reduce() {
                                                : push(function.result);
 }
 
-// Only what is opaque may be made like this: the machine makes it as it would call it.
+// Only of an opaque class, which the machine calls as a function.
 bool Machine::new_object() {
   return depth() >= 2 && stack_[stack_.size() - 2].kind == Kind::kOpaque && reduce();
 }
