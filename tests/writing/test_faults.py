@@ -256,7 +256,7 @@ def test_no_more_descriptors(folder: Path) -> None:
     assert len(set(outcomes)) == 2, "one limit was too low, another was enough"
 
 
-@pytest.mark.parametrize("room", [1 * MIB, 9 * MIB, 20 * MIB, 70 * MIB])
+@pytest.mark.parametrize("room", [1 * MIB, 8 * MIB, 9 * MIB, 20 * MIB, 70 * MIB])
 def test_no_more_memory(folder: Path, room: int) -> None:
     path = folder / "model.pt"
     contents = large(60 * MIB)

@@ -128,19 +128,19 @@ void Mapping::abandon() noexcept {
   nbytes_ = 0;
 }
 
-BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes) {
-  for (;; count /= 2) {
+BufferPool::BufferPool(std::size_t count, std::size_t buffer_nbytes, Count how_many)
+    : count_(count) {
+  const std::size_t stride = align_up(buffer_nbytes, page_nbytes());
+  for (;; count_ /= 2) {
     try {
-      memory_ = Mapping(count * align_up(buffer_nbytes, page_nbytes()));
+      memory_ = Mapping(count_ * stride);
       break;
     } catch (const std::bad_alloc&) {  // as under `ulimit -v`
-      if (count <= 1) throw;
+      if (how_many == Count::kExact || count_ <= 1) throw;
     }
   }
-  free_.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    free_.push_back(memory_.data() + i * align_up(buffer_nbytes, page_nbytes()));
-  }
+  free_.reserve(count_);
+  for (std::size_t i = 0; i < count_; ++i) free_.push_back(memory_.data() + i * stride);
 }
 
 std::byte* BufferPool::acquire() {

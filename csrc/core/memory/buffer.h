@@ -63,12 +63,16 @@ class Mapping {
   mutable std::atomic<std::optional<PageKind>> kind_{PageKind::kSmall};
 };
 
-// A fixed number of equal buffers: the memory budget of a pipeline; fewer, but at least one, where
-// there is no memory for more.  Waiting for a lease is the back-pressure.  Safe for concurrent use;
-// must outlive its leases.
+// Whether a pool may have fewer buffers, but at least one, where there is no memory for more.
+enum class Count : std::uint8_t { kExact, kUpTo };
+
+// A fixed number of equal buffers: the memory budget of a pipeline.  Waiting for a lease is the
+// back-pressure.  Safe for concurrent use; must outlive its leases.
 class BufferPool {
  public:
-  BufferPool(std::size_t count, std::size_t buffer_nbytes);
+  BufferPool(std::size_t count, std::size_t buffer_nbytes, Count how_many = Count::kExact);
+
+  std::size_t count() const { return count_; }
 
   class Lease {
    public:
@@ -89,6 +93,7 @@ class BufferPool {
   void release(std::byte* buffer);
 
   Mapping memory_;
+  std::size_t count_;
   std::mutex mutex_;
   std::condition_variable released_;
   std::vector<std::byte*> free_;

@@ -203,7 +203,8 @@ void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
 BufferPool& Transfer::buffers() {
   const std::lock_guard lock(buffers_mutex_);  // tried again where there was no memory
   if (buffers_ == nullptr) {
-    buffers_ = std::make_unique<BufferPool>(std::max<std::size_t>(n_threads_, 1), kBufferNbytes);
+    buffers_ = std::make_unique<BufferPool>(std::max<std::size_t>(n_threads_, 1), kBufferNbytes,
+                                            Count::kUpTo);
   }
   return *buffers_;
 }

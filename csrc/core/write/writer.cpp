@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -223,23 +224,6 @@ void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& 
   chunk.flush();
 }
 
-// Buffers that are made when the first one is needed.
-class LazyBuffers {
- public:
-  LazyBuffers(std::size_t count, std::size_t nbytes) : count_(count), nbytes_(nbytes) {}
-
-  BufferPool& pool() {
-    std::call_once(made_, [&] { pool_.emplace(count_, nbytes_); });
-    return *pool_;
-  }
-
- private:
-  const std::size_t count_;
-  const std::size_t nbytes_;
-  std::once_flag made_;
-  std::optional<BufferPool> pool_;
-};
-
 // Writes chunks past the page cache, by a description of the file of its own.  Safe for concurrent
 // use.
 class DirectWriter {
@@ -257,12 +241,22 @@ class DirectWriter {
         direct_(alignment_.supported() ? file.open_direct_writer() : Descriptor(), file.path()),
         is_possible_(direct_.fd() >= 0) {}
 
-  // False where the file system has no direct writes, or has refused one.
+  // False where the file system has no direct writes or has refused one, or memory is short.
   bool is_possible() const { return is_possible_.load(std::memory_order_relaxed); }
+
+  // Comes before the first write().
+  void take_buffers() {
+    try {
+      buffers_ = &(options_.buffers != nullptr ? *options_.buffers : own_)
+                      .take(n_buffers_, body_.chunk_nbytes());
+    } catch (const std::bad_alloc&) {
+      is_possible_.store(false, std::memory_order_relaxed);
+    }
+  }
 
   void write(ChunkPipeline& pipeline, std::size_t i) {
     const ByteRange range = body_.chunk_range(i);
-    const BufferPool::Lease buffer(buffers());
+    const BufferPool::Lease buffer(*buffers_);
     const std::uint64_t offset = base_offset_ + range.begin;
     const std::size_t nbytes = std::min(range.end, aligned_end_) - range.begin;
     std::function<void(const File&)> write;
@@ -300,13 +294,6 @@ class DirectWriter {
       write(file_);
     }
   }
-  BufferPool& buffers() {
-    std::call_once(buffers_taken_, [&] {
-      buffers_ = &(options_.buffers != nullptr ? *options_.buffers : own_)
-                      .take(n_buffers_, body_.chunk_nbytes());
-    });
-    return *buffers_;
-  }
 
   FileBody& body_;
   const File& file_;
@@ -318,7 +305,6 @@ class DirectWriter {
   const File direct_;
   std::atomic<bool> is_possible_;
   std::string rest_;
-  std::once_flag buffers_taken_;
   DirectBuffers own_;
   BufferPool* buffers_ = nullptr;
 };
@@ -394,26 +380,28 @@ void write_direct(FileBody& body, File& file, std::uint64_t base_offset, WriteOp
 void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
                    const WriteOptions& options, Progress& progress, const Poll& poll) {
   const std::uint64_t n_first = options.direct_nbytes.value_or(0);
-  const std::size_t n_threads = n_first > 0 ? options.n_direct_threads : options.n_threads;
-  const std::size_t n_more = std::max(options.n_direct_threads, n_threads) - n_threads;
-  const Gather gather =
-      std::min(n_threads, body.n_chunks()) > 1 ? Gather::kAll : Gather::kWhatNeedsIt;
-  // A buffer for each worker: one that waited for a buffer could hold up those that have one.
-  const std::size_t n_buffers =
-      std::min(std::max<std::size_t>(n_threads + n_more, 1), body.n_chunks());
-  LazyBuffers gathered(n_buffers, gathered_nbytes(body));
-  DirectWriter direct(body, file, base_offset, options, n_buffers);
+  const std::size_t n_cached_threads = n_first > 0 ? options.n_direct_threads : options.n_threads;
+  const std::size_t n_direct_threads = std::max(options.n_direct_threads, n_cached_threads);
+  // A buffer for each worker: one that waited for a buffer could hold up the workers that have one.
+  BufferPool gathered(std::min(std::max<std::size_t>(n_direct_threads, 1), body.n_chunks()),
+                      gathered_nbytes(body), Count::kUpTo);
+  const std::size_t n_threads = std::min(n_cached_threads, gathered.count());
+  const std::size_t n_more = std::min(n_direct_threads, gathered.count()) - n_threads;
+  const Gather gather = n_threads > 1 ? Gather::kAll : Gather::kWhatNeedsIt;
+  DirectWriter direct(body, file, base_offset, options, gathered.count());
   MemoryGauge gauge;
   std::once_flag turned;
   run_chunks(body, n_threads, options.priority, progress, poll,
              [&](ChunkPipeline& pipeline, std::size_t i) {
                const bool is_first = body.chunk_range(i).begin < n_first;
                if (direct.is_possible() && (is_first || !gauge.is_cheap())) {
-                 std::call_once(turned, [&] { pipeline.add_workers(n_more); });
-                 direct.write(pipeline, i);
-                 return;
+                 std::call_once(turned, [&] {
+                   direct.take_buffers();
+                   pipeline.add_workers(n_more);
+                 });
+                 if (direct.is_possible()) return direct.write(pipeline, i);
                }
-               const BufferPool::Lease buffer(gathered.pool());
+               const BufferPool::Lease buffer(gathered);
                write_cached(body, pipeline, i, file, base_offset, options.compute_crcs, gather,
                             buffer.data(), gauge);
              });
