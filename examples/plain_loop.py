@@ -2,6 +2,8 @@
 
     python examples/plain_loop.py          # stop it with Ctrl-C or kill -9, and start it again
 
+A cluster ends it by a signal: it saves then, and its status 75 says that it has to go on.
+
 The checkpoint holds all that decides the next step: weights, the optimizer's state, the learning
 rate, the generator of random numbers, and the step, which says where the epoch stands.
 """
@@ -9,6 +11,9 @@ rate, the generator of random numbers, and the step, which says where the epoch 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 
 import torch
 from torch import nn
@@ -17,6 +22,7 @@ from torch.nn import functional
 import ptsave
 
 N_ROWS, BATCH = 2048, 64
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
 
 
 def rows_of(epoch: int) -> torch.Tensor:
@@ -24,7 +30,8 @@ def rows_of(epoch: int) -> torch.Tensor:
     return torch.randperm(N_ROWS, generator=torch.Generator().manual_seed(epoch))
 
 
-def train(directory: str, n_steps: int, save_every: int) -> float:
+def train(directory: str, n_steps: int, save_every: int) -> bool:
+    """Train, and return whether all steps are done."""
     torch.manual_seed(0)
     inputs = torch.randn(N_ROWS, 16)
     targets = inputs.square().sum(dim=1, keepdim=True)
@@ -33,7 +40,7 @@ def train(directory: str, n_steps: int, save_every: int) -> float:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=200, gamma=0.5)
     loss = torch.zeros(())
 
-    with ptsave.AsyncCheckpointer(directory, keep=2) as checkpointer:
+    with ptsave.AsyncCheckpointer(directory, keep=2, stop_signals=STOP_SIGNALS) as checkpointer:
         first = 0
         if checkpointer.latest():
             rest = checkpointer.restore(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -49,7 +56,8 @@ def train(directory: str, n_steps: int, save_every: int) -> float:
             loss.backward()
             optimizer.step()
             scheduler.step()
-            if step % save_every == save_every - 1:
+            is_stopping = checkpointer.stop_requested()
+            if is_stopping or step % save_every == save_every - 1:
                 checkpointer.save(
                     step,
                     model=model,
@@ -58,8 +66,10 @@ def train(directory: str, n_steps: int, save_every: int) -> float:
                     step=step,
                     rng=torch.get_rng_state(),
                 )
-                print(f"step {step}: loss {loss.item():.3f}")
-    return loss.item()
+                print(f"step {step}: loss {loss.item():.3f}", flush=True)
+            if is_stopping:
+                return step == n_steps - 1
+    return True
 
 
 if __name__ == "__main__":
@@ -68,4 +78,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--save-every", type=int, default=100)
     arguments = parser.parse_args()
-    train(arguments.directory, arguments.steps, arguments.save_every)
+    if not train(arguments.directory, arguments.steps, arguments.save_every):
+        sys.exit(os.EX_TEMPFAIL)

@@ -15,7 +15,7 @@ import operator
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -29,13 +29,16 @@ from ptsave.background.save_future import SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
 from ptsave.support.flags import check_flags
-from ptsave.support.ranks import check_rank_saves
+from ptsave.support.ranks import check_rank_saves, group_of_job
 from ptsave.training.directory import CheckpointDirectory
 from ptsave.training.named_options import check_restoring, check_saving, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
+from ptsave.training.retention import Retention
+from ptsave.training.stop_signals import StopSignals
 from ptsave.training.url_directory import directory_opener
 
 if TYPE_CHECKING:
+    from ptsave.support.rank_groups import GroupRanks
     from ptsave.training.restored import RestoredEntries
     from ptsave.training.targets import KeyMapping, Match
 
@@ -57,6 +60,15 @@ class AsyncCheckpointer:
         Number of checkpoints that stay.  After each save the lowest steps above that number are
         removed; never the one just saved, the highest one, or one that this object is restoring.
         None keeps all.
+    keep_every : int, optional
+        Steps that are divisible by this number stay as well.
+    keep_best, metric, mode : int, str and {"min", "max"}, optional
+        How many of the checkpoints with the lowest (or the highest) `metric` stay as well.
+        `metric` is the name of an entry that is a number: ``save(step, model=model,
+        val_loss=0.3)``.  A checkpoint without that entry is none of the best.
+    keep_marked : str, optional
+        Name of an entry.  Checkpoints in which it is true stay as well: ``save(step, model=model,
+        milestone=True)`` with ``keep_marked="milestone"``.
     rank : int, optional
         In a job of several ranks: whose checkpoints these are.  Only that rank saves, and all may
         restore.  With `world_size`: which of that many ranks this process is.
@@ -67,6 +79,9 @@ class AsyncCheckpointer:
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
         False it survives the death of the process, not that of the machine.
+    stop_signals : collection of int, optional
+        Signals that do not end the process until :meth:`close`, but make :meth:`stop_requested`
+        true: ``[signal.SIGTERM]``.  The object is made in the main thread then.
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
 
@@ -76,8 +91,9 @@ class AsyncCheckpointer:
         An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
         URL that fsspec cannot write to.
     TypeError, ValueError
-        `keep` is neither None nor at least 1, or `rank` neither None nor at least 0, or the ranks
-        are named twice or by half; ranks without a process group would meet at a URL.
+        `keep` is neither None nor at least 1, `rank` neither None nor at least 0, the rules of
+        keeping do not go together, or the ranks are named twice or by half; ranks without a process
+        group would meet at a URL; the `stop_signals` cannot be taken, or not in this thread.
     RuntimeError
         The job has several ranks, by ``WORLD_SIZE`` in the environment, and there is neither a
         process group nor a `rank`; or another process has this rank.
@@ -132,17 +148,28 @@ class AsyncCheckpointer:
         directory: str | os.PathLike[str],
         keep: int | None = 3,
         *,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        keep_marked: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         process_group: Any = None,
         fsync: bool = True,
+        stop_signals: Collection[int] = (),
         staging: Literal["blocking", "background"] = "blocking",
         max_staged_bytes: int | None = None,
         when_full: Literal["wait", "raise"] = "wait",
         storage_options: Mapping[str, Any] | None = None,
         weights_only_check: bool = False,
     ) -> None:
-        self._keep = None if keep is None else _checked(keep, "keep", 1)
+        numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
+        checked = {
+            name: None if number is None else _checked(number, name, 1)
+            for name, number in numbers.items()
+        }
+        self._retention = Retention(**checked, metric=metric, mode=mode, keep_marked=keep_marked)
         self._rank = None if rank is None else _checked(rank, "rank", 0)
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
@@ -162,6 +189,8 @@ class AsyncCheckpointer:
         self._parts = rank_parts(place, self._rank, world_size, process_group)
         self._start_afresh()
         self._directory.remove_leftovers()
+        self._stop_signals = StopSignals(stop_signals)
+        self._job: GroupRanks | None = None
 
     # ------------------------------------------------------------------------------------- saving
 
@@ -211,7 +240,7 @@ class AsyncCheckpointer:
         ------
         TypeError, ValueError
             The step is no int, or negative; an object has the name of an option, or is an option
-            of something else (``staging="background"``).
+            of something else (``staging="background"``); the metric is no number.
         RuntimeError
             The checkpointer is closed, or its checkpoints are those of another rank.
         Exception
@@ -240,6 +269,7 @@ class AsyncCheckpointer:
             ),
         }
         check_saving("AsyncCheckpointer.save", objects, **options)
+        self._retention.check(objects)
         entries = entries_of(objects)
         try:
             path, highest = self._directory.place(step)
@@ -299,12 +329,55 @@ class AsyncCheckpointer:
         if self._parts is not None and not self._parts.tidies:
             return
         try:
-            if self._keep is not None:
-                self._directory.prune(self._keep, step)
+            self._directory.prune(self._retention, step)
             self._directory.remove_leftovers()
         except OSError as error:
             message = f"{self._directory.path}: old checkpoints cannot be looked for: {error}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+    def stop_requested(self) -> bool:
+        """Return whether one of the `stop_signals` has come: save a checkpoint, and end.
+
+        Returns
+        -------
+        bool
+            The same on all ranks: true if a signal has come to one of them.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank has ended.
+
+        Notes
+        -----
+        In a job of several ranks it is collective: all ranks call it at the same steps.  It takes
+        as long as an exchange between them, so a loop of short steps asks every few steps.
+
+        Examples
+        --------
+        >>> import os, signal, tempfile, torch, ptsave
+        >>> model = torch.nn.Linear(2, 2)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with ptsave.AsyncCheckpointer(folder.name, stop_signals=[signal.SIGTERM]) as run:
+        ...     for step in range(1000):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...         if run.stop_requested():
+        ...             _ = run.save(step, model=model)
+        ...             break
+        >>> run.steps()
+        [3]
+        >>> folder.cleanup()
+        """
+        self._check_process()
+        came = self._stop_signals.came
+        if self._parts is not None:
+            return self._parts.any_rank(came)
+        if self._job is None and (group := group_of_job()) is not None:
+            from ptsave.support.rank_groups import GroupRanks
+
+            self._job = GroupRanks(group, str(self._directory.path))
+        return came if self._job is None else any(self._job.gather(came))
 
     # ------------------------------------------------------------------------- saved checkpoints
 
@@ -525,7 +598,10 @@ class AsyncCheckpointer:
     def close(self) -> None:
         """Refuse further saves, and :meth:`wait`.  The checkpoints can still be restored."""
         self._closed = True
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._stop_signals.release()
         if self._parts is not None:
             self._parts.release()
 
@@ -548,6 +624,7 @@ class AsyncCheckpointer:
             failure = future.exception()
             if failure is not error:
                 add_note(error, f"a checkpoint was not saved either: {failure}")
+        self._stop_signals.release()
         if self._parts is not None:
             self._parts.release()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pickle
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support.held_lock import try_lock
 from ptsave.support.syncing import sync_path
 from ptsave.training.naming import Naming, WholeFiles
+from ptsave.training.retention import Retention
 
 __all__ = ["CheckpointDirectory", "create_directory"]
 
@@ -79,6 +81,7 @@ class CheckpointDirectory:
     """
 
     path: Path | str
+    _open_options: Mapping[str, Any] = {}
 
     def __init__(self, path: Path | str, naming: Naming | None = None) -> None:
         self.path = path
@@ -86,6 +89,7 @@ class CheckpointDirectory:
         # Between a restore that chooses a checkpoint and the removal of old ones.
         self._lock = threading.Lock()
         self._held: list[int] = []
+        self._entries: dict[int, Mapping[str, Any]] = {}  # by which checkpoints stay
 
     def steps(self) -> list[int]:
         return sorted(self._names())
@@ -177,30 +181,48 @@ class CheckpointDirectory:
             If a file cannot be removed.
         """
         self.choose(step)
+        self._entries.pop(step, None)
         for name in self._names()[step]:
             with suppress(FileNotFoundError):  # another process was faster
                 self.remove(name)
 
-    def prune(self, keep: int, written: int) -> None:
-        """Remove the lowest steps until `keep` are left, after the step `written` was saved.
+    def prune(self, retention: Retention, written: int) -> None:
+        """Remove the checkpoints that may go after the step `written` was saved.
 
-        That one stays, and so does the highest: after going back to an earlier step both are
-        somebody's newest.  A file that cannot be removed is a `CheckpointWarning`.  While another
-        process is at it, nothing is done: each would keep another one, and together they would keep
-        fewer.  A step whose parts are not all there yet does not count.
+        A file that cannot be removed is a `CheckpointWarning`.  While another process is at it,
+        nothing is done: each would keep another one, and together they would keep fewer.  A step
+        whose parts are not all there yet does not count.
         """
         with self._lock, self._locked() as alone:
             if not alone:
                 return
             names = self._names()
-            kept = {written, max(names, default=written)}
-            spare = [step for step in sorted(names) if step not in kept]
-            # A step that is being restored takes no newer one's place.
-            for step in spare[: max(len(names) - keep, 0)]:
-                if step in self._held:
+            self._entries.pop(written, None)  # of the checkpoint that it has replaced
+
+            def read(step: int, wanted: Collection[str]) -> Mapping[str, Any] | None:
+                return self._entries_of(step, self._naming.judged(names[step]), wanted)
+
+            for step in retention.spare(names, written, read):
+                if step in self._held:  # a step that is being restored takes no newer one's place
                     continue
                 for name in names[step]:
                     self._remove_or_warn(name)
+
+    def _entries_of(
+        self, step: int, name: str, wanted: Collection[str]
+    ) -> Mapping[str, Any] | None:
+        """Return entries of a step's file, as far as it has them; None if it cannot be read."""
+        from ptsave.contents.archive import open as open_archive
+
+        if step not in self._entries:
+            try:
+                with open_archive(self.place_of(name), **self._open_options) as archive:
+                    self._entries[step] = {key: archive[key] for key in wanted if key in archive}
+            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+                message = f"a checkpoint that cannot be read stays: {name}: {error}"
+                warnings.warn(message, CheckpointWarning, stacklevel=2)
+                return None
+        return self._entries[step]
 
     def remove_leftovers(self) -> None:
         """Remove leftovers of killed processes that were writing checkpoints."""

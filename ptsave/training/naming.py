@@ -24,6 +24,9 @@ class Naming(Protocol):
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
         """Return the files of each complete step, the one that this process reads first."""
 
+    def judged(self, names: list[str]) -> str:
+        """Return the file whose entries decide whether a step stays: for all ranks the same."""
+
     def dead(self, files: Iterable[str]) -> list[str]:
         """Return the files that belong to no checkpoint, and to none that is being written."""
 
@@ -54,6 +57,9 @@ class WholeFiles:
         if len(names) == 1:
             return names
         return sorted(names, key=lambda name: (name != self.name_of(step), name))
+
+    def judged(self, names: list[str]) -> str:
+        return names[0]
 
     def dead(self, files: Iterable[str]) -> list[str]:
         return []
@@ -110,6 +116,9 @@ class Parts:
             ranks = sorted(range(self._size), key=lambda rank: rank != self._rank)
             names += [_name(save, rank, self._size) for rank in ranks]
         return steps
+
+    def judged(self, names: list[str]) -> str:
+        return self.of_rank(0, names[0])
 
     def dead(self, files: Iterable[str]) -> list[str]:
         """Return the parts of saves that a later one has replaced, or outlived.

@@ -224,6 +224,10 @@ class RankParts:
                 )
         return messages
 
+    def any_rank(self, value: bool) -> bool:
+        """Return whether a value is true on one of the ranks."""
+        return any(self._ranks.gather(value))
+
     def meet(self) -> None:
         """Wait until all ranks have come."""
         self._ranks.gather(None)

@@ -61,6 +61,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
         target = resolve(url, storage_options)
         assert not isinstance(target, str)
         self._target = target
+        self._open_options = {"storage_options": storage_options}
 
     def remove_temporary_files(self) -> None:
         """Do nothing: whether somebody is writing a temporary file cannot be seen."""

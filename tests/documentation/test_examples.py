@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +54,32 @@ def test_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     output_of(monkeypatch, *run, "--steps", "60", "--directory", "whole")
     loss = ptsave.compare("stopped/step-00000059.pt", "whole/step-00000059.pt")
     assert loss.equal
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """The job ends by a signal, asks to be run again, and ends where a whole run ends."""
+    for name, line in (("srun", 'exec "$@"'), ("scontrol", 'echo "$@" >> asked')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    command = ["examples/slurm.sh", "--steps", "3000", "--save-every", "1000"]
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline().startswith(b"step 999: ")
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGUSR1)
+    job.communicate(timeout=60)
+    assert job.returncode == os.EX_TEMPFAIL
+    assert Path("asked").read_text() == "requeue 7\n"
+    again = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    assert again.stdout.startswith(b"going on at step ")
+    command += ["--directory", "whole"]
+    subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    assert ptsave.compare("checkpoints/step-00002999.pt", "whole/step-00002999.pt").equal
 
 
 def test_lightning_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

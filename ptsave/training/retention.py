@@ -1,0 +1,123 @@
+"""Which checkpoints of a directory stay: the newest, and those that their numbers or entries name.
+
+A checkpoint says itself how good it is, in an entry of its file: another process that goes on with
+the run keeps the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["Retention"]
+
+# Returns the named entries of a step's checkpoint, as far as it has them; None if it is unreadable.
+ReadEntries = Callable[[int, Collection[str]], "Mapping[str, Any] | None"]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Rules of which checkpoints stay; the arguments are those of `AsyncCheckpointer`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The rules do not go together.
+    """
+
+    keep: int | None = 3
+    keep_every: int | None = None
+    keep_best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    keep_marked: str | None = None
+
+    def __post_init__(self) -> None:
+        named = [
+            name
+            for name in ("keep_every", "keep_best", "keep_marked")
+            if getattr(self, name) is not None
+        ]
+        if self.keep is None and named:
+            raise ValueError(f"keep=None keeps all checkpoints: leave {named[0]} out, or set keep")
+        if (self.keep_best is None) != (self.metric is None):
+            raise TypeError("keep_best and metric go together: keep_best=2, metric='val_loss'")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        for name, entry in (("metric", self.metric), ("keep_marked", self.keep_marked)):
+            if not isinstance(entry, (str, type(None))):
+                raise TypeError(f"{name} must be the name of an entry, not {entry!r}")
+
+    def check(self, objects: Mapping[str, Any]) -> None:
+        """Refuse a metric that is no number.
+
+        Raises
+        ------
+        TypeError
+            It is none.
+        """
+        if self.metric is None or self.metric not in objects:
+            return
+        value = objects[self.metric]
+        if _number(value) is None:
+            kind = type(value).__name__
+            raise TypeError(f"the metric {self.metric!r} must be a number, not of type {kind}")
+
+    def spare(self, steps: Iterable[int], written: int, read: ReadEntries) -> list[int]:
+        """Return the steps whose checkpoints may go after the step `written` was saved.
+
+        That one stays, and so does the highest: after going back to an earlier step both are
+        somebody's newest.  One that cannot be read stays, too, where its entries would decide.
+        """
+        if self.keep is None:
+            return []
+        steps = sorted(steps)
+        newest = {written, max(steps, default=written)}
+        older = [step for step in steps if step not in newest]
+        spare = older[: max(len(steps) - self.keep, 0)]
+        if self.keep_every is not None:
+            spare = [step for step in spare if step % self.keep_every]
+        wanted = [name for name in (self.metric, self.keep_marked) if name is not None]
+        if not (spare and wanted):
+            return spare
+        entries = {step: read(step, wanted) for step in steps}
+        best = self._best(entries)
+        return [
+            step
+            for step in spare
+            if (values := entries[step]) is not None
+            and step not in best
+            and not (self.keep_marked is not None and _is_true(values.get(self.keep_marked)))
+        ]
+
+    def _best(self, entries: Mapping[int, Mapping[str, Any] | None]) -> set[int]:
+        """Return the steps with the best values of the metric; of equal ones the newest."""
+        if self.metric is None:
+            return set()
+        sign = 1 if self.mode == "min" else -1
+        values = {step: _number((found or {}).get(self.metric)) for step, found in entries.items()}
+        ranked = sorted(
+            (sign * value, -step)
+            for step, value in values.items()
+            if value is not None and not math.isnan(value)
+        )
+        return {-step for _, step in ranked[: self.keep_best]}
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or a tensor or array of one number, as a float; None of all else."""
+    if isinstance(value, str) or getattr(value, "numel", int)() > 1:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _is_true(value: Any) -> bool:
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several values
+        return True
