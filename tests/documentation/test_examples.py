@@ -64,22 +64,23 @@ def test_slurm(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
-    command = ["examples/slurm.sh", "--steps", "3000", "--save-every", "1000"]
+    environment["OMP_NUM_THREADS"] = "1"
+    command = ["examples/slurm.sh", "--steps", "1500", "--save-every", "500"]
     job = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, start_new_session=True
     )
     assert job.stdout is not None
-    assert job.stdout.readline().startswith(b"step 999: ")
+    assert job.stdout.readline().startswith(b"step 499: ")
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGUSR1)
-    job.communicate(timeout=60)
+    job.communicate(timeout=200)
     assert job.returncode == os.EX_TEMPFAIL
     assert Path("asked").read_text() == "requeue 7\n"
-    again = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    again = subprocess.run(command, env=environment, capture_output=True, timeout=200, check=True)
     assert again.stdout.startswith(b"going on at step ")
     command += ["--directory", "whole"]
-    subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
-    assert ptsave.compare("checkpoints/step-00002999.pt", "whole/step-00002999.pt").equal
+    subprocess.run(command, env=environment, capture_output=True, timeout=200, check=True)
+    assert ptsave.compare("checkpoints/step-00001499.pt", "whole/step-00001499.pt").equal
 
 
 def test_lightning_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
