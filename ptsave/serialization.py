@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
 from ptsave.support import torch_serialization as stock
@@ -20,7 +21,13 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
-from ptsave.writing.targets import TargetWriter, is_url_file, resolve_file, resolve_target
+from ptsave.writing.targets import (
+    TargetWriter,
+    is_url_file,
+    refuse_safetensors_name,
+    resolve_file,
+    resolve_target,
+)
 
 __all__ = ["save"]
 
@@ -78,6 +85,9 @@ def save(
         disk full, no permission, missing directory, server not there, ...  The old file is
         unchanged and nothing is left beside it.  For a URL that fsspec cannot write to (or whose
         package is not installed) it is an :class:`UnsupportedUrlError`.
+    ValueError
+        The name ends with ``.safetensors``: :func:`ptsave.save_model` writes such a file.  As
+        ``torch.save`` (:func:`ptsave.install`) the function writes any name.
 
     Warns
     -----
@@ -107,6 +117,8 @@ def save(
     check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
     if weights_only_check:
         from ptsave.writing.weights_only_check import warn_of_refusals
+    if torch.save is stock.save:  # code that has ptsave installed writes any name, as torch does
+        refuse_safetensors_name(f)
     check_dill_version(pickle_module)
     if not is_url_file(f):  # of a directory, which has its options
         check_save_filelike(f)

@@ -35,12 +35,13 @@ from ptsave.support.torch_serialization import storage_alignment
 from ptsave.writing.targets import (
     direct_nbytes,
     name_of,
+    refuse_safetensors_name,
     replaceable_file,
     resolve_target,
     root_for_path,
 )
 
-__all__ = ["ArchiveWriter", "WhenFull"]
+__all__ = ["ArchiveWriter", "MeasuringWriter", "WhenFull"]
 
 WhenFull: TypeAlias = Literal["wait", "drop", "raise"]
 _WHEN_FULL = get_args(WhenFull)
@@ -88,6 +89,8 @@ class ArchiveWriter:
         If nothing can be written there: its directory does not exist, no permission, ...
     UnsupportedUrlError
         If `path` is a URL.
+    ValueError
+        If the name ends with ``.safetensors``.
 
     Notes
     -----
@@ -211,28 +214,6 @@ class ArchiveWriter:
                 f"{type(entries).__name__}"
             )
         return self._add(dict(entries), copy, when_full)
-
-    def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
-        """Add an entry that may be larger than the budget, which it then gets all of.
-
-        Arguments and results are as of :meth:`add` with ``copy=False``; "wait" always ends.
-        """
-        return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
-
-    def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
-        """Add a tensor as it is now, and take its statistics while it is copied.
-
-        Returns
-        -------
-        added : bool
-            As of :meth:`add`, and so are the errors.
-        statistics : tuple or None
-            The fields of `ptsave.tree.capture_schema.Statistics`; None if they have to be taken
-            apart: it is not all of its storage, or that is in the file already.
-        """
-        found: list[tuple[Any, ...] | None] = []
-        added = self._add({name: tensor}, True, None, measured=tensor, found=found)
-        return added, found[0] if found else None
 
     def _add(
         self,
@@ -533,6 +514,32 @@ class ArchiveWriter:
         self._archive.keep()
 
 
+class MeasuringWriter(ArchiveWriter):
+    """The writer of a capture, which has more to add than a public name should promise."""
+
+    def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
+        """Add an entry that may be larger than the budget, which it then gets all of.
+
+        Arguments and results are as of :meth:`add` with ``copy=False``; "wait" always ends.
+        """
+        return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
+
+    def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
+        """Add a tensor as it is now, and take its statistics while it is copied.
+
+        Returns
+        -------
+        added : bool
+            As of :meth:`add`, and so are the errors.
+        statistics : tuple or None
+            The fields of `ptsave.tree.capture_schema.Statistics`; None if they have to be taken
+            apart: it is not all of its storage, or that is in the file already.
+        """
+        found: list[tuple[Any, ...] | None] = []
+        added = self._add({name: tensor}, True, None, measured=tensor, found=found)
+        return added, found[0] if found else None
+
+
 def _checked_path(path: Any) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
@@ -542,6 +549,7 @@ def _checked_path(path: Any) -> str:
     if not os.path.basename(text) and "://" not in text:
         reason = "the path names a directory: give the name of a file in it"
         raise SaveError(errno.EISDIR, reason, text)
+    refuse_safetensors_name(text)
     target = resolve_target(path)
     if not isinstance(target, str):
         reason = "an archive that grows is a file of this machine"

@@ -27,7 +27,7 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
-from ptsave.writing.targets import absolute, resolve_target
+from ptsave.writing.targets import absolute, refuse_safetensors_name, resolve_target
 
 __all__ = ["async_save", "release_staging_memory"]
 
@@ -92,7 +92,7 @@ def async_save(
     ValueError
         For an unknown option, and for formats other than torch's current one
         (``_use_new_zipfile_serialization=False``, a storage alignment above 32 KiB): only
-        :func:`ptsave.save` writes those.
+        :func:`ptsave.save` writes those.  For a name that ends with ``.safetensors``.
 
     Notes
     -----
@@ -115,6 +115,7 @@ def async_save(
     _check_options(staging, when_full)
     check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
     limit = _staging_limit(max_staged_bytes)
+    refuse_safetensors_name(f)
     check_dill_version(pickle_module)
     check_save_filelike(f)
     if not engine_can_save(_use_new_zipfile_serialization):

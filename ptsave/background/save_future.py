@@ -11,7 +11,7 @@ from typing import Any
 
 from ptsave.errors import CheckpointWarning
 
-__all__ = ["SaveFuture", "forget_failures", "report_failures"]
+__all__ = ["PendingSave", "SaveFuture", "forget_failures", "report_failures"]
 
 _numbers = itertools.count()
 _unseen_failures: dict[int, str] = {}  # of futures that nobody has asked, which may be gone
@@ -94,11 +94,6 @@ class SaveFuture(concurrent.futures.Future[None]):
             self._observe()
             raise self._staging_error
 
-    def join_staging(self) -> BaseException | None:
-        """Wait for the copy, and return its error; called by the thread that writes."""
-        self._staged.wait()
-        return self._staging_error
-
     # ------------------------------------------------------------------------------------- outcome
 
     def result(self, timeout: float | None = None) -> None:
@@ -151,6 +146,19 @@ class SaveFuture(concurrent.futures.Future[None]):
         self._nbytes_written = self._nbytes
         super().set_result(result)
 
+    def _observe(self) -> None:
+        self._observed = True
+        _unseen_failures.pop(self._number, None)
+
+
+class PendingSave(SaveFuture):
+    """The future for the threads of its save, which set how far it is."""
+
+    def join_staging(self) -> BaseException | None:
+        """Wait for the copy, and return its error; called by the thread that writes."""
+        self._staged.wait()
+        return self._staging_error
+
     def set_staged(self, error: BaseException | None = None) -> None:
         """Note that no tensor is looked at any more; called by the thread that stages."""
         self._staging_error = error
@@ -171,10 +179,6 @@ class SaveFuture(concurrent.futures.Future[None]):
             self.set_staged(error)
         if not self.done():
             self.set_exception(error)
-
-    def _observe(self) -> None:
-        self._observed = True
-        _unseen_failures.pop(self._number, None)
 
 
 def report_failures() -> None:

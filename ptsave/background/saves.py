@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ptsave import _C
-from ptsave.background.save_future import SaveFuture, forget_failures, report_failures
+from ptsave.background.save_future import PendingSave, forget_failures, report_failures
 from ptsave.background.staging_budget import Reservation, StagingBudget
 from ptsave.background.worker_lane import WorkerLane
 from ptsave.errors import StagingFullError
@@ -62,13 +62,13 @@ _log = logging.getLogger(__name__)
 _budget = StagingBudget()
 _staging = WorkerLane("ptsave-staging")
 _writing = WorkerLane("ptsave-writing")
-_unfinished: dict[SaveFuture, BackgroundSave] = {}
+_unfinished: dict[PendingSave, BackgroundSave] = {}
 
 
 class _Progress:
     # Not a method of the save: it would be in a cycle with its writer, and keep the target until
     # the garbage collector comes by.
-    def __init__(self, future: SaveFuture) -> None:
+    def __init__(self, future: PendingSave) -> None:
         self._future = future
         self.bar: ProgressCallback | None = None
 
@@ -110,7 +110,7 @@ class BackgroundSave:
         name = f"<{type(target).__name__}>"
         if isinstance(target, str) or is_url_file(target):
             name = name_of(target)
-        self.future = SaveFuture(name, plan.nbytes, self._withdraw, release_own)
+        self.future = PendingSave(name, plan.nbytes, self._withdraw, release_own)
         self._plan = plan
         self._snapshot = snapshot
         self._reservation = reservation

@@ -40,7 +40,7 @@ _MAX_REASON = 200
 
 
 class Writer(Protocol):
-    """The part of `ArchiveWriter` that a capture needs."""
+    """The part of `MeasuringWriter` that a capture needs."""
 
     def add(
         self, name: str, value: object, *, copy: bool = True, when_full: WhenFull | None = None

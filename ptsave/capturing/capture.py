@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ptsave.appending.archive_writer import ArchiveWriter
+from ptsave.appending.archive_writer import MeasuringWriter
 from ptsave.appending.rivals import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.blocks import Blocks
@@ -138,7 +138,7 @@ class Capture:
             check_rank_of_file(os.fsdecode(self._path), self._rank, "capture(model, ")
         self._marks.check()
         sites, skipped = self._sites()
-        self._writer = ArchiveWriter(
+        self._writer = MeasuringWriter(
             self._path,
             fsync=self._fsync,
             max_memory_bytes=self._max_memory,

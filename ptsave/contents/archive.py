@@ -19,7 +19,7 @@ from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, list_tensors
 from ptsave.sources.local import describe
-from ptsave.support.flags import check_flags
+from ptsave.support.flags import check_flags, one_of
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.names import EntryNames
@@ -133,6 +133,7 @@ class Archive:
         device: torch.device | str | None = None,
         *,
         verify: bool | None = None,
+        map_location: torch.device | str | None = None,
     ) -> Tensor:
         """Read one tensor.
 
@@ -148,6 +149,8 @@ class Archive:
         verify : bool, optional
             Whether checksums are compared.  A checksum is of a whole storage: by default it is
             compared if the whole storage is read.  True reads the whole storage for it.
+        map_location : torch.device or str, optional
+            Another name of `device`.
 
         Raises
         ------
@@ -158,6 +161,7 @@ class Archive:
         CorruptCheckpointError
             If the data is damaged.
         """
+        device = one_of(device=device, map_location=map_location)
         return self._read(self._tensor(name), device, verify)
 
     def get_slice(
@@ -166,6 +170,7 @@ class Archive:
         device: torch.device | str | None = None,
         *,
         verify: bool | None = None,
+        map_location: torch.device | str | None = None,
     ) -> TensorSlice:
         """Return a stand-in for a tensor whose parts are read when it is indexed.
 
@@ -175,7 +180,7 @@ class Archive:
             One of `keys`.
         device : torch.device or str, optional
             Device that parts are read to: the CPU by default.
-        verify : bool, optional
+        verify, map_location
             As for `get_tensor`.
 
         Examples
@@ -191,6 +196,7 @@ class Archive:
         """
         contents, tensor = self._contents, self._tensor(name)
         verify = self._verify if verify is None else verify
+        device = one_of(device=device, map_location=map_location)
         place = torch.device("cpu" if device is None else device)
         return TensorSlice(contents, tensor, verify, place)
 
@@ -279,7 +285,12 @@ class Archive:
             return list(self._run.values(phase, step))
 
     def tensor(
-        self, name: str, device: torch.device | str | None = None, *, verify: bool | None = None
+        self,
+        name: str,
+        device: torch.device | str | None = None,
+        *,
+        verify: bool | None = None,
+        map_location: torch.device | str | None = None,
     ) -> Tensor:
         """Read one tensor of a capture, wherever in the file it is stored.
 
@@ -289,7 +300,7 @@ class Archive:
             Name of a value, such as ``"0/forward/layers.1#0/inputs/0"``.
         device : torch.device or str, optional
             Target device: the CPU by default.
-        verify : bool, optional
+        verify, map_location
             As for `get_tensor`.
 
         Raises
@@ -301,6 +312,7 @@ class Archive:
         ValueError, CorruptCheckpointError
             As from `calls`; also if the tensor's data is damaged.
         """
+        device = one_of(device=device, map_location=map_location)
         return self._read(self._run.tensor(name), device, verify)
 
     def summary(self) -> CaptureSummary:

@@ -15,7 +15,7 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
 from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url_source
-from ptsave.support.flags import check_flags
+from ptsave.support.flags import check_flags, location_of
 from ptsave.support.together import failing_together, has_others
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def load(
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
+    device: Any = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
@@ -75,6 +76,8 @@ def load(
         later: rank 0 of the group reads each byte once, for all, or the first rank of each host
         does, if the file is there.  Every rank calls this, with options of its own, as to where its
         tensors belong.  None: each rank reads.
+    device : torch.device, str or int, optional
+        Another name of `map_location`.
     **pickle_load_args
         Passed to the unpickler if ``weights_only=False``.
 
@@ -119,6 +122,7 @@ def load(
     """
     with failing_together(process_group, describe(f)):
         check_flags(verify=verify)
+        map_location = location_of(map_location, device)
     maps = torch_config.load.mmap if mmap is None else mmap
     options = LoadOptions(
         map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args

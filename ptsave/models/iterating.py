@@ -17,6 +17,7 @@ from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
+from ptsave.support.flags import one_of
 from ptsave.support.garbage import pausing_garbage_collection
 
 __all__ = ["iter_weights"]
@@ -31,6 +32,8 @@ def iter_weights(
     rename: Rename | None = None,
     prefix: str = "",
     storage_options: Mapping[str, Any] | None = None,
+    map_location: torch.device | str | int | None = None,
+    key_mapping: Rename | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a set of shards, or one file, in the order of the files.
 
@@ -49,6 +52,8 @@ def iter_weights(
         Only the tensors whose names begin with it are read, under their names without it.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
+    map_location, key_mapping : optional
+        Other names of `device` and `rename`.
 
     Yields
     ------
@@ -71,6 +76,8 @@ def iter_weights(
     bias (1,)
     weight (1, 3)
     """
+    device = one_of(device=device, map_location=map_location)
+    rename = one_of(rename=rename, key_mapping=key_mapping)
     place = _CPU if device is None else torch.empty(0, device=device).device
     renaming = Renaming(rename, prefix)
     if isinstance(path, bytes):

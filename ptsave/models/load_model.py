@@ -40,7 +40,7 @@ from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.local import describe
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
-from ptsave.support.flags import check_flags
+from ptsave.support.flags import check_flags, one_of
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
 from ptsave.support.together import failing_together
@@ -76,6 +76,8 @@ def load_model(
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
+    map_location: torch.device | str | int | None = None,
+    key_mapping: Rename | None = None,
 ) -> LoadedWeights:
     """Fill a model's parameters and buffers from a directory of shards, or one file.
 
@@ -147,6 +149,8 @@ def load_model(
         path, and with a model and options of its own.  An error on one is an error on all, before
         anything is overwritten if it is a model that does not fit.  A ``weight_loader`` with
         ``takes_slices`` gets its whole tensor in memory.
+    map_location, key_mapping : optional
+        Other names of `device` and `rename`.
 
     Returns
     -------
@@ -200,6 +204,8 @@ def load_model(
     True
     """
     with failing_together(process_group, describe(path)):
+        device = one_of(device=device, map_location=map_location)
+        rename = one_of(rename=rename, key_mapping=key_mapping)
         _check_arguments(model, path, dtype)
         check_flags(
             strict=strict,

@@ -1,8 +1,12 @@
-"""Options that are True or False, checked where they come in."""
+"""Options that are True or False, or that have two names, checked where they come in."""
 
 from __future__ import annotations
 
-__all__ = ["check_flags"]
+from typing import Any
+
+import torch
+
+__all__ = ["check_flags", "location_of", "one_of"]
 
 
 def check_flags(**flags: object) -> None:
@@ -23,3 +27,34 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def one_of(**values: Any) -> Any:
+    """Return the value of an option that has two names, under the name that the caller knows.
+
+    Raises
+    ------
+    TypeError
+        If it is given under both.
+
+    Examples
+    --------
+    >>> one_of(map_location=None, device="cpu")
+    'cpu'
+    >>> one_of(map_location="cpu", device="cpu")
+    Traceback (most recent call last):
+    ...
+    TypeError: map_location and device are two names of one option: give one of them
+    """
+    given = [value for value in values.values() if value is not None]
+    if len(given) > 1:
+        raise TypeError(f"{' and '.join(values)} are two names of one option: give one of them")
+    return given[0] if given else None
+
+
+def location_of(map_location: Any, device: Any) -> Any:
+    """Return a `map_location` for torch, which is no number, from it or from its other name."""
+    return one_of(
+        map_location=map_location,
+        device=torch.device(device) if isinstance(device, int) else device,
+    )

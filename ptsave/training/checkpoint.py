@@ -15,7 +15,7 @@ from ptsave.contents.loading import load_source
 from ptsave.sources.local import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
-from ptsave.support.flags import check_flags
+from ptsave.support.flags import check_flags, location_of, one_of
 from ptsave.support.together import failing_together, has_others
 from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
 from ptsave.training.restoring import check_locations, restoring
@@ -51,6 +51,8 @@ def load_into(
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
+    device: Any = None,
+    rename: Rename | None = None,
 ) -> Any:
     """Restore a state dict from a file straight into the tensors of `target`.
 
@@ -104,6 +106,10 @@ def load_into(
         As for :func:`ptsave.load`: one rank reads an archive for all, each restores a target of its
         own, which may be a part of the model.  Nothing is overwritten on any rank before the
         targets of all have been checked.
+    device : torch.device, str or int, optional
+        Another name of `map_location`.
+    rename : callable or mapping, optional
+        Another name of `key_mapping`.
 
     Returns
     -------
@@ -148,6 +154,8 @@ def load_into(
     """
     with failing_together(process_group, describe(f)):
         check_flags(verify=verify)
+        map_location = location_of(map_location, device)
+        key_mapping = one_of(key_mapping=key_mapping, rename=rename)
         _check_order(f, target)
         _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
         how = TargetOptions(
@@ -222,7 +230,7 @@ def save_checkpoint(
     TypeError
         An object has the name of an option, or an option of another function is among the objects
         (``pickle_protocol=4``).
-    SaveError
+    SaveError, ValueError
         As from :func:`ptsave.save`.
 
     Examples
@@ -260,6 +268,8 @@ def load_checkpoint(
     key_mapping: KeyMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
+    device: Any = None,
+    rename: KeyMapping | None = None,
     **targets: Any,
 ) -> RestoredEntries:
     """Restore objects in place from a checkpoint, and return its other entries.
@@ -277,7 +287,7 @@ def load_checkpoint(
         As for :func:`ptsave.load_into`.
     assign
         As for :func:`ptsave.load_into`, for the modules among the targets.
-    ignore_mismatched_sizes, match, key_mapping
+    ignore_mismatched_sizes, match, key_mapping, device, rename
         As for :func:`ptsave.load_into`, for the modules and optimizers among the targets.  The
         names of an optimizer's parameters are those it was made with, or those in the modules
         among the targets.  As `key_mapping`, also a mapping of targets' names to one for each:
@@ -314,10 +324,11 @@ def load_checkpoint(
     from ptsave.training.named_options import check_restoring
 
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options.update(strict=strict, map_location=map_location, storage_options=storage_options)
-    options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes)
-    options.update(match=match, key_mapping=key_mapping, process_group=process_group)
+    options.update(strict=strict, storage_options=storage_options, process_group=process_group)
+    options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes, match=match)
     with failing_together(process_group, describe(f)):
+        options["map_location"] = location_of(map_location, device)
+        options["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
         check_restoring("ptsave.load_checkpoint", targets, **options)
     return restore_entries(f, targets, **options)
 

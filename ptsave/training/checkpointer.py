@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.serialization import config as torch_config
 
 from ptsave.background.async_save import async_save
-from ptsave.background.save_future import SaveFuture
+from ptsave.background.save_future import PendingSave, SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
-from ptsave.support.flags import check_flags
+from ptsave.support.flags import check_flags, location_of, one_of
 from ptsave.support.ranks import check_rank_saves, group_of_job
 from ptsave.training.directory import CheckpointDirectory
 from ptsave.training.named_options import check_restoring, check_saving, entries_of
@@ -427,6 +427,8 @@ class AsyncCheckpointer:
         ignore_mismatched_sizes: bool = False,
         match: Match = None,
         key_mapping: KeyMapping | None = None,
+        device: Any = None,
+        rename: KeyMapping | None = None,
         **targets: Any,
     ) -> RestoredEntries:
         """Restore objects in place, and return the other entries of the checkpoint.
@@ -438,7 +440,7 @@ class AsyncCheckpointer:
             saves are pending).  If another process removes that one before it is open, the choice
             is made again.  Positional only:  ``restore(1000, model=model)``.
         strict, assign, map_location, weights_only, verify, progress
-        ignore_mismatched_sizes, match, key_mapping
+        ignore_mismatched_sizes, match, key_mapping, device, rename
             As for :func:`ptsave.load_checkpoint`.
         **targets : object
             The objects to restore, under the names they were saved with.
@@ -475,9 +477,10 @@ class AsyncCheckpointer:
                 f"restore({targets['step']}, ...)"
             )
         options: dict[str, Any] = {"strict": strict, "assign": assign, "verify": verify}
-        options.update(map_location=map_location, weights_only=weights_only, progress=progress)
+        options.update(weights_only=weights_only, progress=progress, match=match)
         options["ignore_mismatched_sizes"] = ignore_mismatched_sizes
-        options.update(match=match, key_mapping=key_mapping)
+        options["map_location"] = location_of(map_location, device)
+        options["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
         check_restoring("AsyncCheckpointer.restore", targets, **options)
         step = None if step is None else _checked(step, "step", 0)
         if self._parts is None:
@@ -656,7 +659,7 @@ class AsyncCheckpointer:
 
 def _failed_save(target: str, error: OSError) -> SaveFuture:
     """Return the future of a save that could not begin."""
-    future = SaveFuture(target, 0, lambda: False)
+    future = PendingSave(target, 0, lambda: False)
     future.set_staged(error)
     future.set_exception(error)
     return future

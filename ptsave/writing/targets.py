@@ -44,6 +44,7 @@ __all__ = [
     "exists",
     "is_url_file",
     "name_of",
+    "refuse_safetensors_name",
     "replaceable_file",
     "resolve",
     "resolve_file",
@@ -94,6 +95,23 @@ def root_for_path(path: str) -> str:
     name = path.replace("\\", "/").rpartition("/")[2]
     stem, dot, _ = name.rpartition(".")
     return stem if dot else name
+
+
+def refuse_safetensors_name(f: object) -> None:
+    """Refuse to write torch's format under a name that promises another one.
+
+    Raises
+    ------
+    ValueError
+        The path or URL ends with ``.safetensors``.
+    """
+    name = f.url if is_url_file(f) else f
+    if isinstance(name, (str, os.PathLike)) and str(name).endswith(".safetensors"):
+        raise ValueError(
+            f"{name}: torch.load expects a safetensors file under this name, and this function "
+            "writes torch's format: choose a name as model.pt, or write a dict of tensors by "
+            "ptsave.save_model(tensors, path)"
+        )
 
 
 def check_path(path: str) -> None:
