@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ptsave.comparison.numbers import NumberDifference, Tolerance
-from ptsave.support.torch_tensors import untyped_of
+from ptsave.comparison.value_numbers import ValueNumbers, comparable, opened
 from ptsave.tree.containers import attributes_of, is_container, items_of, nested_too_deep
-from ptsave.tree.opaque import Opaque, comparable, parts_of_opaque
+from ptsave.tree.opaque import Opaque
 from ptsave.tree.paths import MAX_DEPTH
 
 __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
@@ -21,7 +22,8 @@ __all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]
 _Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_PLAIN_KEYS = {str, int, bool, bytes}
+_BY_NUMBER = (Opaque, set, frozenset, deque)  # leaves in which something may not be built
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +104,7 @@ class EntryComparer:
         self._ignore_dtype = ignore_dtype
         self._ignore_types = ignore_types
         self._tolerance = tolerance
+        self._numbers = ValueNumbers()
         self._seen: set[tuple[int, int]] = set()
         self._kept: list[Any] = []  # objects made on the way: while they live, no id is used again
         self.differences: list[EntryDifference] = []
@@ -124,7 +127,7 @@ class EntryComparer:
 
     def _compare_entry(self, a: Any, b: Any, name: str, depth: int) -> Iterator[_Pair] | None:
         """Compare two entries; return the pairs of their contents, if they are containers."""
-        a, b = _opened(a), _opened(b)
+        a, b = opened(a), opened(b)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return self._compare_tensors(a, b, name) if self._wanted(name) else None
         parts = _parts(a), _parts(b)
@@ -140,7 +143,18 @@ class EntryComparer:
             return None
         self._seen.add((id(a), id(b)))
         self._kept += a, b
-        return self._pairs_of(parts[0], parts[1], f"{name}." if depth else "")
+        entries = self._under_keys_of(parts[0], parts[1])
+        return self._pairs_of(parts[0], entries, f"{name}." if depth else "")
+
+    def _under_keys_of(self, a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of b, by the keys of a where those are equal: NaN, or not built."""
+        keys = {self._numbers.of(key): key for key in a if type(key) not in _PLAIN_KEYS}
+        if not keys:
+            return b
+        return {
+            key if type(key) in _PLAIN_KEYS else keys.get(self._numbers.of(key), key): value
+            for key, value in b.items()
+        }
 
     def _pairs_of(self, a: dict[Any, Any], b: dict[Any, Any], prefix: str) -> Iterator[_Pair]:
         """Yield the entries in both, noting in their places the entries in one of them alone."""
@@ -189,8 +203,8 @@ class EntryComparer:
         return self._ignore_dtype and {type(a), type(b)} <= {int, float, complex}
 
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
-        if isinstance(a, Opaque) and isinstance(b, Opaque):
-            self._compare_opaque(a, b, name)
+        if isinstance(a, _BY_NUMBER) and isinstance(b, _BY_NUMBER):
+            self._compare_by_number(a, b, name)
             return
         if {type(a), type(b)} <= {int, float, complex}:
             equal = _are_close(a, b, self._tolerance)
@@ -198,7 +212,7 @@ class EntryComparer:
             equal = comparable(a) == comparable(b)
         else:
             try:
-                equal = bool(a == b)
+                equal = bool(a == b or (a != a and b != b))  # noqa: PLR0124 - NaN of Decimal
             except Exception as error:
                 raise TypeError(
                     f"{name}: values of type {type(a).__name__} cannot be compared "
@@ -207,13 +221,12 @@ class EntryComparer:
         if not equal:
             self.differences.append(EntryDifference("value", name, a, b))
 
-    def _compare_opaque(self, a: Opaque, b: Opaque, name: str) -> None:
-        """Compare what the files give to two objects that are not built."""
-        (parts_of_a, tensors_of_a), (parts_of_b, tensors_of_b) = map(parts_of_opaque, (a, b))
-        if parts_of_a != parts_of_b:
+    def _compare_by_number(self, a: Any, b: Any, name: str) -> None:
+        """Compare objects that are not built, by what the files give to them, and sets."""
+        if self._numbers.of(a) != self._numbers.of(b):
             self.differences.append(EntryDifference("value", name, a, b))
             return
-        for n, (one, other) in enumerate(zip(tensors_of_a, tensors_of_b, strict=True)):
+        for n, (one, other) in enumerate(self._numbers.tensor_pairs(a, b)):
             self._compare_tensors(one, other, f"{name}.<tensor {n}>")
 
 
@@ -230,18 +243,6 @@ def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     axis = tensor.q_per_channel_axis()
     return tensor.qscheme(), tuple(scales.tolist()), tuple(zero_points.tolist()), axis
-
-
-def _opened(value: Any) -> Any:
-    """Return storages as the tensors over them."""
-    if isinstance(value, torch.TypedStorage):
-        dtype, value = value.dtype, untyped_of(value)
-        if dtype in _QUANTIZED:  # tensors of which need more than a storage
-            dtype = torch.uint8
-        return torch.empty(0, dtype=dtype, device=value.device).set_(value)
-    if isinstance(value, torch.UntypedStorage):
-        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
-    return value
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -268,13 +269,13 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     pending = [iter([(name, value)])]
     while pending:
         for entry_name, entry in pending[-1]:
-            opened = _opened(entry)
-            parts = _parts(opened)
-            if parts and id(opened) not in seen and len(pending) <= MAX_DEPTH:
-                seen.add(id(opened))
+            leaf = opened(entry)
+            parts = _parts(leaf)
+            if parts and id(leaf) not in seen and len(pending) <= MAX_DEPTH:
+                seen.add(id(leaf))
                 pending.append(_named(parts, entry_name))
                 break
-            yield entry_name, opened
+            yield entry_name, leaf
         else:
             pending.pop()
 

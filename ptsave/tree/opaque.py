@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ptsave.support.tensor_types import is_tensor
-from ptsave.tree.containers import attributes_of, items_of, values_of, walk
+from ptsave.tree.containers import attributes_of, values_of, walk
 
 __all__ = [
+    "OPAQUE_HOLDERS",
     "Opaque",
-    "comparable",
     "drop_opaque_attributes",
     "holds_opaque",
-    "parts_of_opaque",
     "refuse_opaque",
     "type_name_of",
 ]
 
 _BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
-_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+# Containers in which something may lie that is not built.
+OPAQUE_HOLDERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 class Opaque:
@@ -76,7 +76,7 @@ def holds_opaque(value: Any) -> Opaque | None:
         each = pending.pop()
         if isinstance(each, Opaque):
             return each
-        is_container = isinstance(each, _CONTAINERS)
+        is_container = isinstance(each, OPAQUE_HOLDERS)
         if id(each) in seen or not (is_container or is_tensor(each)):
             continue
         seen.add(id(each))
@@ -124,56 +124,3 @@ def refuse_opaque(value: Any, name: str) -> None:
         f"--trust {found.type_name} of the command, or all of it with ptsave.load(..., "
         "weights_only=False)"
     )
-
-
-def parts_of_opaque(opaque: Any) -> tuple[list[Any], list[Any]]:
-    """Return all that two objects have to have in common to be equal, and the tensors in them.
-
-    Returns
-    -------
-    parts : list
-        Names, types and values, in the order of the pickle; a number in the place of each tensor,
-        and of each container that is met again.
-    tensors : list of torch.Tensor
-        Their values are to be compared, too.
-    """
-    parts: list[Any] = []
-    tensors: list[Any] = []
-    numbers: dict[int, int] = {}
-    pending: list[Any] = [opaque]
-    while pending:
-        value = pending.pop()
-        if is_tensor(value):
-            tensors.append(value)
-            parts += ["tensor", len(tensors)]
-        elif not isinstance(value, (Opaque, *_CONTAINERS)):
-            parts.append(comparable(value))
-        elif id(value) in numbers:
-            parts += ["again", numbers[id(value)]]
-        else:
-            numbers[id(value)] = len(numbers)
-            inner = [*_inner_parts(value)]
-            parts += [type_name_of(value), len(inner)]
-            pending += reversed(inner)
-    return parts, tensors
-
-
-def _inner_parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Opaque):
-        return value.parts
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=lambda each: repr(parts_of_opaque(each)[0]))
-    items = [*items_of(value)]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key, _ in items):
-        items.sort(key=lambda item: item[0])  # the order of a dict is not compared
-    attributes = attributes_of(value)
-    return [*(part for item in items for part in item), *([attributes] if attributes else [])]
-
-
-def comparable(value: Any) -> Any:
-    """Return something that is equal to itself, NaN and NumPy's arrays included."""
-    if hasattr(value, "tobytes"):
-        return type(value), str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, (float, complex)):
-        return type(value), repr(value)
-    return type(value), value
