@@ -58,9 +58,9 @@ class Report:
         if self._as_json:
             argument["files"].append(file_json(found))
             return
+        click.echo("\n".join(file_lines(found, self._list_all, self._terminal)))
         for remark in found.remarks:
             note(self._ctx, f"{printable(found.path)}: {printable(remark)}")
-        click.echo("\n".join(file_lines(found, self._list_all, self._terminal)))
 
     def add_problems(self, argument: dict[str, Any], path: str, problems: list[Problem]) -> None:
         """Report on files that do not fit together."""

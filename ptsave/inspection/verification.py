@@ -306,8 +306,8 @@ def _verify_archive(
 
 _SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
 _UNKNOWN_TENSORS = (
-    "which tensors there are is not known: its object needs more than weights_only=True, or values "
-    "that are damaged"
+    "its tensors cannot be named: its object needs more than weights_only=True, or values that are "
+    "damaged"
 )
 _TOO_DEEP = (
     f"containers are nested deeper than {MAX_DEPTH} levels: tensors below that were verified, but "

@@ -143,6 +143,8 @@ def test_without_checksums(path: Path) -> None:
     result = verify(path)
     assert result.exit_code == 0
     assert "have no checksums" in result.stderr
+    lines = result.output.splitlines()  # the verdict, then what could not be checked
+    assert [line.partition(":")[0] for line in lines] == [str(path), "ptsave"]
     assert verify("-q", path).stderr == ""
 
 
