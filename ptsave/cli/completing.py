@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from ptsave.cli.standard_input import path_of_standard_input
 
-if TYPE_CHECKING:
-    from ptsave.inspection.listing import FileListing
-
-__all__ = ["FILE", "SOURCE", "complete_names"]
+__all__ = ["FILE", "SOURCE", "complete_names", "names_in"]
 
 _MAX_NAMES = 1000
 
@@ -46,24 +43,27 @@ def complete_names(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the names of entries of the command's file that begin so."""
-    from ptsave.contents.checkpoint_files import find_files
-    from ptsave.inspection.listing import list_files
-
     found: dict[str, None] = {}
+    of_modules = ctx.params.get("stats", False) is not False  # of ls alone: None is as the file is
     try:
-        files = find_files(ctx.params["file"], ctx.params.get("storage_options"), distributed=True)
-        for listing in list_files(files):
-            for name in _names_in(listing, bool(ctx.params.get("stats"))):
-                if name.startswith(incomplete) and name.isprintable():
-                    found[name] = None
+        for name in names_in(ctx.params["file"], ctx.params.get("storage_options"), of_modules):
+            if name.startswith(incomplete) and name.isprintable():
+                found[name] = None
     except Exception:  # the command reports the error when it runs
         return []
     return [CompletionItem(name) for name in list(found)[:_MAX_NAMES]]
 
 
-def _names_in(listing: FileListing, of_modules: bool) -> Iterable[str]:
+def names_in(
+    file: str, storage_options: Mapping[str, Any] | None, of_modules: bool
+) -> Iterator[str]:
+    """Yield the names of the entries of a file, or of a capture's modules."""
+    from ptsave.contents.checkpoint_files import find_files
+    from ptsave.inspection.listing import list_files
     from ptsave.tree.capture_schema import HEADER, is_capture
 
-    if of_modules and is_capture(listing.tree.obj):
-        return listing.tree.obj[HEADER].get("modules", {})  # type: ignore[no-any-return]
-    return (node.name for node in listing.tree.nodes)
+    for listing in list_files(find_files(file, storage_options, distributed=True)):
+        if of_modules and is_capture(listing.tree.obj):
+            yield from listing.tree.obj[HEADER].get("modules", {})
+        else:
+            yield from (node.name for node in listing.tree.nodes)

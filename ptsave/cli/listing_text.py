@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptsave.cli.terminal import PLAIN, Terminal
 from ptsave.inspection.listing import FileListing, Totals, totals_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo
     from ptsave.contents.tensor_info import Facts
 
-__all__ = ["lines_by_size", "parts_text", "totals_lines", "tree_lines"]
+__all__ = ["Style", "lines_by_size", "parts_text", "totals_lines", "tree_lines"]
 
 _MAX_VALUE_LENGTH = 60
 _MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
@@ -39,13 +39,26 @@ _MIN_REMARK_WIDTH = 12  # of which less would say nothing
 _AT_HOME = {None, "cpu"}
 
 
+class Style(NamedTuple):
+    """How entries are shown.
+
+    Attributes
+    ----------
+    terminal : Terminal
+        Lines are cut to its width: long names in their middle, all else at the end.
+    with_places : bool
+        Whether the place of each tensor in the file is shown.
+    with_chunks : bool
+        Whether each part of a tensor that ranks have written has a line of its own.
+    """
+
+    terminal: Terminal = PLAIN
+    with_places: bool = False
+    with_chunks: bool = False
+
+
 def tree_lines(
-    listing: FileListing,
-    numbers: Sequence[int],
-    max_depth: int | None,
-    *,
-    with_chunks: bool = False,
-    terminal: Terminal = PLAIN,
+    listing: FileListing, numbers: Sequence[int], max_depth: int | None, style: Style
 ) -> list[str]:
     """Return the lines for some nodes, each container in front of its contents.
 
@@ -57,10 +70,8 @@ def tree_lines(
         Numbers of the nodes to show, in order.
     max_depth : int or None
         Number of levels to show.
-    with_chunks : bool, default False
-        Whether each part of a tensor that ranks have written has a line of its own.
-    terminal : Terminal
-        Lines are cut to its width: long names in their middle, all else at the end.
+    style : Style
+        How they are shown.
     """
     nodes = listing.tree.nodes
     if max_depth is not None:
@@ -69,8 +80,8 @@ def tree_lines(
     names = [
         "" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers
     ]
-    lines = _Table(listing, terminal).lines(numbers, names)
-    return _with_chunks(listing, numbers, lines) if with_chunks else lines
+    lines = _Table(listing, style).lines(numbers, names)
+    return _with_chunks(listing, numbers, lines) if style.with_chunks else lines
 
 
 def _key_text(key: str) -> str:
@@ -78,20 +89,14 @@ def _key_text(key: str) -> str:
     return printable(key) if key and key == key.strip(" ") else f"'{printable(key)}'"
 
 
-def lines_by_size(
-    listing: FileListing,
-    numbers: Sequence[int],
-    *,
-    with_chunks: bool = False,
-    terminal: Terminal = PLAIN,
-) -> list[str]:
+def lines_by_size(listing: FileListing, numbers: Sequence[int], style: Style) -> list[str]:
     """Return the lines for the tensors among some nodes, the largest first."""
     nodes, facts = listing.tree.nodes, listing.facts
     numbers = [number for number in numbers if nodes[number].tensor >= 0]
     numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
     names = [printable(nodes[i].name) for i in numbers]
-    lines = _Table(listing, terminal).lines(numbers, names)
-    return _with_chunks(listing, numbers, lines) if with_chunks else lines
+    lines = _Table(listing, style).lines(numbers, names)
+    return _with_chunks(listing, numbers, lines) if style.with_chunks else lines
 
 
 def _with_chunks(listing: FileListing, numbers: Sequence[int], lines: Sequence[str]) -> list[str]:
@@ -129,9 +134,10 @@ def parts_text(chunks: Sequence[ChunkInfo]) -> str:
 class _Table:
     """The columns behind the names; facts that many tensors share are written once."""
 
-    def __init__(self, listing: FileListing, terminal: Terminal) -> None:
+    def __init__(self, listing: FileListing, style: Style) -> None:
         self._listing = listing
-        self._terminal = terminal
+        self._terminal = style.terminal
+        self._with_places = style.with_places
         self._tree = listing.tree
         self._sizes = _sizes_before(listing.tree, listing.facts)
 
@@ -205,6 +211,8 @@ class _Table:
 
     def _remarkable(self, tensors: Sequence[int]) -> list[int]:
         """Return where in a list are tensors with a remark: shared, in parts, of a device."""
+        if self._with_places:
+            return [at for at, i in enumerate(tensors) if i >= 0]
         places, sharing, chunks = self._listing.places, self._listing.sharing, self._listing.chunks
         if not sharing and not chunks and {place[3] for place in places} <= _AT_HOME:
             return []
@@ -224,7 +232,8 @@ class _Table:
 
     def _remarks(self, node: Node) -> str:
         location = self._listing.places[node.tensor][3]
-        remarks = [] if location in _AT_HOME else [printable(str(location))]
+        remarks = [self._place_text(node.tensor)] if self._with_places else []
+        remarks += [] if location in _AT_HOME else [printable(str(location))]
         if parts := parts_text(self._listing.chunks.get(node.tensor, ())):
             remarks.append(parts)
         group = self._listing.sharing.get(node.tensor)
@@ -233,6 +242,14 @@ class _Table:
             more = f" and {len(group) - 2} more" if len(group) > 2 else ""
             remarks.append(f"shared with {printable(self._name_of(other))}{more}")
         return "".join(f"  {remark}" for remark in remarks)
+
+    def _place_text(self, tensor: int) -> str:
+        """Return the size and place of a tensor in bytes, and its storage if that is larger."""
+        _, _, _, begin, nbytes, storage_nbytes = self._listing.facts[tensor]
+        _, record, offset, _ = self._listing.places[tensor]
+        text = f"{nbytes} B" if offset is None else f"{nbytes} B at {offset + begin}"
+        text += "" if record is None else f" in {printable(record)}"
+        return text if storage_nbytes <= nbytes else f"{text}, a part of {storage_nbytes} B"
 
     def _name_of(self, tensor: int) -> str:
         return self._tree.nodes[self._tree.tensor_nodes[tensor]].name

@@ -5,22 +5,27 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
-from ptsave.cli.command import Command, note, with_recovery
-from ptsave.cli.completing import SOURCE, complete_names
+from ptsave.cli.command import FAILED, Command, note, report_error, with_recovery
+from ptsave.cli.completing import FILE, SOURCE, complete_names, names_in
 from ptsave.cli.listing_json import directory_json, file_json
-from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
+from ptsave.cli.listing_text import Style, lines_by_size, totals_lines, tree_lines
 from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.terminal import Terminal, terminal
-from ptsave.contents.checkpoint_files import find_files, look_into
+from ptsave.cli.terminal import terminal
+from ptsave.contents.checkpoint_files import PROMISING, find_files, look_into
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, list_files, select
 from ptsave.sources.opening import Folder, folder_at
+from ptsave.sources.urls import is_url
 from ptsave.support.text import count_text, printable, some_of
 from ptsave.tree.capture_schema import is_capture
 
@@ -29,6 +34,8 @@ __all__ = ["command"]
 _EXAMPLES = """
 ptsave ls checkpoint.pt
 ptsave ls checkpoint.pt optimizer '*.bias'  # only these
+ptsave ls step-*.pt                         # several files
+ptsave ls checkpoint.pt -l                  # where each tensor lies in the file
 ptsave ls checkpoint.pt --depth 1           # only the top level
 ptsave ls model.safetensors --sort size     # the largest tensors first
 ptsave ls s3://bucket/checkpoint.pt         # reads the directory and the pickle, no tensors
@@ -36,15 +43,38 @@ ptsave ls path/to/model                     # a directory of shards
 ptsave ls checkpoints/1000 --chunks         # of many ranks: the parts of each tensor
 ptsave ls checkpoint.pt --json | jq '.tensors[].name'
 ptsave ls checkpoint.pt --stats             # reads the tensors: mean, std, min, max, NaN, Inf
-ptsave ls run.pt --stats                    # a capture: the statistics of its modules
+ptsave ls run.pt                            # a capture: the statistics of its modules
 ptsave ls .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
-ptsave ls run.pt --stats --step 3 'layers.*.mlp'
+ptsave ls run.pt --step 3 'layers.*.mlp'
 """
+
+
+class _Options(NamedTuple):
+    """What is asked of each file."""
+
+    names: tuple[str, ...]
+    depth: int | None
+    sort: str
+    long: bool
+    chunks: bool
+    as_json: bool
+    stats: bool | None  # None: those of a capture
+    step: int | None
+    recover: bool
+    storage_options: dict[str, Any] | None
+
+
+def _complete(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    return complete_names(ctx, parameter, incomplete) or FILE.shell_complete(
+        ctx, parameter, incomplete
+    )
 
 
 @click.command("ls", cls=Command, examples=_EXAMPLES, short_help="What a file holds.")
 @click.argument("file", type=SOURCE)
-@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_names)
+@click.argument("others", metavar="[FILE]... [NAME]...", nargs=-1, shell_complete=_complete)
 @click.option("--depth", type=click.IntRange(1), help="How many levels to show.")
 @click.option(
     "--sort",
@@ -53,34 +83,38 @@ ptsave ls run.pt --stats --step 3 'layers.*.mlp'
     help="The order: as in the file (a tree), or tensors by size, the largest first.",
 )
 @click.option(
+    "-l",
+    "--long",
+    is_flag=True,
+    help="Add each tensor's place: its size in bytes, offset, record and storage; and --chunks.",
+)
+@click.option(
     "--chunks",
     is_flag=True,
     help="Of a distributed checkpoint: the parts of each tensor, where they are and in which file.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 @click.option(
-    "--stats",
-    is_flag=True,
-    help="Statistics of tensors: those of a capture by modules, all calls and steps together; "
-    "those of another file are taken now, by reading its tensors.",
+    "--json", "as_json", is_flag=True, help="One JSON object for each FILE, for programs."
 )
-@click.option("--step", type=click.IntRange(0), help="With --stats: this step of a capture only.")
+@click.option(
+    "--stats/--no-stats",
+    default=None,
+    help="Statistics of tensors: those of a capture by modules, all calls and steps together (the "
+    "default for a capture); those of another file are taken now, by reading its tensors.",
+)
+@click.option("--step", type=click.IntRange(0), help="Statistics of this step of a capture only.")
 @with_recovery
 @with_storage_options("FILE")
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     file: str,
-    names: tuple[str, ...],
+    others: tuple[str, ...],
     *,
-    depth: int | None,
-    sort: str,
-    chunks: bool,
-    as_json: bool,
-    stats: bool,
+    stats: bool | None,
     step: int | None,
-    recover: bool,
-    storage_options: dict[str, Any] | None,
+    **options: Any,
 ) -> None:
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
@@ -89,45 +123,82 @@ def command(
     names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a
     path of keys. No tensor is read without --stats.
 
-    With --stats, NAMEs of a capture are paths of modules, with all that is in them. Lines are cut
-    to the terminal; mean, std, min, max and norm are of the finite elements.
+    Another argument is a FILE, too, if a file is there, or it ends as one (.pt, .safetensors, ...),
+    and the first FILE has no entry of that name. NAMEs are looked for in each. A FILE that cannot
+    be listed is an error, and the others are listed all the same.
+
+    With statistics, NAMEs of a capture are paths of modules, with all that is in them. Lines are
+    cut to the terminal; mean, std, min, max and norm are of the finite elements.
     """
     if gc.isenabled():  # all objects live until the end, so the collector would search in vain
         gc.disable()
         ctx.call_on_close(gc.enable)
-    _check_options(sort, step, stats)
-    files = find_files(file, storage_options, distributed=True)
-    if stats:
+    stats = True if step is not None and stats is None else stats
+    is_entries = options["sort"] != "file" or options["long"] or options["chunks"]
+    _check_options(is_entries, step, stats)
+    stats = False if is_entries else stats
+    files, names = _files_and_names(ctx, file, others, stats is not False, options)
+    asked = _Options(names, stats=stats, step=step, **options)
+    if not files:
+        _write(_listed(ctx, file, asked))
+        return
+    code = 0
+    for number, path in enumerate([file, *files]):
+        try:
+            text = _listed(ctx, path, asked)
+        except click.ClickException:
+            raise
+        except Exception as error:
+            report_error(ctx, error)
+            code = FAILED
+        else:
+            heading = terminal().paint(f"==> {printable(path)} <==", bold=True)
+            begin = "\n" if number else ""
+            _write(text if asked.as_json else f"{begin}{heading}\n{text}")
+    ctx.exit(code)
+
+
+def _files_and_names(
+    ctx: click.Context, file: str, others: Sequence[str], of_modules: bool, options: dict[str, Any]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return those of the other arguments that are files, and those that name entries."""
+    places = {each for each in others if _is_place(each)}
+    if places:
+        with suppress(Exception):  # which is said when it is listed
+            for name in names_in(file, options["storage_options"], of_modules):
+                places -= {each for each in places if fnmatchcase(name, each)}
+    files = [SOURCE.convert(each, None, ctx) for each in others if each in places]
+    return files, tuple(each for each in others if each not in places)
+
+
+def _is_place(text: str) -> bool:
+    is_called_so = text == "-" or is_url(text) or re.fullmatch(PROMISING, text)
+    return bool(is_called_so) or os.path.lexists(text)
+
+
+def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
+    """Return the text about one file."""
+    files = find_files(file, asked.storage_options, distributed=True)
+    listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
+    _keep_until_exit(listings)
+    if asked.stats is None and len(listings) == 1 and is_capture(listings[0].tree.obj):
+        files = find_files(file, asked.storage_options)  # from the beginning
+        asked = asked._replace(stats=True)
+    if asked.stats:
         from ptsave.cli.ls_statistics import statistics_text
 
-        text = statistics_text(files, recover, names, depth, step, as_json)
-        _write(text)
-        return
-    folder = folder_at(file, storage_options) if files.source is None else None
-    listings = list(list_files(files, recover=recover))
-    _keep_until_exit(listings)
-    is_set = files.source is None
-    chosen = select(listings, names)
-    if as_json:
-        objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
-        text = json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
-    else:
-        text = "\n".join(
-            _lines(
-                listings,
-                chosen,
-                terminal(),
-                depth,
-                sort,
-                headings=_headings(files) if is_set else {},
-                with_chunks=chunks,
-            )
+        return statistics_text(
+            files, asked.recover, asked.names, asked.depth, asked.step, asked.as_json
         )
-        if folder is not None:
-            _note_others(ctx, folder, files)
-        if any(is_capture(listing.tree.obj) for listing in listings):
-            note(ctx, "this is a capture: --stats lists its modules and their statistics")
-    _write(text)
+    is_set = files.source is None
+    chosen = select(listings, asked.names)
+    if asked.as_json:
+        objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
+        return json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
+    folder = folder_at(file, asked.storage_options) if is_set else None
+    if folder is not None:
+        _note_others(ctx, folder, files)
+    return "\n".join(_lines(listings, chosen, asked, headings=_headings(files) if is_set else {}))
 
 
 def _note_others(ctx: click.Context, folder: Folder, files: ShardFiles) -> None:
@@ -149,11 +220,13 @@ def _write(text: str) -> None:
         sys.stdout.write(f"{text}\n")
 
 
-def _check_options(sort: str, step: int | None, stats: bool) -> None:
-    if step is not None and not stats:
+def _check_options(is_entries: bool, step: int | None, stats: bool | None) -> None:
+    if step is not None and stats is False:
         raise click.UsageError("--step is for --stats")
-    if sort != "file" and stats:
-        raise click.UsageError("--stats lists tensors in the order of the file: leave --sort out")
+    if is_entries and stats:
+        raise click.UsageError(
+            "--stats lists tensors in the order of the file: leave --sort, --long and --chunks out"
+        )
 
 
 def _keep_until_exit(listings: list[FileListing]) -> None:
@@ -175,22 +248,21 @@ def _headings(files: ShardFiles) -> dict[str, str]:
 def _lines(
     listings: list[FileListing],
     chosen: list[list[int]],
-    shown_on: Terminal,
-    depth: int | None,
-    sort: str,
+    asked: _Options,
     *,
     headings: Mapping[str, str],
-    with_chunks: bool,
 ) -> list[str]:
+    shown_on = terminal()
     lines: list[str] = []
     for listing, numbers in zip(listings, chosen, strict=True):
         if headings:
             name = printable(os.path.basename(listing.path))
             heading = f"{name}{printable(headings.get(listing.path, ''))}:"
             lines.append(shown_on.paint(heading, bold=True))
-        if sort == "size":
-            lines += lines_by_size(listing, numbers, with_chunks=with_chunks, terminal=shown_on)
+        style = Style(shown_on, with_places=asked.long, with_chunks=asked.chunks or asked.long)
+        if asked.sort == "size":
+            lines += lines_by_size(listing, numbers, style)
         else:
-            lines += tree_lines(listing, numbers, depth, with_chunks=with_chunks, terminal=shown_on)
+            lines += tree_lines(listing, numbers, asked.depth, style)
         lines.append("")
     return [*lines, *totals_lines(listings, chosen, shown_on)]

@@ -1,6 +1,6 @@
 """The form of ``ptsave ls --stats --json``, which programs rely on: keys are added, never changed.
 
-A capture is an object with
+A capture, also without ``--stats``, is an object with
 
 - ``path``, ``format`` (``"capture"``), ``model`` (the full name of its class), ``steps`` (those of
   which there are records) and ``finished`` (false if the process was killed);

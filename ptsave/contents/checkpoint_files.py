@@ -37,11 +37,18 @@ from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.text import some_of
 
-__all__ = ["CheckpointFiles", "checkpoint_files", "find_files", "look_into", "named_checkpoints"]
+__all__ = [
+    "PROMISING",
+    "CheckpointFiles",
+    "checkpoint_files",
+    "find_files",
+    "look_into",
+    "named_checkpoints",
+]
 
 _INDEX = r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX)
 # A file of such a name that is no checkpoint is a damaged one.
-_PROMISING = r"(?i).*\.(?:safetensors|pth?|ckpt)"
+PROMISING = r"(?i).*\.(?:safetensors|pth?|ckpt)"
 # Other programs have files of this suffix, too: these names are those of transformers, accelerate,
 # peft and diffusers.
 _PROMISING_BIN = (
@@ -343,7 +350,7 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
     IsADirectoryError
         If it is a directory.
     """
-    is_promising = bool(re.fullmatch(_PROMISING, name) or re.fullmatch(_PROMISING_BIN, name))
+    is_promising = bool(re.fullmatch(PROMISING, name) or re.fullmatch(_PROMISING_BIN, name))
     if _core.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
     if not folder.exists(path):

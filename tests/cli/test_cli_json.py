@@ -17,7 +17,7 @@ from ptsave.cli.commands import commands
 def answer(*arguments: object, code: int = 0) -> Any:
     result = CliRunner().invoke(commands, [*map(str, arguments), "--json"])
     assert result.exit_code == code, result.output
-    assert result.stdout.count("\n") == 1 or arguments[0] in ("diff", "bench")
+    assert result.stdout.count("\n") == 1
     return json.loads(result.stdout)
 
 
@@ -122,3 +122,10 @@ def test_convert_and_compact(path: Path) -> None:
     found = answer("compact", path, "-o", "small.pt")
     assert found["written"]
     assert found["nbytes"] == Path("small.pt").stat().st_size < found["nbytes_before"]
+
+
+def test_diff(path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(10)}}, "b.pt")
+    found = answer("diff", path, "b.pt", code=1)
+    assert found["n_differences"] == len(found["differences"]) == 3
+    assert answer("diff", path, path)["equal"]

@@ -170,6 +170,60 @@ def test_directory_of_shards(tmp_path: Path) -> None:
     assert ls(tmp_path, "2.bias").exit_code == 2
 
 
+def test_several_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"a": BIG, "epoch": torch.ones(1)}, "b.safetensors")
+    Path("broken.pt").write_text("<html>")
+    both = ls(path, "b.safetensors")
+    assert (both.exit_code, both.stderr) == (0, "")
+    one, other = both.stdout.split("\n\n==> b.safetensors <==\n")
+    assert one == f"==> {path} <==\n{ls(path).stdout.rstrip()}"
+    assert other == ls("b.safetensors").stdout
+    result = ls("missing.pt", path, "broken.pt", tmp_path / "none.ckpt", "b.safetensors")
+    assert result.exit_code == 2
+    assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
+        "missing.pt",
+        "broken.pt is no checkpoint",
+        str(tmp_path / "none.ckpt"),
+    ]
+    assert result.stdout.lstrip() == both.stdout
+    lines = ls(path, "b.safetensors", "broken.pt", "--json").stdout.splitlines()
+    assert [json.loads(line)["path"] for line in lines] == [str(path), "b.safetensors"]
+    assert lines[0] == ls(path, "--json").stdout.rstrip()
+
+
+def test_names_and_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the first file is a name, though there may be a file that is called so."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"epoch": torch.ones(1), "model.pt": torch.ones(2)}, "b.safetensors")
+    Path("model").mkdir()
+    assert [*rows_of(ls(path, "model"))] == ["model", "a.weight", "a.bias", "tied"]
+    assert [*rows_of(ls("b.safetensors", "model.pt"))] == ["model.pt"]
+    for arguments in (["b.safetensors", "epoch"], ["epoch", "b.safetensors"]):
+        text = ls(path, *arguments).stdout
+        assert text.count("epoch  ") == text.count("==>") == 2
+    result = ls(path, "b.safetensors", "model.*")  # the names are looked for in each
+    assert (result.exit_code, result.stderr) == (0, "")
+    result = ls(path, "b.safetensors", "turned")
+    assert result.exit_code == 2
+    assert result.stderr == "ptsave: b.safetensors: no entry 'turned'\n"
+    assert "turned" in result.stdout
+
+
+def test_long(path: Path) -> None:
+    rows = rows_of(ls("-l", path))
+    for each in json.loads(ls("--json", path).stdout)["tensors"]:
+        place = f"{each['nbytes']} B at {each['offset']} in {each['record']}"
+        if each["storage_nbytes"] > each["nbytes"]:
+            place += f", a part of {each['storage_nbytes']} B"
+        assert place in rows[str(each["path"][-1])]
+    assert rows["epoch"] == ["int", "3"]
+    assert rows_of(ls("-l", "--sort", "size", path))["turned"] == rows["turned"]
+    with path.open("rb") as stream:
+        stream.seek(int(rows["a.weight"][3].split()[3]))
+        assert stream.read(24) == WEIGHT.detach().view(torch.uint8).numpy().tobytes()
+
+
 def test_url() -> None:
     with fsspec.open("memory://ls/checkpoint.pt", "wb") as stream:
         torch.save(checkpoint(), stream)

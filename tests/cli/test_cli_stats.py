@@ -78,6 +78,15 @@ def test_modules_and_their_values(run: Path, model: nn.Module) -> None:
     assert statistics["norm"] == pytest.approx(together.norm().item())
 
 
+@pytest.mark.parametrize("arguments", [(), ("--json",), ("--step", "1"), ("--depth", "2", "twice")])
+def test_a_capture_has_them_by_default(run: Path, arguments: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(commands, ["ls", str(run), *arguments])
+    assert (shown.exit_code, shown.stdout) == (0, output_of(run, *arguments))
+    for entries in (["--no-stats"], ["--sort", "size"], ["-l"]):
+        assert "0/records/0" in CliRunner().invoke(commands, ["ls", str(run), "--no-stats"]).stdout
+        assert CliRunner().invoke(commands, ["ls", str(run), *entries]).stdout != shown.stdout
+
+
 def test_one_step_and_some_modules(run: Path) -> None:
     modules = modules_of(run, "--step", 1, "twice")
     assert [*modules] == ["twice", "twice.inner"]
@@ -157,14 +166,14 @@ def test_what_makes_no_sense(run: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ((run, "--step", 7), "no records of step 7: there are 0, 1"),
         ((run, "nothing"), "no entry 'nothing'"),
-        ((run, "--sort", "size"), "leave --sort out"),
+        ((run, "--sort", "size"), "leave --sort, --long and"),
         ((plain, "--step", 1), "is no capture, and has no steps"),
         ((plain, "nothing"), "no entry 'nothing'"),
     ):
         result = ls(*arguments)
         assert result.exit_code == 2
         assert message in result.stderr
-    result = CliRunner().invoke(commands, ["ls", "--step", "1", str(run)])
+    result = CliRunner().invoke(commands, ["ls", "--no-stats", "--step", "1", str(run)])
     assert result.exit_code == 2
     assert "--step is for --stats" in result.stderr
 
@@ -180,12 +189,17 @@ def test_names_that_are_not_printable(tmp_path: Path) -> None:
 
 def test_names_of_modules_complete(run: Path) -> None:
     complete = ShellComplete(commands, {}, "ptsave", "_PTSAVE_COMPLETE")
-    found = complete.get_completions(["ls", "--stats", str(run)], "tw")
-    assert [item.value for item in found] == ["twice", "twice.inner"]
+    for options in ([], ["--stats"]):
+        found = complete.get_completions(["ls", *options, str(run)], "tw")
+        assert [item.value for item in found] == ["twice", "twice.inner"]
+    found = complete.get_completions(["ls", "--no-stats", str(run)], "0/rec")
+    assert found[0].value == "0/records/0"
+    (file,) = complete.get_completions(["ls", str(run)], "other.p")  # which may be another FILE
+    assert file.type == "file"
 
 
 def test_records_are_listed_in_one_line(run: Path) -> None:
-    result = CliRunner().invoke(commands, ["ls", str(run)])
+    result = CliRunner().invoke(commands, ["ls", "--no-stats", str(run)])
     assert result.exit_code == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("0/records/0"))
     with ptsave.open(run) as opened:
@@ -193,14 +207,18 @@ def test_records_are_listed_in_one_line(run: Path) -> None:
         values = opened.captured_values(step=0)
         n_tensors = len(opened.keys())
     assert line.split("  ")[-1] == f"{len(calls)} calls, {len(values)} values"
-    listed = json.loads(CliRunner().invoke(commands, ["ls", "--json", str(run)]).stdout)
+    listed = json.loads(
+        CliRunner().invoke(commands, ["ls", "--no-stats", "--json", str(run)]).stdout
+    )
     assert len(listed["tensors"]) == n_tensors
 
 
 def test_records_that_are_damaged_are_listed_whole(tmp_path: Path) -> None:
     header = {"format": "ptsave.capture", "version": 1}
     torch.save({"capture": header, "0/records/0": {"calls": [torch.ones(2)]}}, tmp_path / "x.pt")
-    listed = CliRunner().invoke(commands, ["ls", "--json", str(tmp_path / "x.pt")]).stdout
+    listed = (
+        CliRunner().invoke(commands, ["ls", "--no-stats", "--json", str(tmp_path / "x.pt")]).stdout
+    )
     assert [each["name"] for each in json.loads(listed)["tensors"]] == ["0/records/0.calls.0"]
     result = ls(tmp_path / "x.pt")
     assert result.exit_code == 2

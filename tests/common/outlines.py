@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptsave.cli.listing_json import file_json
-from ptsave.cli.listing_text import lines_by_size, totals_lines, tree_lines
+from ptsave.cli.listing_text import Style, lines_by_size, totals_lines, tree_lines
 from ptsave.contents.opening import open_file
 from ptsave.contents.outline import Outline, outline_of
 from ptsave.inspection.listing import FileListing, listing_of
@@ -28,8 +28,8 @@ def shown(listing: FileListing) -> list[str]:
     numbers = [*range(len(listing.tree.nodes))]
     return [
         json.dumps(file_json(listing, numbers)),
-        *tree_lines(listing, numbers, None),
-        *lines_by_size(listing, numbers),
+        *tree_lines(listing, numbers, None, Style()),
+        *lines_by_size(listing, numbers, Style()),
         *totals_lines([listing], [numbers]),
     ]
 
