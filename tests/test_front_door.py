@@ -469,6 +469,8 @@ def test_commands(tmp_path: Path, kind: str, way: str) -> None:
         ["ls", source, "--json"],
         ["verify", source],
         ["globals", source],
+        ["show", source],
+        ["show", source, "norm", "--json"],
         ["extract", source, "norm", "-o", tmp_path / "norm.pt"],
         ["convert", source, tmp_path / "out.safetensors"],
         ["diff", source, plain],

@@ -18,6 +18,7 @@ __all__ = ["commands"]
 # A command, and what it is for: so help and completion import none of the modules that have them.
 _COMMANDS = {
     "ls": "What a file holds.",
+    "show": "One entry: a value, or a tensor's numbers.",
     "verify": "Whether files are whole.",
     "globals": "What code a file needs.",
     "extract": "Parts of a file as a new one.",

@@ -24,7 +24,7 @@ from ptsave.inspection.statistics import ModuleStatistics, ValueStatistics
 from ptsave.tree.captured_run import CapturedRun
 from ptsave.tree.pooled_statistics import PooledStatistics
 
-__all__ = ["add_statistics", "run_json"]
+__all__ = ["add_statistics", "number_json", "run_json", "statistics_json"]
 
 _FIELDS = ("numel", "n_nan", "n_inf", "n_zero", "mean", "std", "min", "max", "norm")
 
@@ -55,7 +55,7 @@ def add_statistics(
     """Add statistics, in the order of the tensors, to the JSON object of a file; return it."""
     for tensor, value in zip(file["tensors"], statistics.values(), strict=True):
         tensor["note"] = value.note
-        tensor["statistics"] = _statistics_json(value.statistics)
+        tensor["statistics"] = statistics_json(value.statistics)
     return file
 
 
@@ -68,17 +68,19 @@ def _value_json(value: ValueStatistics) -> dict[str, Any]:
         "shapes": [[*shape] for shape in value.shapes],
         "nbytes": value.nbytes,
         "note": value.note,
-        "statistics": _statistics_json(value.statistics),
+        "statistics": statistics_json(value.statistics),
     }
 
 
-def _statistics_json(found: PooledStatistics | None) -> dict[str, Any] | None:
+def statistics_json(found: PooledStatistics | None) -> dict[str, Any] | None:
+    """Return the JSON object for statistics, or None."""
     if found is None:
         return None
-    return {name: _number_json(getattr(found, name)) for name in _FIELDS}
+    return {name: number_json(getattr(found, name)) for name in _FIELDS}
 
 
-def _number_json(number: Any) -> Any:
+def number_json(number: Any) -> Any:
+    """Return a number as JSON has it: null for NaN and infinities."""
     if isinstance(number, complex):
-        return [_number_json(number.real), _number_json(number.imag)]
+        return [number_json(number.real), number_json(number.imag)]
     return number if math.isfinite(number) else None

@@ -20,7 +20,7 @@ from ptsave.support.text import (
 )
 from ptsave.tree.pooled_statistics import PooledStatistics
 
-__all__ = ["entry_lines", "module_lines"]
+__all__ = ["entry_lines", "module_lines", "statistics_line"]
 
 _INDENT = "  "
 _MIN_NAME_WIDTH = 16
@@ -113,6 +113,16 @@ def _line_of(name: str, value: ValueStatistics) -> _Line:
     numbers = {key: _number_text(getattr(found, key)) for key in _COLUMNS[2:]}
     remarks = [*_remarks(found)]
     return _Line(name, {**cells, **numbers}, ", ".join([*remarks, *note]), bool(remarks))
+
+
+def statistics_line(value: ValueStatistics) -> str:
+    """Return the statistics of one tensor, or why there are none."""
+    found = value.statistics
+    if found is None:
+        return printable(value.note)
+    numbers = [f"{name} {_number_text(getattr(found, name))}" for name in _COLUMNS[2:]]
+    counts = f"{found.numel:,} elements, {found.n_nan:,} NaN, {found.n_inf:,} Inf"
+    return "; ".join([", ".join(numbers), counts, *([printable(value.note)] if value.note else [])])
 
 
 def _first_of(texts: Sequence[str]) -> str:

@@ -6,13 +6,12 @@ import errno
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
-from ptsave.contents.archive import Archive
 from ptsave.contents.archive import open as open_archive
 from ptsave.contents.opening import open_contents
 from ptsave.contents.recovery import recovered
@@ -25,7 +24,7 @@ from ptsave.tree.containers import attributes_of, items_of, set_attributes
 from ptsave.tree.entry_reading import read_entry, require_picklable
 from ptsave.tree.expansion import check_expansion
 from ptsave.tree.opaque import holds_opaque, type_name_of
-from ptsave.tree.paths import MAX_DEPTH, path_in
+from ptsave.tree.paths import MAX_DEPTH, Path, path_in
 from ptsave.tree.tree import EntryTree
 from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 
@@ -33,6 +32,7 @@ __all__ = [
     "Counts",
     "count_entries",
     "default_output",
+    "find_entry",
     "read_entries",
     "read_whole",
     "without_opaque",
@@ -88,7 +88,7 @@ def read_entries(
         "storage_options": storage_options,
     }
     with position_kept(file), open_archive(file, **options) as archive:
-        return {name: _entry(archive, name) for name in names}
+        return {name: find_entry(archive.__getitem__, name) for name in names}
 
 
 def read_whole(
@@ -211,13 +211,13 @@ class _Rest:
         return is_other and any(each.startswith(f"{name}.") for each in self._damaged)
 
 
-def _entry(archive: Archive, name: str) -> Any:
-    """Return the entry that a name on the command line means: a tuple of keys, or as it is."""
+def find_entry(find: Callable[[str | Path], Any], name: str) -> Any:
+    """Find the entry that a name on the command line means: a tuple of keys, or as it is."""
     path = path_in(name)
     if path is not None:
         with suppress(EntryNotFoundError):
-            return archive[path]
-    return archive[name]
+            return find(path)
+    return find(name)
 
 
 class Counts(NamedTuple):

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import unquote
 
+from torch import Tensor
+
 from ptsave.capturing.tensors import local_values, statistics_of
 from ptsave.contents.contents import Contents
 from ptsave.inspection.listing import FileListing
@@ -17,7 +19,13 @@ from ptsave.tree.captured_run import CapturedRun, Row
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.pooled_statistics import PooledStatistics
 
-__all__ = ["ModuleStatistics", "ValueStatistics", "entry_statistics", "module_statistics"]
+__all__ = [
+    "ModuleStatistics",
+    "ValueStatistics",
+    "entry_statistics",
+    "module_statistics",
+    "tensor_statistics",
+]
 
 _PHASES = {  # in the order of the list, with the ends of names
     "forward": "",
@@ -225,10 +233,16 @@ def entry_statistics(
         if node.tensor >= 0:
             (tensor,) = contents.read([node.value], None)
             nbytes = listing.facts[node.tensor][4]
-            value = found[number] = ValueStatistics(node.name, n_tensors=1, nbytes=nbytes)
-            values, value.note = local_values(tensor)
-            if values is not None:
-                value.add_statistics(statistics_of(values, config.current().n_threads))
-                if value.statistics is None:
-                    value.note = f"{tensor.dtype}: no statistics"
+            found[number] = tensor_statistics(node.name, tensor, nbytes)
     return found
+
+
+def tensor_statistics(name: str, tensor: Tensor, nbytes: int) -> ValueStatistics:
+    """Return the statistics of one tensor; `nbytes` are those of its elements."""
+    value = ValueStatistics(name, n_tensors=1, nbytes=nbytes)
+    values, value.note = local_values(tensor)
+    if values is not None:
+        value.add_statistics(statistics_of(values, config.current().n_threads))
+        if value.statistics is None:
+            value.note = f"{tensor.dtype}: no statistics"
+    return value

@@ -95,7 +95,7 @@ def test_damage_in_any_part_of_a_sparse_tensor(tmp_path: Path, record: str) -> N
 def test_pipes_are_refused_and_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     os.mkfifo(path)
-    commands_on_it = [[name, path] for name in ("ls", "verify", "globals")]
+    commands_on_it = [[name, path] for name in ("ls", "show", "verify", "globals")]
     commands_on_it += [["extract", path, "a"], ["diff", path, path], ["ls", tmp_path]]
     for arguments in commands_on_it:
         result = run(*arguments)

@@ -298,7 +298,7 @@ def _() -> None:
     refused(lambda: ptsave.load_checkpoint("own.pt"))
 
 
-@accepts("`open`, `ls`, `extract`, `diff`, `verify`, `convert`, `compact`")
+@accepts("`open`, `ls`, `show`, `extract`, `diff`, `verify`, `convert`, `compact`")
 def _() -> None:
     torch.save({"path": Path("a"), "own": Own()}, "own.pt")
     with ptsave.open("own.pt") as archive:
