@@ -16,9 +16,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from ptsave.cli.command import FAILED, Command, note, report_error, with_recovery
-from ptsave.cli.completing import FILE, SOURCE, complete_names, names_in
+from ptsave.cli.completing import FILE, complete_names, names_in
 from ptsave.cli.listing_json import directory_json, file_json
 from ptsave.cli.listing_text import Style, lines_by_size, totals_lines, tree_lines
+from ptsave.cli.standard_input import path_of_standard_input
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.terminal import terminal
 from ptsave.contents.checkpoint_files import PROMISING, find_files, look_into
@@ -73,7 +74,7 @@ def _complete(
 
 
 @click.command("ls", cls=Command, examples=_EXAMPLES, short_help="What a file holds.")
-@click.argument("file", type=SOURCE)
+@click.argument("file", type=FILE)
 @click.argument("others", metavar="[FILE]... [NAME]...", nargs=-1, shell_complete=_complete)
 @click.option("--depth", type=click.IntRange(1), help="How many levels to show.")
 @click.option(
@@ -137,7 +138,16 @@ def command(
     is_entries = options["sort"] != "file" or options["long"] or options["chunks"]
     _check_options(is_entries, step, stats)
     stats = False if is_entries else stats
-    files, names = _files_and_names(ctx, file, others, stats is not False, options)
+    needs_values = bool(stats or options["recover"])
+
+    def source(text: str) -> str:
+        if text != "-":
+            return text
+        return path_of_standard_input(ctx, needs_values=needs_values)
+
+    file = source(file)
+    places, names = _places_and_names(file, others, stats is not False, options)
+    files = [*map(source, places)]
     asked = _Options(names, stats=stats, step=step, **options)
     if not files:
         _write(_listed(ctx, file, asked))
@@ -158,17 +168,18 @@ def command(
     ctx.exit(code)
 
 
-def _files_and_names(
-    ctx: click.Context, file: str, others: Sequence[str], of_modules: bool, options: dict[str, Any]
-) -> tuple[list[str], tuple[str, ...]]:
+def _places_and_names(
+    file: str, others: Sequence[str], of_modules: bool, options: dict[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return those of the other arguments that are files, and those that name entries."""
     places = {each for each in others if _is_place(each)}
     if places:
         with suppress(Exception):  # which is said when it is listed
             for name in names_in(file, options["storage_options"], of_modules):
                 places -= {each for each in places if fnmatchcase(name, each)}
-    files = [SOURCE.convert(each, None, ctx) for each in others if each in places]
-    return files, tuple(each for each in others if each not in places)
+    return tuple(each for each in others if each in places), tuple(
+        each for each in others if each not in places
+    )
 
 
 def _is_place(text: str) -> bool:

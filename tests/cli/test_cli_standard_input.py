@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from ptsave.cli.commands import commands
+from ptsave.cli.standard_input import copy_header
 
 START = f"{sys.executable} -c 'from ptsave.cli.main import main; main()'"
 
@@ -46,6 +49,44 @@ def run(line: str) -> subprocess.CompletedProcess[str]:
 def test_files_and_pipes(line: str) -> None:
     assert "\n  a    float32    [3]  12 B\n" in run(line.format("ls")).stdout
     assert run(line.format("verify")).stdout.startswith("/dev/stdin: whole (")
+
+
+def test_the_header_of_a_safetensors_file_is_enough(path: Path) -> None:
+    """Nothing behind it is read, of which there may be much."""
+    tensors = {"a": torch.ones(3), "b": torch.zeros(1000, 1000)}
+    save_file(tensors, "a.safetensors", metadata={"by": "us"})
+    for options in ("", "--json"):
+        listed = run(f"ptsave ls a.safetensors {options}").stdout
+        assert "3.81 MiB" in listed or '"nbytes": 4000000' in listed
+        piped = run(f"head -c 500 a.safetensors | ptsave ls - {options}")
+        assert (piped.returncode, piped.stderr) == (0, "")
+        assert piped.stdout.replace("/dev/stdin", "a.safetensors") == listed
+    assert "mean" in run("cat a.safetensors | ptsave ls - --stats").stdout
+    assert run("head -c 500 a.safetensors | ptsave ls - --stats").returncode == 2
+    # Two files, of which one is piped.
+    both = run("cat a.safetensors | ptsave ls a.pt -").stdout
+    assert both.count("==>") == 2
+    assert "==> /dev/stdin <==" in both
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,-4]}}',
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0]}}',
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,9223372036854775808]}}',
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,"4"]}}',
+        '{"a":3}',
+        '{"a":',
+    ],
+)
+def test_headers_that_are_damaged(path: Path, header: str) -> None:
+    """All of such a file is copied, so that the error is the same as for the file itself."""
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+    with io.BytesIO(data) as stream, path.open("w+b") as copy:
+        assert not copy_header(stream, copy)
+        copy.write(stream.read())
+    assert path.read_bytes() == data
 
 
 def test_other_commands() -> None:
