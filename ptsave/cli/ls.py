@@ -174,7 +174,7 @@ def _places_and_names(
     """Return those of the other arguments that are files, and those that name entries."""
     places = {each for each in others if _is_place(each)}
     if places:
-        with suppress(Exception):  # which is said when it is listed
+        with suppress(Exception):  # reported when the file is listed
             for name in names_in(file, options["storage_options"], of_modules):
                 places -= {each for each in places if fnmatchcase(name, each)}
     return tuple(each for each in others if each in places), tuple(

@@ -83,6 +83,6 @@ def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if end >= 0:
             copy.truncate(copy.tell() + end)
-    except Exception:  # it is damaged, which whoever reads it says
+    except Exception:  # a damaged header, which its reader reports
         return False
     return bool(end >= 0)
