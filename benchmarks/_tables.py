@@ -16,8 +16,8 @@ __all__ = ["Table", "by_state", "groups_of", "tables_of"]
 
 _SPREAD, _MET = "min - max", "met"
 _LIMITS = ("limit", "floor", "memcpy")
-_COLUMNS = ("stock", "torch", "ptsave", *_LIMITS)
-_NAMES = ("stock", "torch", "loop", "ptsave")
+_COLUMNS = ("torch", "ptsave", *_LIMITS)
+_NAMES = ("torch", "loop", "ptsave")
 _STATE = "state"
 _GENERAL = ("contender", "process", _STATE, "")
 _UNIT = re.compile(

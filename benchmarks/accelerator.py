@@ -1,4 +1,4 @@
-"""To and from an accelerator: stock torch, ptsave, safetensors, and the bus.
+"""To and from an accelerator: torch, ptsave, safetensors, and the bus.
 
     python -m benchmarks.accelerator                     all workloads, 3 rounds
     python -m benchmarks.accelerator save load --rounds 9
@@ -43,7 +43,7 @@ from benchmarks._program import (
 )
 from ptsave.bench.system import MIB
 
-STOCK, PTSAVE, SAFETENSORS, FAST = "stock", "ptsave", "safetensors", "fastsafetensors"
+STOCK, PTSAVE, SAFETENSORS, FAST = "torch", "ptsave", "safetensors", "fastsafetensors"
 D2H, H2D, WRITE = "pinned d2h", "pinned h2d", "parallel write"
 HAS_FAST = importlib.util.find_spec("fastsafetensors") is not None
 GIB = 1 << 30

@@ -40,7 +40,7 @@ from benchmarks._program import Program, is_warmed_up, settle_memory, table
 from ptsave.bench import limits
 from ptsave.bench.system import MIB
 
-STOCK, PTSAVE, LIMIT = "stock", "ptsave", "limit"
+STOCK, PTSAVE, LIMIT = "torch", "ptsave", "limit"
 CONTENDERS = {"stall": (STOCK, PTSAVE), "rate": (PTSAVE, LIMIT), "tiny": (PTSAVE,)}
 N_TENSORS, STEP_NBYTES, N_STEPS, N_TINY = 32, 90 * MIB, 24, 20_000
 STALL_GOAL = 1.3  # times the memcpy, at most

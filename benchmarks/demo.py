@@ -1,4 +1,4 @@
-"""`make demo`: the checkpoint of a real training step, through stock torch and through ptsave.
+"""`make demo`: the checkpoint of a real training step, through torch and through ptsave.
 
 Trains one AdamW step of a model with GPT-2 small's shapes, saves and loads the checkpoint with
 both libraries, compares the files byte for byte and the loaded tensors with the trained ones, and

@@ -9,7 +9,7 @@ In each round of a workload it runs once with every contender, in a shuffled ord
 process, which has saved something small before if it is warmed up.  Files go to a disk, new names,
 without fsync unless the workload says so; before each figure all that is dirty has been written.
 
-lightning: save_checkpoint and load_checkpoint of a CheckpointIO, 1 GiB of tensors; stock is
+lightning: save_checkpoint and load_checkpoint of a CheckpointIO, 1 GiB of tensors; torch is
 Lightning's own, "installed" is that under ptsave.install().  The load is warm.  Memory is the peak
 of resident memory during the save, above what there was.
 
@@ -20,7 +20,7 @@ of save_file is, by the faster of both ways: into the page cache, or past it wit
 it is warmed up, of the first otherwise; its limit, "copied", is a memcpy of as many bytes by two
 threads into memory that is there.
 
-save_file: 1 GiB by safetensors.torch.save_file, into the page cache and with fsync (stock: of the
+save_file: 1 GiB by safetensors.torch.save_file, into the page cache and with fsync (torch: of the
 file and its directory after the call).  The limit is writing as many bytes to a new file with
 nothing but write calls, into the page cache or past it with fdatasync, by 1, 2 or 4 threads, of
 which the fastest counts; its memory is fetched in every state.
@@ -54,7 +54,7 @@ from ptsave.bench.system import MIB, PeakMemory, make_warm, sync_file_and_direct
 
 N_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "1024"))
 N_MPARAMS = int(os.environ.get("PTSAVE_BENCHMARK_MPARAMS", "300"))
-STOCK, INSTALLED, PTSAVE, BACKGROUND, LIMIT = "stock", "installed", "ptsave", "background", "limit"
+STOCK, INSTALLED, PTSAVE, BACKGROUND, LIMIT = "torch", "installed", "ptsave", "background", "limit"
 CONTENDERS = {
     "lightning": (STOCK, INSTALLED, PTSAVE),
     "trainer": (STOCK, PTSAVE, BACKGROUND, LIMIT),

@@ -1,4 +1,4 @@
-"""Many tensors, few bytes: what the object graph costs, stock torch beside ptsave.
+"""Many tensors, few bytes: what the object graph costs, torch beside ptsave.
 
     python -m benchmarks.object_graph                   all workloads, 3 rounds
     python -m benchmarks.object_graph small --rounds 9
@@ -40,7 +40,7 @@ from benchmarks._program import (
     table,
 )
 
-STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
+STOCK, PTSAVE, FLOOR = "torch", "ptsave", "floor"
 FETCHED_NBYTES = 512 << 20
 
 
@@ -203,7 +203,7 @@ def run_rounds(names: list[str], rounds: int, folder: Path) -> Figures:
 
 # ---------------------------------------------------------------------------------------- reporting
 
-HEADER = ["workload", "", "stock s", "ptsave s", "min - max", "floor s", TIMES_STOCK, "goal", "met"]
+HEADER = ["workload", "", "torch s", "ptsave s", "min - max", "floor s", TIMES_STOCK, "goal", "met"]
 
 
 def rows(names: list[str], figures: Figures) -> Iterator[list[str]]:

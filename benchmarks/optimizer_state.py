@@ -1,4 +1,4 @@
-"""Loading an optimizer's state: AdamW with many small parameters, stock torch beside ptsave.
+"""Loading an optimizer's state: AdamW with many small parameters, torch beside ptsave.
 
     python -m benchmarks.optimizer_state               3 rounds
     python -m benchmarks.optimizer_state --rounds 9
@@ -36,7 +36,7 @@ from benchmarks._program import (
     table,
 )
 
-STOCK, PTSAVE, BY_NAME = "stock", "ptsave", "ptsave, by name"
+STOCK, PTSAVE, BY_NAME = "torch", "ptsave", "ptsave, by name"
 FETCHED_NBYTES = 512 << 20
 NUMEL = 16
 GOAL = 20.0  # times stock, at FEW

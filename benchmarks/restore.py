@@ -1,4 +1,4 @@
-"""Restoring a model and its optimizer in place: stock torch, ptsave, the hardware.
+"""Restoring a model and its optimizer in place: torch, ptsave, the hardware.
 
     python -m benchmarks.restore                        all workloads, 3 rounds
     python -m benchmarks.restore into-warm --rounds 9
@@ -37,7 +37,7 @@ from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memor
 from benchmarks.demo import Decoder, equal
 from ptsave.bench.system import MIB, PeakMemory, make_cold, make_warm
 
-STOCK, PTSAVE, FLASHPACK, LIMIT = "stock", "ptsave", "flashpack", "limit"
+STOCK, PTSAVE, FLASHPACK, LIMIT = "torch", "ptsave", "flashpack", "limit"
 HAS_FLASHPACK = importlib.util.find_spec("flashpack") is not None
 LIMIT_THREADS = {f"limit with {n} threads": n for n in _limits.THREAD_COUNTS}
 WIDTH = 2048

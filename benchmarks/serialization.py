@@ -1,4 +1,4 @@
-"""Saving and loading a language model's tensors: stock torch, safetensors, ptsave, the hardware.
+"""Saving and loading a language model's tensors: torch, safetensors, ptsave, the hardware.
 
     python -m benchmarks                                all workloads, 1 GiB, 3 rounds
     python -m benchmarks load-warm --gib 2              one workload, with 2 GiB of tensors

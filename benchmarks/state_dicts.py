@@ -1,4 +1,4 @@
-"""State dicts into modules: what loading costs beside copying, stock torch beside ptsave.
+"""State dicts into modules: what loading costs beside copying, torch beside ptsave.
 
     python -m benchmarks.state_dicts                    all workloads, 3 rounds
     python -m benchmarks.state_dicts layers --rounds 9
@@ -35,7 +35,7 @@ from benchmarks._program import (
     table,
 )
 
-STOCK, PTSAVE, FLOOR = "stock", "ptsave", "floor"
+STOCK, PTSAVE, FLOOR = "torch", "ptsave", "floor"
 CONTENDERS = (STOCK, PTSAVE, FLOOR)
 FETCHED_NBYTES = 64 << 20
 
@@ -157,7 +157,7 @@ def run_rounds(names: list[str], rounds: int) -> Figures:
 
 # ---------------------------------------------------------------------------------------- reporting
 
-HEADER = ["workload", "stock s", "ptsave s", "min - max", "floor s", TIMES_STOCK, "goal", "met"]
+HEADER = ["workload", "torch s", "ptsave s", "min - max", "floor s", TIMES_STOCK, "goal", "met"]
 GROWTH_HEADER = ["workload", "ptsave s", "times as long", "goal", "met"]
 
 

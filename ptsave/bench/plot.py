@@ -13,7 +13,7 @@ from ptsave.bench.rounds import CONTENDERS, LIMIT, STOCK, Results, Workload
 __all__ = ["Bar", "Group", "draw_bars", "plot_speeds", "require_matplotlib"]
 
 _OURS, _SAFETENSORS, _OTHERS, _LINE = "#3d86bd", "#e0a458", "#9aa5b1", "#c0392b"
-_OTHER_NAMES = ("stock", "torch", "torch.save", "loop", "nothing", "empty", "clones", "references")
+_OTHER_NAMES = ("torch", "torch.save", "loop", "nothing", "empty", "clones", "references")
 _ROW_INCHES = 0.21
 # Groups whose longest bars differ by more are drawn in proportion to the longest bar of each.
 _COMPARABLE = 10

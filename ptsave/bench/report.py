@@ -9,7 +9,7 @@ from ptsave.bench.rounds import CONTENDERS, LIMIT, STOCK, Results, Workload
 
 __all__ = ["SPEED_HEADER", "TIMES_STOCK", "aligned", "speed_rows", "table"]
 
-TIMES_STOCK = "\N{MULTIPLICATION SIGN} stock"
+TIMES_STOCK = "\N{MULTIPLICATION SIGN} torch"
 SPEED_HEADER = ("workload", "contender", "s", "min - max", "GB/s", TIMES_STOCK, "of limit")
 
 

@@ -35,7 +35,7 @@ __all__ = [
 
 # From here the package can be imported, installed or not.
 _ROOT = Path(__file__).resolve().parents[2]
-STOCK, SAFETENSORS, PTSAVE, LIMIT = "stock", "safetensors", "ptsave", "limit"
+STOCK, SAFETENSORS, PTSAVE, LIMIT = "torch", "safetensors", "ptsave", "limit"
 CONTENDERS = (STOCK, SAFETENSORS, PTSAVE)
 
 # Takes a mode, a path and a number of bytes; returns the bytes moved, and the seconds by number of

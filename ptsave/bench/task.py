@@ -12,7 +12,7 @@ class Task:
     """One measurement to make, sent to a worker."""
 
     action: str  # "probe", "save" or "load"
-    contender: str  # "stock", "ptsave" or "safetensors"
+    contender: str  # "torch", "ptsave" or "safetensors"
     path: str = ""
     nbytes: int = 0  # at least so many bytes of tensors, for a save
     fsync: bool = False

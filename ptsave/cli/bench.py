@@ -70,7 +70,7 @@ def command(
     as_json: bool,
     plot: str | None,
 ) -> None:
-    """Save and load in DIR with stock torch, safetensors, ptsave, and nothing but reads and writes.
+    """Save and load in DIR with torch, safetensors, ptsave, and nothing but reads and writes.
 
     A GPT-2-like model is saved durably (fsync) and not, and loaded from the disk (cold) and from
     the page cache (warm).  Contenders take turns, in a shuffled order; each figure comes from a

@@ -33,7 +33,7 @@ def test_figures(tmp_path: Path, workload: str, contender: str) -> None:
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {
-        (name, contender): [accelerator.Figure([2.0 if contender == "stock" else 0.5], 1 << 30)]
+        (name, contender): [accelerator.Figure([2.0 if contender == "torch" else 0.5], 1 << 30)]
         for name, contenders in accelerator.CONTENDERS.items()
         for contender in contenders
     }

@@ -41,7 +41,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         tasks.append(task)
         if task.action == "save":
             Path(task.path).write_bytes(b"a file")
-        seconds = {"stock": 4.0, "safetensors": 2.0, "ptsave": 1.0}[task.contender]
+        seconds = {"torch": 4.0, "safetensors": 2.0, "ptsave": 1.0}[task.contender]
         return Figure(seconds, 10**9, 0, 7)
 
     monkeypatch.setattr(rounds, "_run_worker", run_worker)
@@ -192,11 +192,11 @@ def test_worker_figures(tmp_path: Path) -> None:
     """What a worker measures, here in this process; and that a failure of one is one line."""
     path = tmp_path / "model.pt"
     saved = worker.measure_save(Task("save", "ptsave", str(path), MIN_NBYTES, fsync=True))
-    loaded = worker.measure_load(Task("load", "stock", str(path)))
+    loaded = worker.measure_load(Task("load", "torch", str(path)))
     assert saved.checksum == loaded.checksum
     assert loaded.nbytes >= MIN_NBYTES
-    with pytest.raises(RuntimeError, match="load with stock has failed: FileNotFoundError"):
-        rounds._run_worker(Task("load", "stock", str(tmp_path / "nothing")))
+    with pytest.raises(RuntimeError, match="load with torch has failed: FileNotFoundError"):
+        rounds._run_worker(Task("load", "torch", str(tmp_path / "nothing")))
 
 
 def test_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,9 +237,9 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
 
 def test_limit_is_a_contender() -> None:
     results = Results()
-    results.add("stock", Figure(2.0, 10**9, 0, 0))
+    results.add("torch", Figure(2.0, 10**9, 0, 0))
     results.add_limit(10**9, {"1": 1.0, "2": 1.5})
-    assert results.ratio(LIMIT, "stock") == 2.0
+    assert results.ratio(LIMIT, "torch") == 2.0
 
 
 def test_limit_is_one_number_of_threads_in_all_rounds() -> None:
