@@ -19,7 +19,9 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
+from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.futures import Future
 
 from ptsave.distributed import collectives
 from ptsave.distributed.planners import LoadPlanner, SavePlanner
@@ -42,8 +44,10 @@ class FileSystemWriter(StorageWriter):
     extensions or for a file per tensor gets torch's class.
     """
 
-    def __new__(cls, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of torch's class, for everything that only it can do."""
+        if cls is not FileSystemWriter:  # a derived class, whose arguments may be others
+            return super().__new__(cls)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
         if (
@@ -51,7 +55,7 @@ class FileSystemWriter(StorageWriter):
             or given.get("_extensions") is not None
             or given.get("serialization_format", torch_format) is not torch_format
         ):
-            return _STOCK["FileSystemWriter"](path, *args, **kwargs)
+            return _STOCK["FileSystemWriter"](*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -66,6 +70,11 @@ class FileSystemWriter(StorageWriter):
         _extensions: Any = None,
         serialization_format: Any = None,
     ) -> None:
+        if _extensions is not None:  # a derived class asks for them
+            raise NotImplementedError(
+                f"{type(self).__name__}: ptsave writes no extensions such as compression: derive "
+                "the class from torch.distributed.checkpoint.filesystem.FileSystemWriter"
+            )
         super().__init__(path, fsync=sync_files, overwrite=overwrite)
 
     def __getnewargs__(self) -> tuple[str]:
@@ -79,6 +88,7 @@ class FileSystemWriter(StorageWriter):
 
 
 _ARGUMENTS = (
+    "path",
     "single_file_per_rank",
     "sync_files",
     "thread_count",
@@ -93,10 +103,10 @@ _ARGUMENTS = (
 class FileSystemReader(StorageReader):
     """`StorageReader` with the arguments of torch's class, which reads files of extensions."""
 
-    def __new__(cls, path: str | os.PathLike[str], _extension_registry: Any = None) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of torch's class if there are extensions."""
-        if _extension_registry is not None:
-            return _STOCK["FileSystemReader"](path, _extension_registry)
+        if cls is FileSystemReader and (args[1:] or kwargs.get("_extension_registry")):
+            return _STOCK["FileSystemReader"](*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
@@ -112,6 +122,24 @@ class FileSystemReader(StorageReader):
         """Where the items of the checkpoint are that is being read."""
         metadata: Metadata | None = self._metadata
         return {} if metadata is None else metadata.storage_data
+
+    @property
+    def load_id(self) -> str:
+        """The id of the load, which is in the metadata that it reads."""
+        return self._load_id
+
+    def read_data(self, plan: planners.LoadPlan, planner: planners.LoadPlanner) -> Future[None]:
+        """Read the items of a plan, by torch's class if extensions have transformed them.
+
+        Torch's class knows its own extensions, such as ``ZStandard``, without a registry.
+        """
+        infos = self.storage_data.values()
+        if not any(getattr(info, "transform_descriptors", None) for info in infos):
+            return super().read_data(plan, planner)
+        stock = _STOCK["FileSystemReader"](self._path)
+        stock.set_up_storage_reader(self._metadata, is_coordinator=False)
+        future: Future[None] = stock.read_data(plan, planner)
+        return future
 
 
 # Those that libraries have made of torch's classes stay instances of the names.
