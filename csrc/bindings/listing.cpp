@@ -51,13 +51,13 @@ std::int64_t nbytes_of(const at::Tensor& tensor) {
 }
 
 // (dtype, shape, stride, offset in its storage, its size, the storage's size; all three in bytes)
-// of each; None for one that is not strided.
+// of each; None for one that is not strided, or nested.
 py::list tensor_facts(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!THPVariable_Check(tensors[i].ptr())) throw py::type_error("expected a tensor");
     const at::Tensor& tensor = THPVariable_Unpack(tensors[i].ptr());
-    if (tensor.layout() != at::kStrided) {
+    if (tensor.layout() != at::kStrided || tensor.is_nested()) {
       result[i] = py::none();
       continue;
     }

@@ -4,13 +4,13 @@ A file is an object with
 
 - ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, its facts about itself;
 - ``tensors``: a list of objects with ``name`` (dotted), ``path`` (the keys; a tuple's, dict's or
-  other object's as text), ``dtype``, ``shape`` and ``stride`` (in elements; no stride if it is not
-  strided), ``nbytes`` (elements times their size), ``location`` (the device it was saved from),
-  ``record`` and ``offset`` (where its first byte lies in the file), ``storage`` (a number;
-  tensors with the same one share a storage) and ``storage_nbytes``; of a distributed checkpoint
-  also ``chunks``, the parts that ranks have written: a list of objects with ``offsets`` (index of
-  the first element), ``sizes`` (a shape), ``file`` (its name in the directory), ``offset`` and
-  ``nbytes`` (where in it the item lies);
+  other object's as text), ``dtype``, ``shape`` (-1 where the parts of a nested tensor differ) and
+  ``stride`` (in elements; none if it is nested or not strided), ``nbytes`` (elements times their
+  size), ``location`` (the device it was saved from), ``record`` and ``offset`` (where its first
+  byte lies in the file), ``storage`` (a number; tensors with the same one share a storage) and
+  ``storage_nbytes``; of a distributed checkpoint also ``chunks``, the parts that ranks have
+  written: a list of objects with ``offsets`` (index of the first element), ``sizes`` (a shape),
+  ``file`` (its name in the directory), ``offset`` and ``nbytes`` (where in it the item lies);
 - ``values``: the other leaves, with ``name``, ``path``, ``type`` and, where JSON has it,
   ``value``;
 - ``totals`` of the whole file, whatever names were asked for: ``tensors``, ``tensor_nbytes``,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
-from ptsave.contents.tensor_info import TensorInfo, list_tensors
+from ptsave.contents.tensor_info import TensorInfo, facts_of, list_tensors
 from ptsave.sources.local import describe
 from ptsave.support.flags import check_flags, one_of
 from ptsave.support.garbage import pausing_garbage_collection
@@ -392,7 +392,7 @@ class TensorSlice:
     Attributes
     ----------
     shape : torch.Size
-        Shape in elements.
+        Shape in elements, as of :class:`TensorInfo`.
     dtype : torch.dtype
         Dtype of its elements.
     """
@@ -404,8 +404,7 @@ class TensorSlice:
         self._device = device
         self._tensor = tensor
         self._verify = verify
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
+        ((self.dtype, self.shape, *_),) = facts_of([tensor])
 
     def get_shape(self) -> list[int]:
         """Return the shape, as safetensors' slices do."""

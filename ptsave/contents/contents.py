@@ -352,7 +352,8 @@ class LoadedContents(OneFile):
         device: torch.device = CPU,
         allocate: Allocator = new_storage,
     ) -> Tensor:
-        return to_device(self._part_of(tensor, index), device)
+        part = self._part_of(tensor, index)
+        return part if part.is_meta else to_device(part, device)
 
     def _part_of(self, tensor: Tensor, index: Any) -> Tensor:
         from ptsave.state.plain_copies import shares_bytes
@@ -363,8 +364,10 @@ class LoadedContents(OneFile):
                 "read all of it with get_tensor()"
             )
         view = tensor.detach()[index]
-        begin, end = span_of(view) if view.layout == torch.strided else (0, 0)
-        if view.is_quantized or view.device.type != "cpu" or view.nbytes <= end - begin:
+        if view.layout != torch.strided or view.is_nested or view.is_quantized or not view.is_cpu:
+            return view.clone()
+        begin, end = span_of(view)
+        if view.nbytes <= end - begin:
             return view.clone()
         storage = new_storage(end - begin)  # a clone of an expanded tensor would take all of it
         bytes_of(storage).copy_(bytes_of(view.untyped_storage())[begin:end])

@@ -33,9 +33,9 @@ class TensorInfo(NamedTuple):
     dtype : torch.dtype
         Dtype of its elements.
     shape : torch.Size
-        Shape in elements.
+        Shape in elements; -1 in a dimension in which the parts of a nested tensor differ.
     stride : tuple of int
-        In elements; empty for a tensor that is not strided.
+        In elements; empty for a tensor that is nested or not strided.
     location : str or None
         The device it was saved from, for example ``"cuda:0"``; None where the file does not say.
     nbytes : int
@@ -142,7 +142,7 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
 
 
 def facts_of(tensors: list[Tensor]) -> list[Facts]:
-    """Return the `Facts` of tensors; one that is not strided has no stride."""
+    """Return the `Facts` of tensors; one that is nested or not strided has no stride."""
     facts = _C.tensor_facts(tensors)
     if None not in facts:
         return facts  # type: ignore[return-value]  # no copy of a list that may be long
@@ -154,4 +154,15 @@ def facts_of(tensors: list[Tensor]) -> list[Facts]:
 
 def _dense_facts_of(tensor: Tensor) -> Facts:
     nbytes = int(tensor.numel() * tensor.itemsize)
-    return tensor.dtype, tensor.shape, (), 0, nbytes, nbytes
+    return tensor.dtype, _shape_of(tensor), (), 0, nbytes, nbytes
+
+
+def _shape_of(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor; -1 in a dimension in which the parts of a nested one differ."""
+    if not tensor.is_nested:
+        return tensor.shape
+    if tensor.layout == torch.jagged:
+        return torch.Size([n if type(n) is int else -1 for n in tensor.shape])
+    sizes = tensor._nested_tensor_size().tolist()  # of its parts
+    each = (n[0] if len(set(n)) == 1 else -1 for n in zip(*sizes, strict=True))
+    return torch.Size([tensor.size(0), *each])

@@ -145,9 +145,8 @@ def compact(
 
     A file that can only be overwritten, not replaced, is put together in a temporary file first, in
     its directory or that of ``$TMPDIR``.  Files that only load as a whole are rewritten from
-    memory.  Sparse and quantized tensors, those
-    with attributes and those of other types than torch's own stay as they are, and so do views that
-    share memory with them.
+    memory.  Sparse, nested and quantized tensors, those with attributes and those of other types
+    than torch's own stay as they are, and so do views that share memory with them.
 
     Examples
     --------
@@ -384,6 +383,7 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, Parameter)
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.__dict__
         and not (tensor.requires_grad and tensor.grad_fn is not None)

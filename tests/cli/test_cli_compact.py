@@ -106,6 +106,15 @@ def test_views_share_with_what_stays_as_it_is(tmp_path: Path, kind: str) -> None
     assert torch.equal(found["other"].to_dense(), other.to_dense())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay_as_they_are(tmp_path: Path) -> None:
+    parts = [torch.arange(3.0), torch.arange(5.0)]
+    obj = {"nested": torch.nested.nested_tensor(parts), "view": torch.arange(1000.0)[:2]}
+    found, _ = compacted(tmp_path, obj)
+    assert all(map(torch.equal, found["nested"].unbind(), parts))
+    assert storage_nbytes(found["view"]) == 8
+
+
 def test_is_never_replaced_by_something_larger(tmp_path: Path) -> None:
     # In the file it is from, its name is shorter.
     path = saved(tmp_path / "a.pt", {"a": torch.ones(3), "b": torch.ones(5)[1:]})

@@ -47,6 +47,15 @@ def test_ls_has_totals_of_the_list(path: Path) -> None:
     assert answer("ls", folder, "model.b")["listed"] == sums
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_ls_of_nested_tensors(path: Path) -> None:
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    layouts = (torch.strided, torch.jagged)
+    torch.save([torch.nested.nested_tensor(parts, layout=each) for each in layouts], path)
+    for tensor in answer("ls", path)["tensors"]:
+        assert (tensor["shape"], tensor["stride"], tensor["nbytes"]) == ([2, -1, 3], None, 72)
+
+
 def test_verify(path: Path) -> None:
     assert answer("verify", path) == {
         "whole": True,

@@ -716,6 +716,35 @@ def test_files_that_load_as_a_whole(kind: str, tmp_path: Path) -> None:
             assert archive.info("sparse").stride == ()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_of_no_shape_or_strides(tmp_path: Path) -> None:
+    """Nested, sparse and meta tensors, which a file that has them is loaded for as a whole."""
+    parts = [torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)]
+    obj = {
+        "nested": torch.nested.nested_tensor(parts),
+        "rows": torch.nested.nested_tensor([torch.ones(2), torch.ones(2)]),
+        "jagged": torch.nested.nested_tensor(parts, layout=torch.jagged),
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "meta": torch.ones(2, 3, device="meta"),
+    }
+    shapes = {"nested": (2, -1, 3), "rows": (2, 2), "jagged": (2, -1, 3), "meta": (2, 3)}
+    path = write(tmp_path, obj)
+    with ptsave.open(path) as archive:
+        for info in archive.infos():
+            shape = shapes.get(str(info.name), (3, 3))
+            assert (info.shape, info.nbytes > 0) == (shape, True)
+            assert archive.get_slice(info.name).shape == shape
+            assert (info.stride == ()) == (info.name != "meta")
+        assert all(torch.equal(archive.get_slice("nested")[i], parts[i]) for i in (0, 1))
+        for name in ("coo", "csr"):
+            row = archive.get_slice(name)[1]
+            assert row.layout == obj[name][1].layout
+            assert row.to_dense().tolist() == [0, 1, 0]
+        assert archive.get_slice("meta")[0].is_meta
+
+
 # ------------------------------------------------------------------------------------- safetensors
 
 
