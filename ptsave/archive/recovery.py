@@ -186,9 +186,12 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
         for record in first  # behind one of which they begin; the names of these may be damaged
     ]
     records = max(found, key=len)
-    lost = saved.storages.keys() - {record.name.removeprefix(_DATA) for record in records}
+    missing = saved.storages.keys() - {record.name.removeprefix(_DATA) for record in records}
+    empty = {number for number in missing if saved.storages[number] == 0}  # nothing of them is lost
+    lost = missing - empty
     data, entries = saved.without(lost)
-    return _completed(source, cut, records, data, Recovery(source, _in_order(lost), (), entries))
+    rest = Recovery(source, _in_order(lost), (), entries)
+    return _completed(source, cut, records, data, rest, empty=_in_order(empty))
 
 
 def _storages_in(
@@ -247,9 +250,15 @@ def _in_order(numbers: Set[str]) -> list[str]:
 
 
 def _completed(
-    source: RangeSource, cut: CutArchive, records: list[CutRecord], data: bytes, found: Recovery
+    source: RangeSource,
+    cut: CutArchive,
+    records: list[CutRecord],
+    data: bytes,
+    found: Recovery,
+    *,
+    empty: Sequence[str] = (),
 ) -> Recovery:
-    """Return a recovery with a whole archive, of some records and a pickle.
+    """Return a recovery with a whole archive, of some records, empty ones and a pickle.
 
     Raises
     ------
@@ -267,8 +276,22 @@ def _completed(
             patches[at] = header
         places.append((record.name, record.header_offset, record.nbytes, record.crc, record.end))
         at = record.end
-    end = _C.closing_bytes(cut.root, _ALIGNMENT, places, data)
-    return replace(found, source=CompletedFile(source, at, end, patches), n_records=len(finished))
+    nbytes, headers = at, b""
+    for name in empty:
+        header = _header_of(f"{cut.root}/{name}".encode(), 0x0800, 0)
+        places.append((name, at, 0, 0, at + len(header)))
+        headers += header
+        at += len(header)
+    end = headers + _C.closing_bytes(cut.root, _ALIGNMENT, places, data)
+    return replace(
+        found, source=CompletedFile(source, nbytes, end, patches), n_records=len(finished)
+    )
+
+
+def _header_of(name: bytes, flags: int, n_extra: int) -> bytes:
+    """Return the local header of a record whose checksum and sizes are zero, or behind it."""
+    fields = _LOCAL_HEADER.pack(ZIP_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(name), n_extra)
+    return fields + name
 
 
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:
@@ -282,9 +305,8 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
     payload = begin + front
     nbytes = max(end - payload - descriptor_nbytes, 0)
     flags, rest = (0x0808, b"") if nbytes else (0x0800, bytes(max(end - payload, 0)))
-    header = _LOCAL_HEADER.pack(ZIP_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(full_name), len(rest))
     crc = cut.crc(payload, payload + nbytes)
-    return (name, begin, nbytes, crc, end), header + full_name + rest
+    return (name, begin, nbytes, crc, end), _header_of(full_name, flags, len(rest)) + rest
 
 
 def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:

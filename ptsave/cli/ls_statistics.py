@@ -15,7 +15,6 @@ from ptsave.cli.statistics_text import entry_lines, module_lines
 from ptsave.cli.terminal import terminal
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_each
-from ptsave.contents.recovery import recovered
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, listing_of, select
 from ptsave.inspection.statistics import ModuleStatistics, entry_statistics, module_statistics
@@ -35,7 +34,7 @@ def statistics_text(  # noqa: PLR0917
     as_json: bool,
 ) -> str:
     """Return the statistics of a checkpoint's tensors, or of a capture's modules, as text."""
-    contents = list(open_each(files, localize=recovered if recover else None))
+    contents = list(open_each(files, recover=recover))
     if len(contents) == 1 and is_capture(contents[0].obj):
         run = CapturedRun(contents[0].obj, contents[0].path)
         return _statistics_of_run(run, names, depth, step, as_json)

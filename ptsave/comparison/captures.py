@@ -17,7 +17,6 @@ from ptsave.comparison.measures import TensorDifference, difference_of_rows
 from ptsave.comparison.tensors import cannot_compare, compare_tensors, dense_values
 from ptsave.comparison.tolerances import Tolerances
 from ptsave.contents.opening import open_contents
-from ptsave.contents.recovery import recovered
 from ptsave.sources.local import position_kept
 from ptsave.support import config
 from ptsave.support.garbage import pausing_garbage_collection
@@ -197,12 +196,11 @@ def compare_captures(
     (False, '0/forward/2#0/outputs', 1.0)
     """
     tolerances = Tolerances(rtol, atol, exact=exact)
-    localize = recovered if recover else None
     with position_kept(a), position_kept(b):
-        first = second = open_contents(a, a_storage_options, localize=localize)
+        first = second = open_contents(a, a_storage_options, recover=recover)
         # A file object that is both sides has one position, so it is opened once.
         if b is not a or b_storage_options != a_storage_options:
-            second = open_contents(b, b_storage_options, localize=localize)
+            second = open_contents(b, b_storage_options, recover=recover)
         with pausing_garbage_collection():
             sides = (
                 CapturedSide(first, is_recovered=recover),

@@ -513,10 +513,5 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     tensor([1., 1., 1.])
     """
     check_flags(verify=verify, recover=recover)
-    localize = None
-    if recover:
-        from ptsave.contents.recovery import recovered
-
-        localize = recovered
-    contents = open_contents(f, storage_options, verify=verify, localize=localize)
+    contents = open_contents(f, storage_options, verify=verify, recover=recover)
     return Archive(contents, describe(f), verify=verify)

@@ -24,6 +24,7 @@ from ptsave.contents.shard_files import (
     is_zero_file,
     name_lost_entries,
     refuse_files_of_ranks,
+    without_lost,
 )
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.file_limits import n_files_to_hold, naming_limit
@@ -54,6 +55,7 @@ def open_contents(
     storage_options: Mapping[str, Any] | None = None,
     *,
     verify: bool = True,
+    recover: bool = False,
     localize: Localizer | None = None,
     stays_open: bool = False,
 ) -> Contents:
@@ -71,6 +73,9 @@ def open_contents(
         For the file system of a URL.
     verify : bool, default True
         Whether checksums are compared.
+    recover : bool, default False
+        Whether files that have lost their end are read as far as they are there.  A
+        `CheckpointWarning` names the entries that are left out.
     localize : callable, optional
         Gets each file and returns the one to read instead, such as a copy.
     stays_open : bool, default False
@@ -102,22 +107,29 @@ def open_contents(
     'pt'
     """
     files = find_files(f, storage_options, distributed=True)
-    return open_files(files, verify=verify, localize=localize, stays_open=stays_open)
+    return open_files(
+        files, verify=verify, recover=recover, localize=localize, stays_open=stays_open
+    )
 
 
 def open_files(
     files: ShardFiles,
     *,
     verify: bool = True,
+    recover: bool = False,
     localize: Localizer | None = None,
     stays_open: bool = False,
 ) -> Contents:
     """Open the files of a checkpoint as one; parameters and errors as of `open_contents`."""
     if not files.is_one and any(map(is_zero_file, files.paths)):
         refuse_files_of_ranks(files)  # before their pickles, which name DeepSpeed's classes
-    parts = list(open_each(files, verify=verify, localize=localize, stays_open=stays_open))
+    parts = list(
+        open_each(files, verify=verify, recover=recover, localize=localize, stays_open=stays_open)
+    )
     if files.is_one:
         return parts[0]
+    if recover:
+        files = without_lost(files, ((part.path, part.obj) for part in parts))
     from ptsave.contents.rank_sets import ranks_of_parts
     from ptsave.contents.sharded import ShardedContents
 
@@ -131,6 +143,7 @@ def open_each(
     files: ShardFiles,
     *,
     verify: bool = True,
+    recover: bool = False,
     localize: Localizer | None = None,
     stays_open: bool = False,
 ) -> Iterator[Contents]:
@@ -138,7 +151,8 @@ def open_each(
     parks = not stays_open and len(files.paths) > n_files_to_hold()
     for path in files.paths:
         with naming_limit(len(files.paths)):
-            contents = open_one(files.open_one(path), files, verify=verify, localize=localize)
+            source = files.open_one(path)
+            contents = open_one(source, files, verify=verify, recover=recover, localize=localize)
         if parks:
             contents.park()
         yield contents
@@ -149,10 +163,15 @@ def open_one(
     files: ShardFiles,
     *,
     verify: bool = True,
+    recover: bool = False,
     localize: Localizer | None = None,
 ) -> Contents:
     """Open one of the files of a checkpoint; parameters and errors as of `open_contents`."""
     try:
+        if recover:
+            from ptsave.contents.recovery import recovered
+
+            source = recovered(source)
         is_copied = localize is not None and not (is_metadata(source) and is_url(source.name))
         return open_file(localize(source) if localize and is_copied else source, verify=verify)
     except CorruptCheckpointError as error:

@@ -52,19 +52,23 @@ def _recover_safetensors(source: RangeSource) -> Recovery | None:
         read_fields(source)
     except CorruptCheckpointError as error:
         head = fetch_header(source)
-        lost = set(error.entries)
-        if not lost:  # it is something else that is wrong
+        if not error.entries:  # it is something else that is wrong
             raise
         fields = json.loads(head[LENGTH_NBYTES:])
+        ends = {name: fields[name]["data_offsets"] for name in error.entries}
+        lost = [name for name, (begin, end) in ends.items() if begin < end]
         kept = {name: value for name, value in fields.items() if name not in lost}
-        tensors = [value for name, value in kept.items() if name != "__metadata__"]
+        tensors = [value for name, value in kept.items() if name not in (*ends, "__metadata__")]
         if not tensors:
             raise
+        last = max(value["data_offsets"][1] for value in tensors)
+        for name in ends.keys() & kept.keys():  # of no bytes
+            kept[name]["data_offsets"] = [last, last]
         header = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
         nbytes = len(head) - LENGTH_NBYTES
         if len(header) > nbytes:
             raise
-        end = len(head) + max(value["data_offsets"][1] for value in tensors)
+        end = len(head) + last
         patch = head[:LENGTH_NBYTES] + header.ljust(nbytes)
-        return Recovery(CompletedFile(source, end, b"", {0: patch}), entries=error.entries)
+        return Recovery(CompletedFile(source, end, b"", {0: patch}), entries=lost)
     return None

@@ -10,11 +10,12 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import what_came_instead
 from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.text import some_of
+from ptsave.support.user_warnings import warn_user
 from ptsave.tree.containers import items_of
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "refuse_parallel_parts",
     "refuse_what_came_instead",
     "those_in_index",
+    "without_lost",
 ]
 
 _T = TypeVar("_T")
@@ -43,6 +45,7 @@ INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_NBYTES = 256 << 20
 _MAX_SHARDS = 99_999
 _N_NAMED = 3
+_N_LOST_NAMED = 8
 
 
 class ShardFormat(NamedTuple):
@@ -205,6 +208,29 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
             entries=[name],
         )
     return kept
+
+
+def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> ShardFiles:
+    """Return a set with an index of only the entries that its shards, of which some are cut, hold.
+
+    A `CheckpointWarning` names the others.
+
+    Parameters
+    ----------
+    files : ShardFiles
+        The files.
+    objects : iterable of (str, object)
+        The paths of the files, and the object of each.
+    """
+    if files.weight_map is None:
+        return files
+    there = {path: obj.keys() for path, obj in objects if isinstance(obj, Mapping)}
+    kept = {name: path for name, path in files.weight_map.items() if name in there.get(path, ())}
+    lost = [name for name in files.weight_map if name not in kept]
+    if lost:
+        named = some_of(lost, _N_LOST_NAMED)
+        warn_user(f"{files.index_path}: not in the shards: {named}", CheckpointWarning)
+    return files._replace(weight_map=kept)
 
 
 def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -> None:

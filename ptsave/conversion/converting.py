@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from ptsave.contents.opening import open_contents
-from ptsave.contents.recovery import recovered
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.errors import UnsupportedUrlError
@@ -216,7 +215,8 @@ def convert(
         contents = open_contents(
             source,
             storage_options,
-            localize=lambda file: sources.localize(recovered(file) if recover else file),
+            recover=recover,
+            localize=sources.localize,
             stays_open=True,
         )
         checkpoint = SourceCheckpoint(contents, sources)

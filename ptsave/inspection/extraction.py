@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ptsave.contents.archive import open as open_archive
 from ptsave.contents.opening import open_contents
-from ptsave.contents.recovery import recovered
 from ptsave.errors import EntryNotFoundError
 from ptsave.inspection.verification import verify_file
 from ptsave.serialization import save
@@ -133,14 +132,14 @@ def read_whole(
     """
     found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
-        contents = open_contents(file, storage_options, verify=True, localize=recovered)
+        contents = open_contents(file, storage_options, verify=True, recover=True)
         if not isinstance(contents.obj, Mapping):
             kind = type_name_of(contents.obj)
             raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")
         damaged = [name for problem in found.problems for name in problem.entries]
         entries, lost = without_entries(contents.obj, {*damaged, *_opaque_in(contents.obj)})
-        if found.is_unfinished:  # they are not in the object
-            lost += damaged
+        known = {node.name for node in EntryTree(contents.obj).nodes}
+        lost += [name for name in damaged if name not in known]  # of files without their end
         path = name_of(file)
         return read_entry(entries, lambda tensors: contents.read(tensors, None), path), lost
 

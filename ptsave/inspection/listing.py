@@ -150,9 +150,8 @@ def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileList
 
 def _open_one(source: RangeSource, files: ShardFiles, *, recover: bool) -> Contents:
     from ptsave.contents.opening import open_one
-    from ptsave.contents.recovery import recovered
 
-    return open_one(source, files, localize=recovered if recover else None)
+    return open_one(source, files, recover=recover)
 
 
 def listing_of(contents: Contents | Outline) -> FileListing:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -232,6 +233,84 @@ def test_commands(damaged: Path, tmp_path: Path) -> None:
         found = run("verify", path, *option)
         assert found.exit_code == 1
         assert "damaged: t3" in found.stdout
+
+
+@pytest.mark.filterwarnings("default::ptsave.errors.CheckpointWarning")
+def test_convert_to_itself(damaged: Path) -> None:
+    content = damaged.read_bytes()
+    for option in ([], ["--force"]):
+        refused = run("convert", str(damaged), str(damaged), "--recover", *option)
+        assert (refused.exit_code, "the source itself" in refused.output) == (2, True)
+    assert damaged.read_bytes() == content
+
+
+@pytest.mark.filterwarnings("default::ptsave.errors.CheckpointWarning")
+def test_elsewhere_and_with_another_name(damaged: Path, tmp_path: Path) -> None:
+    """The content decides, and a URL is read as a file is."""
+    other = damaged.with_suffix(".safetensors" if damaged.suffix == ".pt" else ".bin")
+    damaged.rename(other)
+    url = f"memory://{other.name}"
+    fsspec.filesystem("memory").pipe(f"/{other.name}", other.read_bytes())
+    for place in (str(other), url):
+        with pytest.raises(ptsave.CorruptCheckpointError, match="recover=True"):
+            ptsave.open(place)
+        assert "without the entries t3, t4" in run("ls", place, "--recover").output
+        assert run("extract", place, "t1", "-o", str(tmp_path / "t1.pt"), "--recover", "-f")
+        assert torch.load(tmp_path / "t1.pt").tolist() == [1] * 99
+        new = str(tmp_path / "new.pt")
+        assert run("convert", place, new, "--recover", "--force").exit_code == 0
+        assert [*torch.load(new)] == ["t0", "t1", "t2"]
+
+
+@pytest.mark.filterwarnings("default::ptsave.errors.CheckpointWarning")
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_a_set_of_shards(tmp_path: Path, suffix: str) -> None:
+    """Entries that a cut shard has lost are left out of the set, and named."""
+    stem = "pytorch_model" if suffix == ".bin" else "model"
+    shards = [
+        {"a": torch.ones(300), "b": torch.arange(9.0)},
+        {"c": torch.arange(500.0), "d": torch.ones(800)},
+    ]
+    weight_map = {}
+    for number, tensors in enumerate(shards):
+        path = tmp_path / f"{stem}-0000{number + 1}-of-00002{suffix}"
+        path.write_bytes(saved(tensors) if suffix == ".bin" else save(tensors))
+        weight_map.update(dict.fromkeys(tensors, path.name))
+    (tmp_path / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    path.write_bytes(path.read_bytes()[:-2500])
+    kept = {name: tensor for each in shards for name, tensor in each.items() if name != "d"}
+    folder, new = str(tmp_path), str(tmp_path / "new.pt")
+    assert run("convert", folder, new).exit_code == 2
+    with pytest.raises(ptsave.CorruptCheckpointError):
+        ptsave.open(folder)
+    converted = run("convert", folder, new, "--recover")
+    assert (converted.exit_code, "not in the shards: d" in converted.stderr) == (0, True)
+    assert_same_object(torch.load(new), kept)
+    rest = run("extract", folder, "--whole", "-o", new, "--force", "--json")
+    assert json.loads(rest.stdout)["left_out"] == ["d"]
+    assert_same_object(torch.load(new), kept)
+    assert run("extract", folder, "c", "--recover", "-o", new, "--force").exit_code == 0
+    assert_same_object(torch.load(new), kept["c"])
+    with pytest.warns(CheckpointWarning), ptsave.open(folder, recover=True) as archive:
+        assert sorted(map(str, archive)) == [*kept]
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_tensors_of_no_bytes(kind: str) -> None:
+    """They are there, wherever the file ends."""
+    tensors = {f"e{i}": torch.empty(0, i) for i in range(3)}
+    tensors.update(a=torch.ones(99), e3=torch.empty(4, 0), b=torch.ones(98), e4=torch.empty(0))
+    content = saved(tensors) if kind == "pt" else save(tensors)
+    begin = content.index(b"data/3") + 600 if kind == "pt" else len(content) - 300
+    for nbytes in range(begin, begin + 250, 50):
+        with pytest.warns(CheckpointWarning, match="without the entries b"):
+            archive = cut(content[:nbytes])
+        with archive:
+            found = {str(name): archive[name] for name in archive}
+            if kind == "pt":
+                archive.verify()
+        assert_same_object(found, {name: tensors[name] for name in found})
+        assert tensors.keys() - found == {"b"}
 
 
 def test_verified(damaged: Path) -> None:
