@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterator
 
 from ptsave import _C
@@ -12,7 +13,7 @@ from ptsave.archive.spans import ArchiveSpans, Damage
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.support.progress import ProgressCallback
 
-__all__ = ["check_compressed_members", "find_damage", "torchscript_error"]
+__all__ = ["check_compressed_members", "find_damage", "member_pieces", "torchscript_error"]
 
 _READ_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
 _DEFLATED = 8
@@ -88,7 +89,7 @@ def _find_damage_of_compressed(reader: RecordReader, numbers: list[int]) -> list
     for number in numbers:
         record = reader.engine.record(number)
         try:
-            _check_compressed_member(reader, number)
+            deque(member_pieces(reader, number), 0)
         except (CorruptCheckpointError, OSError) as error:
             reason = bare_message(error, reader.path)
             damage.append(Damage(record.name, record.header_offset, reason, error))
@@ -121,11 +122,17 @@ def check_compressed_members(reader: RecordReader) -> None:
         If the size or the CRC-32 of a member differs from the directory's.
     """
     for index in range(len(reader.engine.records())):
-        _check_compressed_member(reader, index)
+        deque(member_pieces(reader, index), 0)
 
 
-def _check_compressed_member(reader: RecordReader, index: int) -> None:
-    """Verify one member, as `check_compressed_members` does all."""
+def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
+    """Yield the contents of a member, inflated, in pieces of at most a MiB.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        Behind the last piece, too, if they are not those that the directory promises.
+    """
     record = reader.engine.record(index)
     reader.require_small(index)
     if record.directory:
@@ -133,20 +140,24 @@ def _check_compressed_member(reader: RecordReader, index: int) -> None:
     offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
     if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
         reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
-    nbytes, crc = _inflate(reader, index, offset)
+    nbytes = crc = 0
+    for piece in _inflated(reader, index, offset):
+        nbytes += len(piece)
+        if nbytes > record.nbytes:
+            break
+        crc = _C.crc32(piece, crc)
+        yield piece
     is_verified = reader.verify and reader.engine.has_crcs
     if nbytes != record.nbytes or (is_verified and crc != record.crc):
         reader.fail("it does not inflate to what its checksum promises", record.name)
 
 
-def _inflate(reader: RecordReader, index: int, offset: int) -> tuple[int, int]:
-    """Return size and CRC-32 of a member's contents, never holding more than a piece of them."""
+def _inflated(reader: RecordReader, index: int, offset: int) -> Iterator[bytes]:
     record = reader.engine.record(index)
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    nbytes = crc = 0
     for begin in range(0, record.stored_nbytes, _PIECE_NBYTES):
         stored = reader.read_at(offset + begin, min(_PIECE_NBYTES, record.stored_nbytes - begin))
-        while stored and nbytes <= record.nbytes:
+        while stored:
             if record.method == _DEFLATED:
                 try:
                     piece = inflater.decompress(stored, _PIECE_NBYTES)
@@ -155,6 +166,4 @@ def _inflate(reader: RecordReader, index: int, offset: int) -> tuple[int, int]:
                 stored = inflater.unconsumed_tail
             else:
                 piece, stored = stored, b""
-            nbytes += len(piece)
-            crc = _C.crc32(piece, crc)
-    return nbytes, crc
+            yield piece

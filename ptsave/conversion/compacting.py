@@ -144,9 +144,10 @@ def compact(
     A safetensors file has no unused bytes: it stays as it is, and a target is a copy of it.
 
     A file that can only be overwritten, not replaced, is put together in a temporary file first, in
-    its directory or that of ``$TMPDIR``.  Files that only load as a whole are rewritten from
-    memory.  Sparse, nested and quantized tensors, those with attributes and those of other types
-    than torch's own stay as they are, and so do views that share memory with them.
+    its directory or that of ``$TMPDIR``; a compressed archive is inflated into one.  Files that
+    only load as a whole are rewritten from memory.  Sparse, nested and quantized tensors, those
+    with attributes and those of other types than torch's own stay as they are, and so do views that
+    share memory with them.
 
     Examples
     --------
@@ -250,7 +251,7 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
             plan = PicklePlan(
                 read_entry(checkpoint.obj, compactor.compact, source.name), target, sources
             )
-        before = checkpoint.nbytes
+        before = source.nbytes
         is_smaller = compactor.n_storages > 0 and plan.nbytes < before
         writes = not options.dry_run and (is_other or is_smaller)
         if writes:

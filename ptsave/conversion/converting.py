@@ -187,10 +187,10 @@ def convert(
     that torch's ``dcp_to_torch_save`` writes, whole tensors of all ranks in dicts and lists; all
     else is a flat dict of tensors.  Rows of ranks are read from their files as they are written,
     other parts (columns, say) go through a temporary file.  Files
-    that only load as a whole (from before torch 1.6, compressed, with sparse or quantized tensors)
-    are converted from memory.  Tensors that are not contiguous, and all that is no local file, go
-    through a temporary file without a name beside the target.  Bytes go from file to file: no
-    device is used, wherever the tensors were saved from.
+    that only load as a whole (from before torch 1.6, with sparse or quantized tensors) are
+    converted from memory.  Compressed archives, tensors that are not contiguous, and all that is no
+    local file, go through a temporary file without a name beside the target.  Bytes go from file to
+    file: no device is used, wherever the tensors were saved from.
 
     Examples
     --------

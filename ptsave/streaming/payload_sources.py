@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from io import BufferedWriter
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.checks import member_pieces
 from ptsave.archive.format_errors import raise_corrupt
+from ptsave.archive.opening import open_source_archive
 from ptsave.archive.spans import memory_of
 from ptsave.archive.views import bytes_of, unfilled_tensors
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.errors import SaveError
+from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.streaming.places import Payload, StoragePlace
 from ptsave.support import config
@@ -43,6 +47,7 @@ _T = TypeVar("_T")
 # Bytes in memory at a time of a tensor that has to be rearranged.
 _PIECE_NBYTES = 32 << 20
 _SPOOL_ALIGNMENT = 64
+_ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a record, with the beginning of its padding
 # Of a remote file: bytes in memory at a time, and bytes asked for in one request.
 _BATCH_NBYTES = 32 << 20
 _REQUEST_NBYTES = 8 << 20
@@ -95,7 +100,10 @@ class PayloadSources:
         return len(self._items) - 1
 
     def localize(self, source: RangeSource) -> LocalFile:
-        """Return a file of the system's with the bytes of a source: itself, or a temporary one."""
+        """Return a file of the system's with the bytes of a source: itself, or a temporary one.
+
+        The members of a compressed archive are inflated into a temporary one.
+        """
         if not isinstance(source, LocalFile):
             file = TemporaryFile(self._folder, self._stack)
             for begin in range(0, source.nbytes, _BATCH_NBYTES):
@@ -104,6 +112,27 @@ class PayloadSources:
                 for piece in source.read([(at, min(at + _REQUEST_NBYTES, end)) for at in steps]):
                     file.write_all(piece)
             source = file.as_source(source.name)
+        self._stack.callback(source.close)
+        return self._inflated(source) if source.kind == "zip" else source
+
+    def _inflated(self, source: LocalFile) -> LocalFile:
+        reader = None
+        with suppress(CorruptCheckpointError):  # which whoever opens it says
+            reader = open_source_archive(source, verify=True)
+        if reader is None or reader.engine.all_stored:
+            return source
+        from zipfile import ZipFile, ZipInfo
+
+        file = TemporaryFile(self._folder, self._stack)
+        with file.buffered() as stream, ZipFile(stream, "w") as archive:
+            for index, record in enumerate(reader.engine.records()):
+                info = ZipInfo(f"archive/{record.name}")
+                end = stream.tell() + _ZIP64_HEADER_NBYTES + len(info.filename.encode())
+                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as torch pads, or tensors are copied
+                info.extra = b"FB" + len(padding).to_bytes(2, "little") + padding
+                with archive.open(info, "w", force_zip64=True) as member:
+                    deque(map(member.write, member_pieces(reader, index)), 0)
+        source = file.as_source(source.name)
         self._stack.callback(source.close)
         return source
 
@@ -305,6 +334,18 @@ class TemporaryFile:
         """Return the bytes of the file under another name."""
         self._file.seek(0)
         return LocalFile(self._file, name)
+
+    @contextmanager
+    def buffered(self) -> Iterator[IO[bytes]]:
+        """Write by the library's streams; errors as of `write_all`."""
+        stream = BufferedWriter(self._file)
+        try:
+            yield stream
+            stream.flush()
+        except OSError as error:
+            raise SaveError.from_os_error(error, self._folder) from None
+        finally:
+            stream.detach()
 
     def begin_aligned(self, alignment: int) -> int:
         """Go on at a multiple of `alignment`, and return where that is."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from _corruption import flip, offset_of
 from click.testing import CliRunner, Result
+from stock_comparison import deflated
 from torch import Tensor
 
 import ptsave
@@ -113,6 +116,46 @@ def test_nested_tensors_stay_as_they_are(tmp_path: Path) -> None:
     found, _ = compacted(tmp_path, obj)
     assert all(map(torch.equal, found["nested"].unbind(), parts))
     assert storage_nbytes(found["view"]) == 8
+
+
+MEMORY = """
+import ptsave
+
+def peak():  # not getrusage, which begins with the parent's
+    words = open("/proc/self/status").read().split()
+    return int(words[words.index("VmHWM:") + 1])
+
+ptsave.compact({small!r}, {target!r})
+before = peak()
+ptsave.compact({large!r}, {target!r}, force=True)
+ptsave.convert({large!r}, {target!r}, force=True)
+print((peak() - before) >> 10)
+"""
+
+
+def test_compressed_files_are_inflated_in_pieces(tmp_path: Path) -> None:
+    """Into a temporary file: one of 300 KB has 256 MiB in it."""
+    paths = {"small": 1 << 10, "large": 256 << 20}
+    for name, nbytes in paths.items():
+        path = saved(tmp_path / name, {"view": torch.zeros(nbytes, dtype=torch.uint8)[7:10]})
+        path.write_bytes(deflated(path.read_bytes()))
+    large, target = tmp_path / "large", tmp_path / "target.pt"
+    code = MEMORY.format(small=str(tmp_path / "small"), large=str(large), target=str(target))
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) <= 64, found.stdout
+    assert storage_nbytes(torch.load(target)["view"]) == 256 << 20
+    done = compact(large, target, force=True)
+    assert (done.nbytes_before, done.nbytes) == (large.stat().st_size, target.stat().st_size)
+    assert torch.load(target)["view"].tolist() == [0] * 3
+    data = bytearray(large.read_bytes())
+    at = data.index(b"data/0") + 300
+    data[at : at + 9] = b"otherwise"
+    large.write_bytes(data)
+    with pytest.raises(ptsave.CorruptCheckpointError, match="data/0"):
+        compact(large, target, force=True)
 
 
 def test_is_never_replaced_by_something_larger(tmp_path: Path) -> None:
