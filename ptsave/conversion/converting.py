@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -24,6 +26,13 @@ from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.errors import UnsupportedUrlError
 from ptsave.inspection.extraction import without_opaque
+from ptsave.models.extra_state import (
+    ExtraState,
+    is_extra_state,
+    metadata_names,
+    metadata_of,
+    require_loadable,
+)
 from ptsave.models.save_model import (
     FORMAT_FILES,
     Shard,
@@ -44,10 +53,11 @@ from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.sizes import parse_size
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
-from ptsave.tree.entry_reading import leaves_of
+from ptsave.tree.containers import attributes_of, items_of, set_attributes
+from ptsave.tree.entry_reading import leaves_of, read_entry
 from ptsave.tree.expansion import check_expansion
 from ptsave.tree.flat import Flattened, flatten
-from ptsave.tree.opaque import refuse_opaque
+from ptsave.tree.opaque import holds_opaque, refuse_opaque
 from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folder
 from ptsave.writing.targets import FileTarget
 from ptsave.writing.url_targets import UrlTarget
@@ -185,12 +195,13 @@ def convert(
     -----
     A ``.pt`` file made from one other keeps its object; of a distributed checkpoint it is the one
     that torch's ``dcp_to_torch_save`` writes, whole tensors of all ranks in dicts and lists; all
-    else is a flat dict of tensors.  Rows of ranks are read from their files as they are written,
-    other parts (columns, say) go through a temporary file.  Files
-    that only load as a whole (from before torch 1.6, with sparse or quantized tensors) are
-    converted from memory.  Compressed archives, tensors that are not contiguous, and all that is no
-    local file, go through a temporary file without a name beside the target.  Bytes go from file to
-    file: no device is used, wherever the tensors were saved from.
+    else is a flat dict of tensors.  Extra state of modules that is no tensor goes into the metadata
+    of safetensors files, where `save_model` has it, and from there into a file.  Rows of ranks are
+    read from their files as they are written, other parts (columns, say) go through a temporary
+    file.  Files that only load as a whole (from before torch 1.6, with sparse or quantized tensors)
+    are converted from memory.  Compressed archives, tensors that are not contiguous, and all that
+    is no local file, go through a temporary file without a name beside the target.  Bytes go from
+    file to file: no device is used, wherever the tensors were saved from.
 
     Examples
     --------
@@ -263,6 +274,7 @@ class _Writing:
         self._max_size = max_size
         self._fsync = fsync
         self._progress = progress
+        self._extra: dict[str, str] = {}  # state of modules that is no tensor
 
     def write_object(self, *, drop: bool) -> None:
         obj = self._checkpoint.obj
@@ -272,7 +284,8 @@ class _Writing:
                 self._conversion.remarks.append(f"left out: {some_of(lost, _N_NAMED)}")
         refuse_opaque(obj, self._checkpoint.path)
         if self._checkpoint.metadata:
-            obj = self._without_metadata(obj)
+            extra = dict(ExtraState(self._checkpoint.metadata, self._checkpoint.path))
+            obj = {**self._without_metadata(obj, extra), **extra}
         self._conversion.n_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves_of(obj))
         plan = PicklePlan(obj, self._target.file, self._sources)
         self._write([plan], plan.nbytes)
@@ -321,11 +334,14 @@ class _Writing:
 
     def _safetensors_plan(self, tensors: Mapping[str, Tensor], target: FileTarget) -> StreamedPlan:
         metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
-        return SafetensorsPlan(tensors, target, self._sources, metadata)
+        return SafetensorsPlan(tensors, target, self._sources, {**metadata, **self._extra})
 
     def _flat(self, *, drop: bool) -> Flattened:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
-        flat = flatten(self._checkpoint.obj, dtypes, keeps_ties=dtypes is None)
+        obj = self._checkpoint.obj
+        if dtypes is not None and isinstance(obj, Mapping):
+            obj = self._without_extra_state(obj)
+        flat = flatten(obj, dtypes, keeps_ties=dtypes is None)
         tensors = list(flat.tensors.values())
         if dtypes is None:
             tensors = _without_ties(tensors)
@@ -341,9 +357,32 @@ class _Writing:
             self._conversion.remarks.append(f"left out: {some_of(flat.losses, _N_NAMED)}")
         return flat
 
-    def _without_metadata(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors also under names that only metadata has, as safetensors' load_model."""
-        metadata = dict(self._checkpoint.metadata)
+    def _without_extra_state(self, obj: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Return a state dict without the extra state of modules, which metadata will hold."""
+        path, contents = self._checkpoint.path, self._checkpoint.contents
+        extra = {
+            name: value
+            for name, value in items_of(obj)
+            if is_extra_state(name, value) and holds_opaque(value) is None
+        }
+        if not extra:
+            return obj
+        read = read_entry(extra, lambda tensors: contents.read(tensors, None), path)
+        require_loadable(read)
+        self._extra = metadata_of(read)
+        others = OrderedDict((name, value) for name, value in items_of(obj) if name not in extra)
+        set_attributes(others, attributes_of(obj))
+        return others
+
+    def _without_metadata(
+        self, tensors: dict[str, Tensor], extra: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Tensor]:
+        """Return tensors also under names that only metadata has, as safetensors' load_model.
+
+        A remark names the metadata that is left out; the modules' extra state `extra` is not.
+        """
+        kept = metadata_names(extra)
+        metadata = {k: v for k, v in self._checkpoint.metadata.items() if k not in kept}
         others = {
             name: tensors[first]
             for name, first in metadata.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ptsave.errors import CorruptPickleError
 from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX
 
-__all__ = ["ExtraState", "is_extra_state", "metadata_of", "require_loadable"]
+__all__ = ["ExtraState", "is_extra_state", "metadata_names", "metadata_of", "require_loadable"]
 
 _PREFIX = "ptsave.extra_state."
 
@@ -41,6 +41,11 @@ def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
     return {
         _PREFIX + name: base64.b64encode(_saved(value)).decode() for name, value in objects.items()
     }
+
+
+def metadata_names(objects: Iterable[str]) -> set[str]:
+    """Return the names that extra state has in metadata."""
+    return {_PREFIX + name for name in objects}
 
 
 def require_loadable(objects: Mapping[str, Any]) -> None:

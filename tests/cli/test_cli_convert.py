@@ -752,3 +752,40 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
     path = damaged(tmp_path, {"a": torch.ones(100)}, "a")
     with pytest.raises(CorruptCheckpointError):
         convert(path, tmp_path / "d.pt")
+
+
+class Counter(torch.nn.Module):
+    """A module with state that is no tensor."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), 2.0))
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"n": 3, "seen": torch.arange(4)}, b"bytes", None], ids=str)
+def test_extra_state_of_modules(tmp_path: Path, state: object) -> None:
+    """To safetensors and back, as `save_model` has it, in a file and in shards."""
+    torch.save(torch.nn.Sequential(Counter(state)).state_dict(), tmp_path / "a.pt")
+    for name in ("b.safetensors", "shards"):
+        convert(tmp_path / "a.pt", tmp_path / name)
+        loaded = torch.nn.Sequential(Counter("other"))
+        assert not ptsave.load_model(loaded, tmp_path / name).missing_keys
+        assert str(loaded[0].state) == str(state)
+        done = convert(tmp_path / name, tmp_path / "c.pt", force=True)
+        assert done.remarks == []
+        loaded = torch.nn.Sequential(Counter("other"))
+        loaded.load_state_dict(torch.load(tmp_path / "c.pt"))
+        assert str(loaded[0].state) == str(state)
+
+
+def test_extra_state_that_would_run_code(tmp_path: Path) -> None:
+    torch.save(Counter(partial(print, 1)).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"cannot hold _extra_state \(functools.partial\)"):
+        convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
