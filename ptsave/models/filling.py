@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -403,12 +404,23 @@ def _is_converted_there(item: Item) -> bool:
     )
 
 
+def _takes_experts(loader: Callable[..., Any]) -> bool:
+    """Whether a loader has the arguments of vLLM's ``FusedMoE``: a name, a part and an expert."""
+    try:
+        return {"shard_id", "expert_id"} <= inspect.signature(loader).parameters.keys()
+    except (TypeError, ValueError):  # it has no signature
+        return False
+
+
 def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
     """Deliver an item's values, or the elements of its part from `begin` on."""
     try:
         if item.loader is not None:
             if item.shard_id is None:
                 item.loader(item.target, values)
+            elif isinstance(item.shard_id, tuple) and _takes_experts(item.loader):
+                part, expert = item.shard_id
+                item.loader(item.target, values, item.name, shard_id=part, expert_id=expert)
             else:
                 item.loader(item.target, values, item.shard_id)
             return

@@ -93,7 +93,9 @@ def load_model(
     model : torch.nn.Module
         The model.  A parameter with a ``weight_loader`` is filled by it, in the order of the files:
         ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
-        a part of a packed parameter.  The tensor is on the CPU, as the file has it, and may be
+        a part of a packed parameter.  One with an argument `expert_id`, as of vLLM's ``FusedMoE``,
+        is called with the parameter's name, ``shard_id="w1"`` and ``expert_id=3`` for a shard id
+        ``("w1", 3)``.  The tensor is on the CPU, as the file has it, and may be
         kept.  A loader with the attribute ``takes_slices = True`` gets a `WeightSlice` instead,
         which reads no more than is asked of it: ``weight[begin:end]``,
         ``weight.narrow(dim, begin, length)``.  Of a DTensor (FSDP2, tensor parallelism) each rank

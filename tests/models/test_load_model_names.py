@@ -98,8 +98,28 @@ class Experts(nn.Module):
         parameter[expert, begin : begin + 3].copy_(tensor)
 
 
+class FusedExperts(Experts):
+    """The same, whose loader has the arguments of vLLM's."""
+
+    def load(  # type: ignore[override]  # noqa: PLR0917 - vLLM's signature
+        self,
+        parameter: Tensor,
+        tensor: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool:
+        assert weight_name == "moe.experts.w13_weight"
+        super().load(parameter, tensor, (shard_id, expert_id))
+        return return_success
+
+
+@pytest.mark.parametrize("experts", [Experts, FusedExperts])
 @pytest.mark.parametrize("form", ["mapping", "list"])
-def test_experts_have_tuples_as_shard_ids(tmp_path: Path, form: str) -> None:
+def test_experts_have_tuples_as_shard_ids(
+    tmp_path: Path, form: str, experts: type[Experts]
+) -> None:
     tensors = {
         f"moe.experts.{i}.{name}.weight": torch.randn(3, 4)
         for i in range(2)
@@ -108,7 +128,7 @@ def test_experts_have_tuples_as_shard_ids(tmp_path: Path, form: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     model = nn.Module()
     model.moe = nn.Module()
-    model.moe.experts = Experts()
+    model.moe.experts = experts()
     lines = [(f"experts.{i}.{name}.", name, i) for i in range(2) for name in ("w1", "w3")]
     mapping: Any = {old: ("experts.w13_", (name, i)) for old, name, i in lines}
     if form == "list":
