@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -406,10 +407,15 @@ def _is_converted_there(item: Item) -> bool:
 
 def _takes_experts(loader: Callable[..., Any]) -> bool:
     """Whether a loader has the arguments of vLLM's ``FusedMoE``: a name, a part and an expert."""
+    return {"shard_id", "expert_id"} <= _arguments_of(getattr(loader, "__func__", loader))
+
+
+@cache  # a model asks for each of thousands of experts
+def _arguments_of(function: Callable[..., Any]) -> Set[str]:
     try:
-        return {"shard_id", "expert_id"} <= inspect.signature(loader).parameters.keys()
+        return inspect.signature(function).parameters.keys()
     except (TypeError, ValueError):  # it has no signature
-        return False
+        return set()
 
 
 def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
@@ -418,7 +424,9 @@ def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
         if item.loader is not None:
             if item.shard_id is None:
                 item.loader(item.target, values)
-            elif isinstance(item.shard_id, tuple) and _takes_experts(item.loader):
+            elif isinstance(item.shard_id, tuple) and _takes_experts(
+                getattr(item.loader, "__func__", item.loader)
+            ):
                 part, expert = item.shard_id
                 item.loader(item.target, values, item.name, shard_id=part, expert_id=expert)
             else:
