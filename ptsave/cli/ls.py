@@ -120,9 +120,9 @@ def command(
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, a directory of shards (or their index), or a
-    directory of torch.distributed.checkpoint. NAMEs are
-    names of entries, with all that is in them, or patterns such as '*.weight'; "('a.b', 0)" is a
-    path of keys. No tensor is read without --stats.
+    directory of torch.distributed.checkpoint. NAMEs are names of entries, with all that is in them,
+    or patterns such as '*.weight'; "('a.b', 0)" is a path of keys. No tensor is read without
+    --stats.
 
     Another argument is a FILE, too, if a file is there, or it ends as one (.pt, .safetensors, ...),
     and the first FILE has no entry of that name. NAMEs are looked for in each. A FILE that cannot

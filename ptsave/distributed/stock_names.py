@@ -105,7 +105,7 @@ class FileSystemReader(StorageReader):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of torch's class if there are extensions."""
-        if cls is FileSystemReader and (args[1:] or kwargs.get("_extension_registry")):
+        if cls is FileSystemReader and (any(args[1:]) or kwargs.get("_extension_registry")):
             return _STOCK["FileSystemReader"](*args, **kwargs)
         return super().__new__(cls)
 
