@@ -33,8 +33,8 @@ from ptsave.inspection.verification import verify_file
 URLS = [
     "s3://bucket/run/model.pt",
     "S3://bucket/model.pt",
-    "gs://bucket/model.safetensors",
-    "hf://user/model/model.safetensors",
+    "gs://bucket/model.pt",
+    "hf://user/model/model.bin",
     "http://localhost:1/model.pt",
     "https://localhost:1/model.pt",
     "file:///nowhere/model.pt",
