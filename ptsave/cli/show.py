@@ -53,10 +53,10 @@ def command(
     listed, and none of them is read. An object of a class that is not built is an error, which
     names the class.
 
-    With --json: an object with path, name, type and value, or null if JSON has no such value; of a
-    tensor dtype, shape, nbytes, location, note and statistics, and the value of up to 1,000
-    elements, in which NaN and infinities are null. A container that holds tensors is an object as
-    of `ptsave ls --json`.
+    With --json: an object with path, name, type and value; where JSON has no such value it is null,
+    and text is Python's. Of a tensor: dtype, shape, nbytes, location, note and statistics, and the
+    value of up to 1,000 elements, in which NaN and infinities are null. A container that holds
+    tensors is an object as of `ptsave ls --json`.
     """
     from ptsave.cli.shown_entry import shown_entry
 

@@ -17,7 +17,7 @@ from ptsave.cli.terminal import terminal
 from ptsave.comparison.value_numbers import opened
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
-from ptsave.contents.recovery import recovered
+from ptsave.contents.tensor_info import facts_of
 from ptsave.inspection.extraction import find_entry
 from ptsave.inspection.listing import listing_of, select
 from ptsave.inspection.statistics import tensor_statistics
@@ -44,7 +44,7 @@ def shown_entry(
 
     A container of tensors is not read.
     """
-    contents = open_contents(file, storage_options, localize=recovered if recover else None)
+    contents = open_contents(file, storage_options, recover=recover)
     entry = find_entry(EntryNames(contents.obj, contents.path).find, name)
     tensors = tensors_over(entry)
     if tensors and is_container(entry):
@@ -89,7 +89,7 @@ class _ShownValue:
         try:
             json.dumps(self._value, allow_nan=False)
         except (TypeError, ValueError, RecursionError):  # a set, NaN, a list in itself
-            return {**self._facts, "value": None}
+            return {**self._facts, "value": None, "text": repr(self._value)}
         return {**self._facts, "value": self._value}
 
 
@@ -100,13 +100,13 @@ class _ShownTensor:
         self._tensor = tensor
         self._location = location
         self._facts = facts
-        self._nbytes = tensor.numel() * tensor.itemsize
+        ((self._dtype, self._shape, _, _, self._nbytes, _),) = facts_of([tensor])
         self._statistics = tensor_statistics(facts["name"], tensor, self._nbytes)
 
     def lines(self) -> Iterator[str]:
         tensor = self._tensor
         where = "" if self._location is None else f", saved from {printable(self._location)}"
-        facts = f"{dtype_text(tensor.dtype)} {shape_text(tensor.shape)}, {size_text(self._nbytes)}"
+        facts = f"{dtype_text(self._dtype)} {shape_text(self._shape)}, {size_text(self._nbytes)}"
         yield f"{facts}{where}"
         try:
             text = str(tensor)
@@ -118,8 +118,8 @@ class _ShownTensor:
     def as_json(self) -> dict[str, Any]:
         return {
             **self._facts,
-            "dtype": dtype_text(self._tensor.dtype),
-            "shape": [*self._tensor.shape],
+            "dtype": dtype_text(self._dtype),
+            "shape": [*self._shape],
             "nbytes": self._nbytes,
             "location": self._location,
             "note": self._statistics.note,
@@ -129,7 +129,7 @@ class _ShownTensor:
 
 
 def _numbers_json(tensor: Tensor) -> Any:
-    if tensor.numel() > _MAX_VALUES:
+    if tensor.is_nested or tensor.numel() > _MAX_VALUES:
         return None
     try:
         return _as_json(tensor.tolist())

@@ -26,7 +26,7 @@ from ptsave.contents.shard_files import (
     refuse_files_of_ranks,
     without_lost,
 )
-from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.file_limits import n_files_to_hold, naming_limit
 from ptsave.sources.kinds import Kind, what_it_is
 from ptsave.sources.ranges import LocalFile, RangeSource
@@ -34,6 +34,7 @@ from ptsave.sources.remote_errors import name_file
 from ptsave.sources.urls import is_url
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
+from ptsave.support.user_warnings import warn_user
 
 __all__ = [
     "open_contents",
@@ -128,6 +129,8 @@ def open_files(
     )
     if files.is_one:
         return parts[0]
+    if not parts:
+        raise NotCheckpointError(f"{files.paths[0]}: nothing of any shard can be read")
     if recover:
         files = without_lost(files, ((part.path, part.obj) for part in parts))
     from ptsave.contents.rank_sets import ranks_of_parts
@@ -150,9 +153,16 @@ def open_each(
     """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
     parks = not stays_open and len(files.paths) > n_files_to_hold()
     for path in files.paths:
-        with naming_limit(len(files.paths)):
-            source = files.open_one(path)
-            contents = open_one(source, files, verify=verify, recover=recover, localize=localize)
+        try:
+            with naming_limit(len(files.paths)):
+                contents = open_one(
+                    files.open_one(path), files, verify=verify, recover=recover, localize=localize
+                )
+        except CorruptCheckpointError as error:
+            if not recover or files.is_one:
+                raise
+            warn_user(f"nothing of a shard can be read: {error}", CheckpointWarning)
+            continue
         if parks:
             contents.park()
         yield contents

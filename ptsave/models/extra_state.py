@@ -76,9 +76,11 @@ def _saved(value: Any) -> bytes:
 
 
 def _loaded(data: bytes) -> Any:
-    from ptsave.contents.loading import load
+    from ptsave.archive.loading import LoadOptions
+    from ptsave.contents.loading import load_source
 
-    return load(io.BytesIO(data), "cpu", weights_only=True)
+    options = LoadOptions("cpu", weights_only=True, wants_state=True)
+    return load_source(io.BytesIO(data), options)
 
 
 class ExtraState(Mapping[str, Any]):

@@ -53,8 +53,15 @@ def one_of(**values: Any) -> Any:
 
 
 def location_of(map_location: Any, device: Any) -> Any:
-    """Return a `map_location` for torch, which is no number, from it or from its other name."""
-    return one_of(
-        map_location=map_location,
-        device=torch.device(device) if isinstance(device, int) else device,
-    )
+    """Return a `map_location` for torch, which is no number, from it or from its other name.
+
+    Raises
+    ------
+    TypeError
+        If there are both, or `device` is none.
+    """
+    if not isinstance(device, (torch.device, str, int, type(None))):
+        raise TypeError(f"device must be a device or its name, not {type(device).__name__}")
+    if isinstance(device, int):
+        device = torch.device(device)
+    return one_of(map_location=map_location, device=device)

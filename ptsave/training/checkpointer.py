@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,7 +81,8 @@ class AsyncCheckpointer:
         False it survives the death of the process, not that of the machine.
     stop_signals : collection of int, optional
         Signals that do not end the process until :meth:`close`, but make :meth:`stop_requested`
-        true: ``[signal.SIGTERM]``.  The object is made in the main thread then.
+        true: ``[signal.SIGTERM]``.  The object is made in the main thread then.  A forked child
+        ends by SIGTERM, and ignores the others.
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
 
@@ -189,7 +190,9 @@ class AsyncCheckpointer:
         self._parts = rank_parts(place, self._rank, world_size, process_group)
         self._start_afresh()
         self._directory.remove_leftovers()
-        self._stop_signals = StopSignals(stop_signals)
+        together = nullcontext() if self._parts is None else self._parts.together("take signals")
+        with together:
+            self._stop_signals = StopSignals(stop_signals)
         self._job: GroupRanks | None = None
 
     # ------------------------------------------------------------------------------------- saving
@@ -269,8 +272,8 @@ class AsyncCheckpointer:
             ),
         }
         check_saving("AsyncCheckpointer.save", objects, **options)
-        self._retention.check(objects)
         entries = entries_of(objects)
+        self._retention.check(entries)
         try:
             path, highest = self._directory.place(step)
         except OSError as error:  # the directory is gone: no reason to end a training here

@@ -89,7 +89,8 @@ class CheckpointDirectory:
         # Between a restore that chooses a checkpoint and the removal of old ones.
         self._lock = threading.Lock()
         self._held: list[int] = []
-        self._entries: dict[int, Mapping[str, Any]] = {}  # by which checkpoints stay
+        # By which checkpoints stay.
+        self._entries: dict[str, tuple[object, Mapping[str, Any]]] = {}
 
     def steps(self) -> list[int]:
         return sorted(self._names())
@@ -181,7 +182,6 @@ class CheckpointDirectory:
             If a file cannot be removed.
         """
         self.choose(step)
-        self._entries.pop(step, None)
         for name in self._names()[step]:
             with suppress(FileNotFoundError):  # another process was faster
                 self.remove(name)
@@ -189,40 +189,47 @@ class CheckpointDirectory:
     def prune(self, retention: Retention, written: int) -> None:
         """Remove the checkpoints that may go after the step `written` was saved.
 
-        A file that cannot be removed is a `CheckpointWarning`.  While another process is at it,
-        nothing is done: each would keep another one, and together they would keep fewer.  A step
-        whose parts are not all there yet does not count.
+        A file that cannot be read or removed is a `CheckpointWarning`.  While another process is at
+        it, nothing is done: each would keep another one, and together they would keep fewer.  A
+        step whose parts are not all there yet does not count.
         """
+        remarks: list[str] = []
         with self._lock, self._locked() as alone:
             if not alone:
                 return
             names = self._names()
-            self._entries.pop(written, None)  # of the checkpoint that it has replaced
 
             def read(step: int, wanted: Collection[str]) -> Mapping[str, Any] | None:
-                return self._entries_of(step, self._naming.judged(names[step]), wanted)
+                try:
+                    return self._entries_of(self._naming.judged(names[step]), wanted)
+                except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+                    remarks.append(
+                        f"a checkpoint of step {step} cannot be read, so it stays: {error}"
+                    )
+                    return None
 
             for step in retention.spare(names, written, read):
                 if step in self._held:  # a step that is being restored takes no newer one's place
                     continue
                 for name in names[step]:
-                    self._remove_or_warn(name)
+                    try:
+                        self.remove(name)
+                    except OSError as error:
+                        remarks.append(f"an old checkpoint cannot be removed, so it stays: {error}")
+        for remark in remarks:
+            warnings.warn(remark, CheckpointWarning, stacklevel=2)
 
-    def _entries_of(
-        self, step: int, name: str, wanted: Collection[str]
-    ) -> Mapping[str, Any] | None:
-        """Return entries of a step's file, as far as it has them; None if it cannot be read."""
+    def _entries_of(self, name: str, wanted: Collection[str]) -> Mapping[str, Any]:
+        """Return entries of a file, as far as it has them; read once while it is the same file."""
         from ptsave.contents.archive import open as open_archive
 
-        if step not in self._entries:
-            try:
-                with open_archive(self.place_of(name), **self._open_options) as archive:
-                    self._entries[step] = {key: archive[key] for key in wanted if key in archive}
-            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-                message = f"a checkpoint that cannot be read stays: {name}: {error}"
-                warnings.warn(message, CheckpointWarning, stacklevel=2)
-                return None
-        return self._entries[step]
+        identity = self._identity(name)
+        known, entries = self._entries.get(name, (None, {}))
+        if known is None or known != identity:
+            with open_archive(self.place_of(name), **self._open_options) as archive:
+                entries = {key: archive[key,] for key in wanted if (key,) in archive}
+            self._entries[name] = identity, entries
+        return entries
 
     def remove_leftovers(self) -> None:
         """Remove leftovers of killed processes that were writing checkpoints."""
@@ -254,13 +261,6 @@ class CheckpointDirectory:
         message += self._naming.remark(self._files())
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
 
-    def _remove_or_warn(self, name: str) -> None:
-        try:
-            self.remove(name)
-        except OSError as error:
-            message = f"an old checkpoint cannot be removed, so it stays: {error}"
-            warnings.warn(message, CheckpointWarning, stacklevel=2)
-
     # ------------------------------------------------------------------------ the file system
 
     def place_of(self, name: str) -> Path | Any:
@@ -272,6 +272,11 @@ class CheckpointDirectory:
         with suppress(FileNotFoundError), os.scandir(self.path) as entries:
             return [entry.name for entry in entries if _is_file(entry)]
         return []
+
+    def _identity(self, name: str) -> object:
+        """Return what changes when another file takes a name."""
+        status = os.stat(os.path.join(os.fsencode(self.path), os.fsencode(name)))
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _open(self, path: Path | Any) -> AbstractContextManager[Any]:
         return open(os.fspath(path), "rb")

@@ -50,7 +50,7 @@ class Retention:
             if not isinstance(entry, (str, type(None))):
                 raise TypeError(f"{name} must be the name of an entry, not {entry!r}")
 
-    def check(self, objects: Mapping[str, Any]) -> None:
+    def check(self, entries: Mapping[str, Any]) -> None:
         """Refuse a metric that is no number.
 
         Raises
@@ -58,9 +58,9 @@ class Retention:
         TypeError
             It is none.
         """
-        if self.metric is None or self.metric not in objects:
+        if self.metric is None or self.metric not in entries:
             return
-        value = objects[self.metric]
+        value = entries[self.metric]
         if _number(value) is None:
             kind = type(value).__name__
             raise TypeError(f"the metric {self.metric!r} must be a number, not of type {kind}")
@@ -107,11 +107,15 @@ class Retention:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or a tensor or array of one number, as a float; None of all else."""
-    if isinstance(value, str) or getattr(value, "numel", int)() > 1:
-        return None
+    """Return a number, or a tensor or array of one number, as a float; None of all else.
+
+    Only of types that a checkpoint gives back without running its code.
+    """
     try:
-        return float(value)
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if type(value) in (bool, int, float) else None
+    except OverflowError:  # of a large int
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError, RuntimeError):
         return None
 

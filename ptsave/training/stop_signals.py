@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Collection
-from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 __all__ = ["StopSignals"]
+
+_before: dict[int, Any] = {}  # the handlers that this module's has taken the place of
+_waiting: list[StopSignals] = []
 
 
 class StopSignals:
@@ -33,25 +36,45 @@ class StopSignals:
     def __init__(self, numbers: Collection[int]) -> None:
         self.came = False
         self._pid = os.getpid()
-        self._before = {}
+        self._numbers = frozenset(numbers)
+        _waiting.append(self)
         try:
-            for number in numbers:
-                self._before[number] = signal.signal(number, self._note)
+            for number in self._numbers:
+                handler = signal.signal(number, _note)
+                if handler is not _note:
+                    _before[number] = handler
         except (OSError, TypeError, ValueError) as error:
             self.release()
             raise ValueError(f"stop_signals={numbers!r} cannot be taken: {error}") from error
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
-        if os.getpid() != self._pid and number == signal.SIGTERM:
-            # A parent ends its children by this one, whose handler a fork has copied.
-            self.release()
-            os.kill(os.getpid(), number)
+    def takes(self, number: int) -> bool:
+        """Return whether a signal asks this process to end, and no parent its forked child."""
+        return number in self._numbers and (number != signal.SIGTERM or self._pid == os.getpid())
 
     def release(self) -> None:
-        """Put the handlers back, unless somebody else has taken a signal since."""
-        while self._before:
-            number, handler = self._before.popitem()
-            with suppress(ValueError):  # not the main thread
-                if signal.getsignal(number) == self._note:
-                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        """Take signals no more; outside of the main thread handlers stay until they run."""
+        if self in _waiting:
+            _waiting.remove(self)
+        for number in self._numbers & _before.keys():
+            if not any(number in each._numbers for each in _waiting):
+                _put_back(number)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    takers = [each for each in _waiting if each.takes(number)]
+    for each in takers:
+        each.came = True
+    if not takers:
+        _put_back(number)
+        os.kill(os.getpid(), number)
+
+
+def _put_back(number: int) -> None:
+    """Put a handler back, unless somebody else has taken the signal since."""
+    try:
+        if signal.getsignal(number) is _note:
+            before = _before[number]
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        del _before[number]
+    except ValueError:  # not the main thread
+        return

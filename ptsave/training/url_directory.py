@@ -72,6 +72,10 @@ class UrlCheckpointDirectory(CheckpointDirectory):
     def _files(self) -> list[str]:
         return self._target.files()
 
+    def _identity(self, name: str) -> object:
+        target = self._target.child(name)
+        return target.file_system.ukey(target.path)
+
     def _open(self, path: Any) -> AbstractContextManager[Any]:
         return nullcontext(path)  # a client opens one connection or many, as it reads
 

@@ -92,10 +92,20 @@ def holds_opaque(value: Any) -> Opaque | None:
 
 def drop_opaque_attributes(obj: Any) -> None:
     """Take attributes and hooks that are not built from the tensors of an object."""
-    for leaf in filter(is_tensor, walk(obj)):
-        for name, value in attributes_of(leaf).items():
-            if holds_opaque(value):
-                del leaf.__dict__[name]
+    tensors: dict[int, Any] = {}
+    pending = [obj]
+    while pending:
+        for leaf in filter(is_tensor, walk(pending.pop())):
+            if id(leaf) not in tensors:
+                tensors[id(leaf)] = leaf
+                pending += attributes_of(leaf).values()
+    for leaf in reversed(tensors.values()):  # those in attributes first
+        attributes = attributes_of(leaf)
+        lost = {name for name, value in attributes.items() if holds_opaque(value)}
+        if lost:  # marks of torch.compile, as on jagged tensors, are not complete without it
+            lost |= {name for name in attributes if name.startswith("_dynamo_")}
+        for name in lost:
+            del leaf.__dict__[name]
         if leaf._backward_hooks and holds_opaque(leaf._backward_hooks):
             leaf._backward_hooks = None
 

@@ -293,6 +293,10 @@ def test_a_set_of_shards(tmp_path: Path, suffix: str) -> None:
     assert_same_object(torch.load(new), kept["c"])
     with pytest.warns(CheckpointWarning), ptsave.open(folder, recover=True) as archive:
         assert sorted(map(str, archive)) == [*kept]
+    for n_left in (200, 9, 0):  # nothing of the shard
+        path.write_bytes(path.read_bytes()[:n_left])
+        with pytest.warns(CheckpointWarning), ptsave.open(folder, recover=True) as archive:
+            assert sorted(map(str, archive)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import copy
-import datetime
 import io
 import warnings
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +267,11 @@ def test_extra_state_without_any_tensor(tmp_path: Path, kind: Any) -> None:
         ptsave.load_model(nn.Sequential(nn.Identity()), tmp_path)
 
 
-class Dated(nn.Linear):
+class Divided(nn.Linear):
     """A module with extra state that no file is read for."""
 
     def get_extra_state(self) -> Any:
-        return datetime.date(2026, 1, 1)
+        return Fraction(1, 2)
 
     def set_extra_state(self, state: Any) -> None:
         """Take anything."""
@@ -280,13 +280,13 @@ class Dated(nn.Linear):
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
 def test_extra_state_that_could_not_be_loaded(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(TypeError, match=r"_extra_state.*could not be loaded.*get_extra_state"):
-        ptsave.save_model(nn.Sequential(Dated(2, 2)), tmp_path, format=kind)
+        ptsave.save_model(nn.Sequential(Divided(2, 2)), tmp_path, format=kind)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_beside_extra_state_that_cannot_be_loaded(tmp_path: Path) -> None:
     stream = io.BytesIO()
-    torch.save(datetime.date(2026, 1, 1), stream)
+    torch.save(Fraction(1, 2), stream)
     metadata = {"ptsave.extra_state.0._extra_state": base64.b64encode(stream.getvalue()).decode()}
     saved = nn.Sequential(nn.Linear(2, 2))
     save_file(saved.state_dict(), tmp_path / "model.safetensors", metadata)
@@ -295,7 +295,7 @@ def test_weights_beside_extra_state_that_cannot_be_loaded(tmp_path: Path) -> Non
     ptsave.load_model(plain, tmp_path, strict=False)
     assert_equal(plain.state_dict(), saved.state_dict())
     with pytest.raises(ptsave.CorruptCheckpointError, match="_extra_state"):
-        ptsave.load_model(nn.Sequential(Dated(2, 2)), tmp_path)
+        ptsave.load_model(nn.Sequential(Divided(2, 2)), tmp_path)
 
 
 class Wide(nn.Module):

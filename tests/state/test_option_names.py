@@ -92,3 +92,11 @@ def test_both_names_of_a_place(tmp_path: Path, function: str) -> None:
 @pytest.mark.parametrize("name", ["device", "map_location"])
 def test_a_place_of_a_restore(tmp_path: Path, function: str, name: str) -> None:
     _calls(tmp_path)[function](rename=_under_layer, **{name: "cpu"})
+
+
+def test_a_place_that_is_none(tmp_path: Path) -> None:
+    """A target may have been meant."""
+    calls = _calls(tmp_path)
+    for function in ("load", "load_into", "load_checkpoint", "restore"):
+        with pytest.raises(TypeError, match="device must be a device or its name, not dict"):
+            calls[function](device={})

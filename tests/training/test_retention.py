@@ -12,14 +12,18 @@ import sys
 import threading
 import time
 import warnings
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from _system import in_threads
+from torch import nn
 
 import ptsave
+from ptsave.background.saves import writes_held_back
+from ptsave.training.retention import Retention
 
 
 def save_all(directory: object, entries: dict[int, dict[str, Any]], **rules: Any) -> list[int]:
@@ -92,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_read_stays(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert save_all(tmp_path, {2: {}, 3: {}}, **rules) == [1, 3]
-    assert any("cannot be read stays: step-00000001.pt" in str(each.message) for each in caught)
+    assert any("step 1 cannot be read, so it stays" in str(each.message) for each in caught)
 
 
 def test_ranks_go_by_the_entries_of_rank_0(tmp_path: Path) -> None:
@@ -125,7 +129,81 @@ def test_rules_that_do_not_go_together(tmp_path: Path, rules: dict[str, Any], me
         ptsave.AsyncCheckpointer(tmp_path, **rules)
 
 
-@pytest.mark.parametrize("value", ["0.3", [0.3], torch.ones(2), None])
+def test_a_file_that_another_process_replaces(tmp_path: Path) -> None:
+    rules: dict[str, Any] = {"keep": 2, "keep_marked": "released"}
+    with ptsave.AsyncCheckpointer(tmp_path, **rules) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, released=False)
+            checkpointer.wait()
+        ptsave.save_checkpoint(checkpointer.path(2), released=True)
+        checkpointer.save(4, released=False)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3, 4]
+
+
+def test_a_step_that_ranks_save_again(tmp_path: Path) -> None:
+    """The part of rank 1 comes later: until then the step is the one that was saved before."""
+
+    def make(rank: int) -> ptsave.AsyncCheckpointer:
+        return ptsave.AsyncCheckpointer(
+            tmp_path, 1, keep_marked="m", rank=rank, world_size=2, fsync=False
+        )
+
+    ranks = in_threads(make, [0, 1])
+    saves = [(1, True, (0, 1)), (2, False, (0, 1)), (3, False, (0, 1))]
+    for step, mark, order in [*saves, (3, True, (0, 1)), (4, False, (1, 0))]:
+        for rank in order:
+            ranks[rank].save(step, m=mark).result()
+            with writes_held_back():
+                pass  # the callback has run
+    in_threads(ptsave.AsyncCheckpointer.wait, ranks)
+    assert ranks[0].steps() == [1, 3, 4]
+    in_threads(ptsave.AsyncCheckpointer.close, ranks)
+
+
+def test_a_name_with_a_dot(tmp_path: Path) -> None:
+    entries = {i: {"v.l": float(abs(i - 3)), "v": {"l": float(i)}} for i in range(1, 6)}
+    assert save_all(tmp_path, entries, keep=1, keep_best=1, metric="v.l") == [3, 5]
+
+
+def test_huge_numbers(tmp_path: Path) -> None:
+    entries: dict[int, Any] = {1: {"m": 10**400}, 2: {"m": -(10**400)}, 3: {"m": 1}}
+    assert save_all(tmp_path, {**entries, 4: {}}, keep=1, keep_best=1, metric="m") == [2, 4]
+
+
+def test_warnings_that_are_errors(tmp_path: Path) -> None:
+    """All that may go has gone before the warning is given."""
+    (tmp_path / "step-00000001.pt").write_bytes(b"abc")
+    with warnings.catch_warnings(), ptsave.AsyncCheckpointer(tmp_path, 2) as checkpointer:
+        warnings.simplefilter("error", ptsave.CheckpointWarning)
+        checkpointer._retention = Retention(2, keep_marked="m")
+        for step in range(2, 6):
+            checkpointer.save(step, m=False)
+            checkpointer.wait()
+        assert checkpointer.steps() == [1, 4, 5]
+
+
+class _Number:
+    def __float__(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.3",
+        b"3",
+        [0.3],
+        torch.ones(2),
+        None,
+        1j,
+        Fraction(1),
+        signal.SIGTERM,
+        _Number(),
+        nn.ReLU(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_metric_that_is_no_number(tmp_path: Path, value: object) -> None:
     with ptsave.AsyncCheckpointer(tmp_path, keep_best=1, metric="loss") as checkpointer:
         with pytest.raises(TypeError, match="the metric 'loss' must be a number"):
@@ -163,6 +241,34 @@ def test_a_run_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None:
         assert run.returncode == 0
         steps.append(ptsave.AsyncCheckpointer(tmp_path).steps()[-1])
     assert steps[0] < steps[1]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_at_once(tmp_path: Path, order: tuple[int, int]) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    numbers = [signal.SIGUSR1, signal.SIGUSR1]
+    both = [ptsave.AsyncCheckpointer(tmp_path / str(i), stop_signals=numbers) for i in range(2)]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [each.stop_requested() for each in both] == [True, True]
+    for number in order:
+        assert signal.getsignal(signal.SIGUSR1) != before
+        both[number].close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_closed_in_a_thread(tmp_path: Path) -> None:
+    """The handler stays, and passes the next signal on."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
+        in_threads(ptsave.AsyncCheckpointer.close, [checkpointer])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not came:
+            time.sleep(0.001)
+        assert not checkpointer.stop_requested()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_handlers_come_back(tmp_path: Path) -> None:
