@@ -64,7 +64,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     takers = [each for each in _waiting if each.takes(number)]
     for each in takers:
         each.came = True
-    if not takers:
+    if not takers and signal.getsignal(number) is _note:  # or another handler has called this one
         _put_back(number)
         os.kill(os.getpid(), number)
 
@@ -73,8 +73,8 @@ def _put_back(number: int) -> None:
     """Put a handler back, unless somebody else has taken the signal since."""
     try:
         if signal.getsignal(number) is _note:
-            before = _before[number]
+            before = _before.get(number)
             signal.signal(number, signal.SIG_DFL if before is None else before)
-        del _before[number]
+        _before.pop(number, None)
     except ValueError:  # not the main thread
         return

@@ -271,6 +271,24 @@ def test_closed_in_a_thread(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_handler_that_calls_the_one_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
+    earlier: Any = signal.getsignal(signal.SIGUSR1)
+
+    def chained(number: int, frame: Any) -> None:
+        earlier(number, frame)
+
+    signal.signal(signal.SIGUSR1, chained)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert checkpointer.stop_requested()
+        checkpointer.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_handlers_come_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
