@@ -56,12 +56,12 @@ def _recover_safetensors(source: RangeSource) -> Recovery | None:
             raise
         fields = json.loads(head[LENGTH_NBYTES:])
         ends = {name: fields[name]["data_offsets"] for name in error.entries}
-        lost = [name for name, (begin, end) in ends.items() if begin < end]
+        lost = {name: None for name, (begin, end) in ends.items() if begin < end}
         kept = {name: value for name, value in fields.items() if name not in lost}
-        tensors = [value for name, value in kept.items() if name not in (*ends, "__metadata__")]
-        if not tensors:
+        whole = kept.keys() - ends.keys() - {"__metadata__"}
+        if not whole:
             raise
-        last = max(value["data_offsets"][1] for value in tensors)
+        last = max(kept[name]["data_offsets"][1] for name in whole)
         for name in ends.keys() & kept.keys():  # of no bytes
             kept[name]["data_offsets"] = [last, last]
         header = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
@@ -70,5 +70,5 @@ def _recover_safetensors(source: RangeSource) -> Recovery | None:
             raise
         end = len(head) + last
         patch = head[:LENGTH_NBYTES] + header.ljust(nbytes)
-        return Recovery(CompletedFile(source, end, b"", {0: patch}), entries=lost)
+        return Recovery(CompletedFile(source, end, b"", {0: patch}), entries=[*lost])
     return None
