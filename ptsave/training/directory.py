@@ -225,7 +225,7 @@ class CheckpointDirectory:
 
         identity = self._identity(name)
         known, entries = self._entries.get(name, (None, {}))
-        if known is None or known != identity:
+        if known != identity:
             with open_archive(self.place_of(name), **self._open_options) as archive:
                 entries = {key: archive[key,] for key in wanted if (key,) in archive}
             self._entries[name] = identity, entries
@@ -275,8 +275,9 @@ class CheckpointDirectory:
 
     def _identity(self, name: str) -> object:
         """Return what changes when another file takes a name."""
-        status = os.stat(os.path.join(os.fsencode(self.path), os.fsencode(name)))
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        from ptsave.sources.file_limits import identity_of
+
+        return identity_of(self.place_of(name))
 
     def _open(self, path: Path | Any) -> AbstractContextManager[Any]:
         return open(os.fspath(path), "rb")

@@ -73,8 +73,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
         return self._target.files()
 
     def _identity(self, name: str) -> object:
-        target = self._target.child(name)
-        return target.file_system.ukey(target.path)
+        return self._target.child(name).identity()
 
     def _open(self, path: Any) -> AbstractContextManager[Any]:
         return nullcontext(path)  # a client opens one connection or many, as it reads

@@ -113,6 +113,11 @@ class UrlTarget:
             self.file_system.invalidate_cache(self.file_system._parent(self.path))
             return bool(self.file_system.exists(self.path))
 
+    def identity(self) -> str:
+        """Return what changes when another file takes the name."""
+        with save_errors(self.url, "it cannot be looked for"):
+            return str(self.file_system.ukey(self.path))
+
     def contents(self) -> bytes:
         """Return the bytes of the file, none if it is not there."""
         try:
