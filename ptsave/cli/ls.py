@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from glob import has_magic
 from typing import Any, NamedTuple
 
 import click
@@ -175,8 +176,10 @@ def _places_and_names(
     places = {each for each in others if _is_place(each)}
     if places:
         with suppress(Exception):  # reported when the file is listed
-            for name in names_in(file, options["storage_options"], of_modules):
-                places -= {each for each in places if fnmatchcase(name, each)}
+            found = set(names_in(file, options["storage_options"], of_modules))
+            patterns = {each for each in places - found if has_magic(each)}
+            places -= found
+            places -= {each for each in patterns if any(fnmatchcase(name, each) for name in found)}
     return tuple(each for each in others if each in places), tuple(
         each for each in others if each not in places
     )

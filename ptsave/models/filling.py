@@ -424,9 +424,7 @@ def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
         if item.loader is not None:
             if item.shard_id is None:
                 item.loader(item.target, values)
-            elif isinstance(item.shard_id, tuple) and _takes_experts(
-                getattr(item.loader, "__func__", item.loader)
-            ):
+            elif isinstance(item.shard_id, tuple) and _takes_experts(item.loader):
                 part, expert = item.shard_id
                 item.loader(item.target, values, item.name, shard_id=part, expert_id=expert)
             else:
