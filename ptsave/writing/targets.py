@@ -105,8 +105,12 @@ def refuse_safetensors_name(f: object) -> None:
     ValueError
         The path or URL ends with ``.safetensors``.
     """
-    name = f.url if is_url_file(f) else f
-    if isinstance(name, (str, os.PathLike)) and str(name).endswith(".safetensors"):
+    name = ""
+    if is_url_file(f):
+        name = f.url
+    elif isinstance(f, (str, os.PathLike)):
+        name = os.fsdecode(f)
+    if name.endswith(".safetensors"):
         raise ValueError(
             f"{name}: torch.load expects a safetensors file under this name, and this function "
             "writes torch's format: choose a name as model.pt, or write a dict of tensors by "

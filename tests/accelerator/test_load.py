@@ -107,6 +107,22 @@ def test_unknown_locations(
         assert str(ours.value) == str(stock.value)
 
 
+def test_a_device_by_its_number(devices: list[str], tmp_path: Path) -> None:
+    """As `load_model` takes it; of `load_into` the target's place counts."""
+    state = torch.nn.Linear(3, 2).state_dict()
+    path = saved(state, tmp_path / "state.pt")
+    for index, device in enumerate(devices):
+        loaded = ptsave.load(path, device=index)
+        assert {str(tensor.device) for tensor in loaded.values()} == {device}
+        assert equal(loaded, torch.load(path, device))
+        with ptsave.open(path) as archive:
+            assert str(archive.get_tensor("weight", map_location=device).device) == device
+        target = torch.nn.Linear(3, 2)
+        ptsave.load_into(path, target, device=index)
+        assert target.weight.device.type == "cpu"
+        assert equal(dict(target.state_dict()), dict(state))
+
+
 def test_arguments_of_the_unpickler(devices: list[str], tmp_path: Path) -> None:
     path = saved([torch.arange(10).to(devices[0])], tmp_path / "tensor.pt")
     for load in (torch.load, ptsave.load):

@@ -152,6 +152,43 @@ class Rounds:
             self.reference.forget_before(steps[0])
 
 
+RULES: dict[str, Any] = {"keep_every": 10, "keep_best": 2, "metric": "m", "keep_marked": "marked"}
+
+
+def entries_of(step: int) -> dict[str, Any]:
+    return {"m": step * 37 % 101, "marked": step % 7 == 0, "ballast": ballast(step)}
+
+
+def save_by_rules(folder: Path, last: int | None) -> None:
+    with ptsave.AsyncCheckpointer(folder, 1, fsync=False, **RULES) as checkpointer:
+        step = max(checkpointer.steps(), default=0)
+        while step != last:
+            step += 1
+            checkpointer.save(step, **entries_of(step)).result()
+
+
+def promised(last: int) -> set[int]:
+    steps = range(1, last + 1)
+    best = sorted(steps, key=lambda step: (entries_of(step)["m"], -step))[:2]
+    return {last, *best, *(step for step in steps if step % 10 == 0 or step % 7 == 0)}
+
+
+def test_killed_trainings_keep_what_the_rules_promise(tmp_path: Path) -> None:
+    generator = random.Random(SEED)
+    print(f"PTSAVE_KILL_SEED={SEED}")
+    for _ in range(min(ROUNDS, 50)):  # each keeps more files
+        child = Child(lambda: save_by_rules(tmp_path, None))
+        time.sleep(generator.uniform(0, 0.1))
+        child.kill()
+        if steps := ptsave.AsyncCheckpointer(tmp_path).steps():
+            assert promised(steps[-1]) <= set(steps)
+    last = max(steps, default=0) + 5
+    Child(lambda: save_by_rules(tmp_path, last)).join()
+    assert set(ptsave.AsyncCheckpointer(tmp_path).steps()) == promised(last)
+    for step in promised(last):
+        assert_same_object(torch.load(tmp_path / f"step-{step:08d}.pt"), entries_of(step))
+
+
 @pytest.fixture
 def _one_thread() -> Iterator[None]:
     """For results that are the same to the last bit in children, which have no others."""

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from _system import in_threads
+from forked_ranks import ForkedRanks
 from torch import nn
 
 import ptsave
@@ -129,9 +130,10 @@ def test_rules_that_do_not_go_together(tmp_path: Path, rules: dict[str, Any], me
         ptsave.AsyncCheckpointer(tmp_path, **rules)
 
 
-def test_a_file_that_another_process_replaces(tmp_path: Path) -> None:
-    rules: dict[str, Any] = {"keep": 2, "keep_marked": "released"}
-    with ptsave.AsyncCheckpointer(tmp_path, **rules) as checkpointer:
+@pytest.mark.parametrize("place", ["memory://replaced", "directory"])
+def test_a_file_that_another_process_replaces(tmp_path: Path, place: str) -> None:
+    directory = place if "://" in place else tmp_path
+    with ptsave.AsyncCheckpointer(directory, 2, keep_marked="released") as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, released=False)
             checkpointer.wait()
@@ -335,6 +337,42 @@ def test_a_forked_child_can_be_terminated(tmp_path: Path) -> None:
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
         assert not checkpointer.stop_requested()
+
+
+def test_signals_that_one_rank_cannot_take(tmp_path: Path) -> None:
+    """The constructor is collective: the other rank fails, too."""
+
+    def make(rank: int) -> str:
+        numbers = [signal.SIGUSR1] if rank == 1 else []  # which a thread may not take
+        with pytest.raises(ValueError) as caught:
+            ptsave.AsyncCheckpointer(tmp_path, rank=rank, world_size=2, stop_signals=numbers)
+        return str(caught.value)
+
+    first, second = in_threads(make, [0, 1])
+    assert "rank 1 could not take signals" in first
+    assert "main thread" in second
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 0}], ids=str)
+def test_processes_of_a_group_stop_at_the_same_step(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def run(rank: int) -> None:
+        signals = [signal.SIGUSR1]
+        with ptsave.AsyncCheckpointer(
+            tmp_path / "run", stop_signals=signals, **options
+        ) as checkpointer:
+            step = 0
+            while not checkpointer.stop_requested():
+                step += 1
+                if rank == 1 and step == 3:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            assert step == 3
+            if rank == 0 or not options:
+                checkpointer.save(step, weight=torch.ones(2))
+
+    ForkedRanks(tmp_path, run).join()
+    assert len(list((tmp_path / "run").glob("step-00000003*.pt"))) == (1 if options else 2)
 
 
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:

@@ -12,6 +12,15 @@ import torch
 
 import ptsave
 
+
+class _OtherPath(os.PathLike[str]):
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return self._path
+
+
 TENSORS = {"weight": torch.ones(3)}
 
 
@@ -29,7 +38,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [str, Path, "memory://names/{}".format])
+@pytest.mark.parametrize("kind", [str, Path, _OtherPath, "memory://names/{}".format])
 def test_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, kind: Callable[[str], Any]
 ) -> None:
@@ -37,6 +46,12 @@ def test_it_is_refused(
     with pytest.raises(ValueError, match=r"model\.safetensors: .*ptsave\.save_model"):
         WAYS[way](kind("model.safetensors"))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_object_is_written_as_it_is(tmp_path: Path) -> None:
+    with (tmp_path / "a.safetensors").open("wb") as stream:
+        ptsave.save(TENSORS, stream)
+    assert torch.equal(ptsave.load(tmp_path / "a.safetensors")["weight"], TENSORS["weight"])
 
 
 def test_the_advice_is_good(tmp_path: Path) -> None:
