@@ -22,8 +22,11 @@ if ! [ -e "$venv/.complete" ]; then
   sed -e '/^torch==/d' -e '/^# Linters/,/^$/d' -e '/^# Documentation/,/^$/d' "$root/requirements-dev.txt" >"$place/pinned.txt"
   sed -e '/^# What the above need/,$d' -e 's/==.*//' "$place/pinned.txt" >"$place/names.txt"
   pip="$venv/bin/python -m pip install --disable-pip-version-check --no-input --quiet"
-  $pip "torch==$torch"
-  $pip -r "$place/pinned.txt" || $pip -r "$place/names.txt"
+  # Named each time, or pip takes a newer one for a package that asks for it; that one is left out then.
+  $pip "torch==$torch" -r "$place/pinned.txt" || $pip "torch==$torch" -r "$place/names.txt" || {
+    sed -i '/^torch[_-]/d' "$place/names.txt"
+    $pip "torch==$torch" -r "$place/names.txt"
+  }
   touch "$venv/.complete"
 fi
 

@@ -340,8 +340,7 @@ def _errors_of(plans: list[SavePlan], described: dict[str, Any]) -> list[str]:
         if type(entry) is TensorStorageMetadata
         and not (len(entry.chunks) == 1 and _is_all(entry.chunks[0], entry.size))
     }
-    found: list[str] = torch_dcp.validate_global_plan(plans, Metadata(parts)) if parts else []
-    return found
+    return torch_dcp.validate_global_plan(plans, Metadata(parts)) if parts else []
 
 
 def _is_all(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:

@@ -175,9 +175,9 @@ else:
 
 @pytest.mark.parametrize("call", ["load", "load_into"])
 def test_a_limit_of_memory(tmp_path: Path, call: str) -> None:
-    """With room for the tensors and little else there are fewer buffers, or none.
+    """With room for the tensors and little else there are fewer threads and buffers, or none.
 
-    Threads take address space, too, how much is chance: an error names the file at least.
+    What the threads take meanwhile is chance: an error names the file at least.
     """
     path = tmp_path / "file.pt"
     torch.save({"weight": torch.ones(16 << 20)}, path)
@@ -196,5 +196,5 @@ def test_a_limit_of_memory(tmp_path: Path, call: str) -> None:
         return result.stdout[:6]
 
     assert outcome(nbytes // 2) != "loaded"
-    for extra in (nbytes + (8 << 20), nbytes + (60 << 20)):
-        assert any(outcome(extra) == "loaded" for _ in range(5))
+    for extra in (8, 24, 60, 140):
+        assert any(outcome(nbytes + (extra << 20)) == "loaded" for _ in range(3)), extra

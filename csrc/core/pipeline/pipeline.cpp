@@ -1,6 +1,7 @@
 #include "core/pipeline/pipeline.h"
 
 #include <cxxabi.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -23,6 +24,15 @@ void give_way() {
     static_cast<void>(::setpriority(PRIO_PROCESS, thread, kBackgroundNice));
   }
 }
+
+// Returns whether a thread's stack leaves address space to what the threads allocate, as it may not
+// under a limit (RLIMIT_AS).
+bool has_room_for_thread() {
+  constexpr std::size_t kNbytes = std::size_t{24} << 20;  // a stack is 8 MiB
+  void* memory = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return memory != MAP_FAILED && ::munmap(memory, kNbytes) == 0;
+}
 }  // namespace
 
 ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work,
@@ -41,6 +51,7 @@ void ChunkPipeline::add_workers(std::size_t n_threads) noexcept {
 
 void ChunkPipeline::start_workers(std::size_t n_threads) noexcept {
   for (std::size_t i = 0; i < n_threads && workers_.size() < n_chunks_; ++i) {
+    if (!has_room_for_thread()) break;
     try {
       workers_.emplace_back([this] { run_worker(); });
     } catch (const std::system_error&) {
