@@ -1,10 +1,11 @@
-"""Count the word "what" in docstrings and comments: a sentence about "what ..." names no thing.
+"""Find sentences in docstrings and comments that take two readings.
 
     .venv/bin/python tools/prose.py [FOLDER ...]
 
-Prints how often it occurs per 1,000 words, by folder, and the files with most of it; exits with 1
-where a tree has more than LIMIT. A comment of Python is found by tokenize, a docstring by ast;
-C++ is read as far as its comments and literals need.
+A sentence is hard if it is long or nests clauses, or if a pronoun stands where a name should
+("of which", "nobody"). Prints the hard ones with their places, and exits with 1 where a tree has
+more of them than LIMIT. A comment of Python is found by tokenize, a docstring by ast; C++ is read as
+far as its comments and literals need.
 """
 
 from __future__ import annotations
@@ -14,31 +15,50 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("ptsave", "csrc")
-LIMIT = 2.0  # per 1,000 words
-WORST = 10
+LIMIT = 0.02  # of the sentences of a tree
+MOST_WORDS = 30
+MOST_CLAUSES = 3
 
-WORD = re.compile(r"[A-Za-z_][\w'-]*")
+SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+(?=[A-Z`\"(])|\n\s*\n|\n(?=[-*] )")
+WORD = re.compile(r"[A-Za-z_`][\w'`.()-]*")
+CLAUSE = re.compile(
+    r"\b(which|who|whose|that|what|where|when|while|if|unless|until|as|because|so|but|than)\b", re.I
+)
+RIDDLE = re.compile(
+    r"\b(of (which|whom)|in whose|those of (which|whom)|nobody|somebody|anybody|whoever|as of one)\b",
+    re.I,
+)
 # Raw strings, strings and characters are skipped, so that "http://" begins no comment.
 CPP_TOKEN = re.compile(
     r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"'
     r'|"(?:\\.|[^"\\\n])*"'
     r"|'(?:\\.|[^'\\\n])+'"
-    r"|(?P<comment>//[^\n]*|/\*.*?\*/)",
+    r"|(?P<comment>(?://[^\n]*\n?[ \t]*)+|/\*.*?\*/)",
     re.DOTALL,
 )
+COMMENT_MARK = re.compile(r"^[ \t]*(//+|#+:?)[ \t]?", re.M)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CODE = re.compile(r"^[ \t]*(>>>|\.\.\.) .*\n?|^.*::\n\n(?:    .*\n|\n)+|^-{3,}$|``[^`]+``", re.M)
 
 
 def python_prose(source: str) -> Iterator[str]:
+    """Yield docstrings, and comments; those on neighbouring lines are one."""
+    comments: list[str] = []
+    last = (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
+        if token.type != tokenize.COMMENT:
+            continue
+        if comments and token.start != (last[0] + 1, last[1]):
+            yield "\n".join(comments)
+            comments = []
+        comments.append(token.string)
+        last = token.start
+    yield "\n".join(comments)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED):
             yield ast.get_docstring(node) or ""
@@ -49,43 +69,42 @@ def cpp_prose(source: str) -> Iterator[str]:
         yield match["comment"] or ""
 
 
-def counts(path: Path) -> tuple[int, int]:
-    """Return how many words of a file's prose are "what", and how many there are."""
-    prose = python_prose if path.suffix in (".py", ".pyi") else cpp_prose
-    words = [word.lower() for text in prose(path.read_text()) for word in WORD.findall(text)]
-    return words.count("what"), len(words)
+def sentences(prose: str) -> list[str]:
+    plain = CODE.sub("", COMMENT_MARK.sub("", prose))
+    return [" ".join(sentence.split()) for sentence in SENTENCE_END.split(plain) if WORD.search(sentence)]
 
 
-def per_thousand(found: int, words: int) -> float:
-    return 1000 * found / words if words else 0.0
+def complaint(sentence: str) -> str:
+    """Say why a sentence is hard, or nothing."""
+    n_words = len(WORD.findall(sentence))
+    n_clauses = len(CLAUSE.findall(sentence))
+    riddle = RIDDLE.search(sentence)
+    if riddle:
+        return f'"{riddle[0]}"'
+    if n_words > MOST_WORDS:
+        return f"{n_words} words"
+    return f"{n_clauses} clauses" if n_clauses > MOST_CLAUSES else ""
 
 
 def report(tree: str) -> float:
-    files = {
-        path.relative_to(ROOT): counts(path)
-        for path in sorted((ROOT / tree).rglob("*"))
-        if path.suffix in (".py", ".pyi", ".h", ".cpp")
-    }
-    found: Counter[Path] = Counter()
-    words: Counter[Path] = Counter()
-    for path, (file_found, file_words) in files.items():
-        for folder in {path.parent, Path(tree)}:
-            found[folder] += file_found
-            words[folder] += file_words
-    for folder in sorted(words):
-        print(f"{per_thousand(found[folder], words[folder]):6.1f}  {found[folder]:4}  {folder}/")
-    worst = sorted(files, key=lambda path: files[path], reverse=True)[:WORST]
-    for path in worst:
-        if files[path][0]:
-            print(f"{per_thousand(*files[path]):6.1f}  {files[path][0]:4}    {path}")
-    return per_thousand(found[Path(tree)], words[Path(tree)])
+    n_sentences = n_hard = 0
+    for path in sorted((ROOT / tree).rglob("*")):
+        if path.suffix not in (".py", ".pyi", ".h", ".cpp"):
+            continue
+        prose_of = python_prose if path.suffix in (".py", ".pyi") else cpp_prose
+        for prose in prose_of(path.read_text()):
+            for sentence in sentences(prose):
+                n_sentences += 1
+                why = complaint(sentence)
+                if why:
+                    n_hard += 1
+                    print(f"{path.relative_to(ROOT)}: {why}: {sentence}")
+    print(f"{tree}: {n_hard} of {n_sentences} sentences")
+    return n_hard / n_sentences if n_sentences else 0.0
 
 
 def main() -> int:
-    print("per 1,000  times")
-    figures = {tree: report(tree) for tree in sys.argv[1:] or TREES}
-    print(", ".join(f"{tree}: {figure:.1f}" for tree, figure in figures.items()))
-    return int(max(figures.values()) > LIMIT)
+    return int(max(report(tree) for tree in sys.argv[1:] or TREES) > LIMIT)
 
 
 if __name__ == "__main__":
