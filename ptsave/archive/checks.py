@@ -13,11 +13,9 @@ from ptsave.archive.spans import ArchiveSpans, Damage
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.support.progress import ProgressCallback
 
-__all__ = ["check_compressed_members", "find_damage", "member_pieces", "torchscript_error"]
-
-_READ_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
+_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
 _DEFLATED = 8
-# DEFLATE cannot do better than this, so a member that claims more lies.
+# DEFLATE's highest ratio: a member that claims more is damaged or hostile.
 _MAX_INFLATION = 1032
 _PIECE_NBYTES = 1 << 20
 
@@ -25,19 +23,10 @@ _PIECE_NBYTES = 1 << 20
 def find_damage(
     reader: RecordReader, spans: ArchiveSpans, progress: ProgressCallback | None
 ) -> list[Damage]:
-    """Return the records of an archive that are damaged, in the order of the file.
+    """Return the damaged records of an archive, in file order.
 
-    Records without checksums are read all the same: their headers are checked then.  Nothing is
-    kept, so this needs little memory.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.
-    spans : ArchiveSpans
-        Reads its records.
-    progress : callable or None
-        Gets the number of bytes that have been looked at.
+    Records without checksums are read too, because reading checks their headers.  Keeps no bytes,
+    so it needs little memory.  `progress` gets the file offset reached.
     """
     damage = []
     with_crcs = set(_with_checksums(reader))
@@ -97,7 +86,7 @@ def _find_damage_of_compressed(reader: RecordReader, numbers: list[int]) -> list
 
 
 def torchscript_error(path: str) -> NotCheckpointError:
-    """Return the error for a TorchScript archive where a state dict is wanted."""
+    """Return the error for a TorchScript archive where a state dict is expected."""
     return NotCheckpointError(
         f"{path} is a TorchScript archive, a program and no state dict: load it with "
         "torch.jit.load, whose result has a state_dict()",
@@ -106,32 +95,19 @@ def torchscript_error(path: str) -> NotCheckpointError:
 
 
 def check_compressed_members(reader: RecordReader) -> None:
-    """Verify every member of an archive that torch's loader is about to read.
+    """Verify every member of an archive with compressed members, before torch's loader reads it.
 
-    That loader compares no checksum, hands out uninitialised memory where a member does not inflate
-    as promised, and allocates whatever size a member claims.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        An archive with compressed members.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the size or the CRC-32 of a member differs from the directory's.
+    torch's loader compares no checksum, returns uninitialised memory where a member does not
+    inflate as promised, and allocates whatever size a member claims.
     """
     for index in range(len(reader.engine.records())):
         deque(member_pieces(reader, index), 0)
 
 
 def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
-    """Yield the contents of a member, inflated, in pieces of at most a MiB.
+    """Yield a member's contents, inflated, in pieces of at most 1 MiB.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        Behind the last piece, too, if they are not those that the directory promises.
+    Raises CorruptCheckpointError after the last piece if the size or the checksum is wrong.
     """
     record = reader.engine.record(index)
     reader.require_small(index)

@@ -1,14 +1,4 @@
-"""Finds the records of an archive whose directory is missing: it was cut, damaged, never finished.
-
-The directory comes last, and sizes are only there and in the descriptors behind the payloads.  So
-the file is read once for all signatures: a payload ends where there is a descriptor with exactly
-its size.  Then the records are followed from the beginning, and where damage breaks the chain, from
-the next local header on.  The file is read in pieces, never mapped: it may become shorter.
-
-A hostile file may consist of signatures.  So of headers only the offsets are kept, no name reaches
-past the next header, and a header that begins in the fixed part of another one takes its place:
-there are fewer than a thirtieth of the file's bytes.
-"""
+"""Finds the records of an archive whose directory is missing: cut off, damaged or never written."""
 
 from __future__ import annotations
 
@@ -26,8 +16,6 @@ from ptsave.archive.unpickling import faster
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.torch_serialization import restricted_unpickler
 
-__all__ = ["ZIP64", "CutArchive", "CutRecord"]
-
 _SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
@@ -36,23 +24,23 @@ _DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ"
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _ZIP64_ID = b"\1\0"
 ZIP64 = 0xFFFFFFFF  # sizes and offsets from here on are in other fields
-_HAS_DESCRIPTOR = 8  # a flag: sizes and checksum come behind the payload
-_KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # and: the name is UTF-8
+_HAS_DESCRIPTOR = 8  # a flag: size and checksum come behind the payload
+_KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # the second flag: the name is UTF-8
 _PIECE_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CutRecord:
-    """A record, as far as it is there."""
+    """A record that may be damaged or cut off."""
 
     name: str
     header_offset: int
     payload_offset: int
-    nbytes: int  # as far as they are there
-    is_whole: bool  # it has its end, and its checksum is right
-    crc: int  # as its end has it
+    nbytes: int  # of the part that exists
+    is_whole: bool  # its end exists, and its checksum is right
+    crc: int  # as stored at its end or in its header; 0 if its end is missing
     end: int  # where the next record begins
-    follows: bool  # it begins where the one before ends, or the file
+    follows: bool  # it begins at the end of the record before, or of the file
 
 
 class _Header(NamedTuple):
@@ -61,14 +49,14 @@ class _Header(NamedTuple):
     name_begin: int
     name_end: int
     payload_offset: int
-    is_plain: bool  # of a record as torch writes it: neither compressed nor encrypted
+    is_plain: bool  # neither compressed nor encrypted, as torch writes records
     descriptor: struct.Struct | None  # None: size and checksum are in the header
     nbytes: int
     crc: int
 
 
 class _Stored(NamedTuple):
-    """A storage's record, where its bytes begin, and where the next record does."""
+    """A storage's record, if it is whole, the offset of its bytes, and the next record's offset."""
 
     record: CutRecord | None
     payload_offset: int
@@ -76,7 +64,7 @@ class _Stored(NamedTuple):
 
 
 class _End(NamedTuple):
-    """Where a payload ends, its checksum, and where the next record begins."""
+    """The offset of a payload's end, its checksum, and the offset of the next record."""
 
     end: int
     crc: int
@@ -84,36 +72,25 @@ class _End(NamedTuple):
 
 
 class CutArchive:
-    """A file that begins as torch's archives do.
+    """The records of a file that begins as torch's archives do, in file order, damaged ones too.
 
-    Parameters
-    ----------
-    source : RangeSource
-        The file, not empty, which is read twice.
+    The directory comes last, and only the directory and the descriptors behind payloads have sizes.
+    So the file is read once to find all signatures: a payload ends at a descriptor with exactly its
+    size.  Then the records are followed from the beginning.  Where damage breaks the chain, they
+    are followed from the next local header on.  The file is read in pieces and never mapped,
+    because it may become shorter.
 
-    Attributes
-    ----------
-    records : list of CutRecord
-        In the order of the file, also those that are not whole.
-    nbytes : int
-        The size of the file.
-    root : str
-        Their folder.
-    begins_with_pickle : bool
-        Whether a whole data.pkl comes first, as in torch's files.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read, or has become shorter.
+    A hostile file may consist of signatures.  So only the offsets of headers are kept, and no name
+    reaches past the next header.  A header that contains another header's signature in its fixed
+    part does not count, so headers number fewer than a thirtieth of the file's bytes.
     """
 
     def __init__(self, source: RangeSource) -> None:
         self._source = _Window(source)
         self.nbytes = source.nbytes
         self._offsets = array("Q")  # of headers, in order
-        # By the offsets of payloads: the form of the descriptor to look for, and what was found,
-        # which is the descriptor's offset above the 32 bits of its checksum.
+        # Keyed by payload offset: the layout of the expected descriptor, and the descriptor that
+        # was found.  The latter is its offset above the 32 bits of its checksum.
         self._awaited: dict[int, struct.Struct] = {}
         self._descriptors: dict[int, int] = {}
         for begin in range(0, self.nbytes, _PIECE_NBYTES):
@@ -151,10 +128,10 @@ class CutArchive:
     # ------------------------------------------------------------------------------- records
 
     def _followed(self) -> list[tuple[str, CutRecord]]:
-        """Return the records with their folders: one behind the other, and those behind damage."""
+        """Return the records with their folders: the first chain, and chains after damage."""
         found: list[tuple[str, CutRecord]] = []
         offset, follows = 0, True
-        chain = 0  # how many records there are in front of the last damage
+        chain = 0  # number of records up to the last damage
         while True:
             header = self._header_at(offset)
             if header is not None:
@@ -167,7 +144,8 @@ class CutArchive:
             if following is None:
                 break
             if self._source.read(offset, offset + 4) == _CENTRAL:
-                # An archive in a payload has come to its end; or this one has, and others follow.
+                # The directory of this archive or, after damage, of an archive inside a damaged
+                # payload.
                 if not chain:
                     break
                 del found[chain:]
@@ -194,7 +172,7 @@ class CutArchive:
         full_name = self._source.read(header.name_begin, min(header.name_end, limit))
         root, _, name = full_name.decode("utf-8", "replace").partition("/")
         begin = header.payload_offset
-        if end is None:  # what the header says may be wrong, too: the next one counts
+        if end is None:  # the header's sizes may be wrong, too: the next header counts
             nbytes = max(limit - begin, 0)
             return root, CutRecord(name, offset, begin, nbytes, False, 0, limit, follows)
         is_whole = header.is_plain and self.crc(begin, end.end) == end.crc
@@ -205,7 +183,7 @@ class CutArchive:
 
     def _end_of(self, offset: int, header: _Header) -> _End | None:
         begin = header.payload_offset
-        if self._limit(offset + 1) < begin:  # a header in a header: this one is damaged
+        if self._limit(offset + 1) < begin:  # a header in this header: this one is damaged
             return None
         if header.descriptor is None:
             return self._stored_end(header)
@@ -216,9 +194,9 @@ class CutArchive:
         return _End(end, crc, end + header.descriptor.size)
 
     def _stored_end(self, header: _Header) -> _End | None:
-        """Return the end that the header has: of empty records, or by other programs."""
+        """Return the end that the header gives, in empty records and those of other programs."""
         end = header.payload_offset + header.nbytes
-        # A header in which a bit has changed may say that, too; then no record follows.
+        # A flipped bit in a header can look like this, but then no record follows.
         if end > self.nbytes or self._source.read(end, end + 2) not in (b"", b"PK"):
             return None
         return _End(end, header.crc, end)
@@ -226,7 +204,7 @@ class CutArchive:
     def _implied_end(self, begin: int, descriptor: struct.Struct) -> _End | None:
         """Return the end in front of the next header, if the checksum there is right.
 
-        It is the size in the descriptor that is damaged then.
+        Then only the size in the descriptor is damaged.
         """
         limit = self._limit(begin)
         end = limit - descriptor.size
@@ -236,7 +214,7 @@ class CutArchive:
         return _End(end, crc, limit) if self.crc(begin, end) == crc else None
 
     def _limit(self, offset: int) -> int:
-        """Return where the next header is from an offset on, or the file ends."""
+        """Return the offset of the next header from `offset` on, or of the file's end."""
         following = self._next_header(offset)
         return self.nbytes if following is None else following
 
@@ -248,23 +226,10 @@ class CutArchive:
         return crc
 
     def storage_at(self, offset: int, name: str, nbytes: int, payload_offset: int) -> _Stored:
-        """Return the record of a storage whose place and size are known, and where it ends.
+        """Look for a storage of known place and size; the result has no record if it is not whole.
 
-        Parameters
-        ----------
-        offset, payload_offset : int
-            Where its header and its bytes begin; -1 for the latter if the header says that.
-        name : str
-            Its name.
-        nbytes : int
-            Its size.
-
-        Returns
-        -------
-        record : CutRecord or None
-            None if it is not whole, or not this one.
-        payload_offset, next_offset : int
-            Where its bytes begin, and the next record.
+        `offset` is its header's offset.  `payload_offset` is -1 if only the header knows it; it
+        stays -1 in the result where there is no header.
         """
         header = self._header_at(offset)
         if payload_offset < 0:
@@ -295,13 +260,13 @@ class CutArchive:
     # ------------------------------------------------------------------------------ contents
 
     def payload(self, record: CutRecord) -> bytes:
-        """Return the bytes of a record, as far as they are there."""
+        """Return the bytes of a record, as far as they exist."""
         return self._source.read(record.payload_offset, record.payload_offset + record.nbytes)
 
     def entries(self) -> tuple[list[str], list[str]]:
-        """Return the names of all tensors, and of those whose records are whole.
+        """Return the names of all tensors, and of the tensors whose records are whole.
 
-        Both are empty if the pickle is not there, or needs more than ``weights_only=True``.
+        Both are empty if the pickle is missing, or needs more than ``weights_only=True``.
         """
         found: dict[str, CutRecord] = {}
         for record in self.records:
@@ -311,7 +276,7 @@ class CutArchive:
             return [], []
         reader: Any = _WholeRecords(self, whole)
         machine = faster(restricted_unpickler, reader)
-        entries_using(reader, set(), machine)  # which asks for all that there should be
+        entries_using(reader, set(), machine)  # asks for all records that should exist
         lost = set(entries_using(reader, reader.asked_for.keys() - whole.keys(), machine))
         tensors = entries_using(reader, set(reader.asked_for), machine)
         return tensors, [name for name in tensors if name not in lost]
@@ -343,10 +308,10 @@ def _parsed(piece: bytes, at: int, offset: int) -> _Header | None:
 
 
 def _of_one_folder(found: list[tuple[str, CutRecord]]) -> tuple[str, list[CutRecord]]:
-    """Return the folder of an archive, and its records; one in another folder is not whole."""
+    """Return the archive's folder, and its records; a record in another folder is not whole."""
     roots = Counter(root for root, record in found if record.is_whole)
     root = found[0][0] if found else ""
-    if roots and not _begins_with_pickle(found[0][1]):  # any of which may be damaged
+    if roots and not _begins_with_pickle(found[0][1]):  # names may be damaged: the majority counts
         root = roots.most_common(1)[0][0]
     return root, [
         record if each == root else replace(record, name=f"{each}/{record.name}", is_whole=False)
@@ -359,7 +324,7 @@ def _begins_with_pickle(first: CutRecord) -> bool:
 
 
 class _Window:
-    """A source of which a piece is kept, for reads that go forward."""
+    """A source that keeps its last piece, for reads that go forward."""
 
     def __init__(self, source: RangeSource) -> None:
         self._source = source
@@ -367,7 +332,7 @@ class _Window:
         self._piece = b""
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes of a range, as far as they are there."""
+        """Return the bytes of a range, as far as they exist."""
         nbytes = self._source.nbytes
         begin, end = min(begin, nbytes), min(end, nbytes)
         if begin < self._begin or end > self._begin + len(self._piece):
@@ -378,7 +343,7 @@ class _Window:
 
 
 class _WholeRecords:
-    """Stands in for a `RecordReader` in `entries_using`; each record has a place of its own."""
+    """Stands in for a `RecordReader` in `entries_using`; a record's number is its offset."""
 
     path = "data.pkl"
     allows_values = False

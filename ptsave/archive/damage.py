@@ -20,21 +20,13 @@ from ptsave.support.torch_serialization import (
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
-__all__ = [
-    "RecordDamage",
-    "damage_of",
-    "entries_in",
-    "entries_using",
-    "entries_with_records",
-]
-
-# A map_location that keeps the storages of `_PlainView`; for "meta", torch before 2.11 would make
-# others.
+# A map_location that keeps the storages of `_PlainView`; before torch 2.11, "meta" would make new
+# ones.
 _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
 
 
 class RecordDamage(NamedTuple):
-    """A record that does not match its checksum, as the engine says it by ``_C.DamagedRecord``."""
+    """A record that does not match its checksum, with the fields of ``_C.DamagedRecord``."""
 
     name: str
     payload_offset: int
@@ -68,22 +60,9 @@ def entries_using(
 ) -> list[str]:
     """Return the dotted paths of the tensors that are stored in one of `records`.
 
-    The object is rebuilt on the meta device by torch's restricted unpickler, so no code of the file
-    runs and no data is read.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.
-    records : set of str
-        Record names.
-    pickle_module : module
-        torch's restricted machine, or a stand-in for it.
-
-    Returns
-    -------
-    list of str
-        Empty if the object cannot be rebuilt that way.
+    torch's restricted unpickler, or a stand-in for it, rebuilds the object on the meta device.  So
+    no code of the file runs and no data is read.  The list is empty if the object cannot be rebuilt
+    that way.
     """
     return [
         *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
@@ -93,7 +72,7 @@ def entries_using(
 def entries_with_records(
     reader: RecordReader, records: Set[str], pickle_module: Any = restricted_unpickler
 ) -> list[tuple[str, str]]:
-    """Return the entries of `entries_using`, each with every record that it is stored in."""
+    """Return (entry, record) for each tensor of `entries_using` and each record that stores it."""
     location = options.map_location
     try:
         names: dict[int | None, str] = {
@@ -105,28 +84,20 @@ def entries_with_records(
     except Exception:  # the message is better without entries than not raised
         return []
     finally:
-        options.map_location = location  # torch leaves it behind if unpickling fails
+        options.map_location = location  # torch does not reset it if unpickling fails
     return [(entry, names[offset]) for entry, offset in found]
 
 
 def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
-    """Return the dotted paths of the tensors of an object that lie in one of `storages`.
-
-    Parameters
-    ----------
-    obj : object
-        The object of a file, in memory.
-    storages : set of int
-        As from `storage_id_of`.
-    """
+    """Return the dotted paths of an object's tensors in `storages`, ids as from `storage_id_of`."""
     return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id_of))]
 
 
 class _PlainView(UnfilledView):
-    """The archive without the record that makes torch compute offsets instead of asking.
+    """The archive without the record that makes torch compute offsets instead of asking for them.
 
-    Offsets are those of headers, which are known without the file: that may be cut short, or give
-    read errors, by the time that somebody asks for the damaged entries.
+    Its offsets are those of headers, which the directory has.  The file itself may be cut short, or
+    unreadable, when an error message needs the damaged entries.
     """
 
     def get_record_offset(self, name: str) -> int:
@@ -136,7 +107,7 @@ class _PlainView(UnfilledView):
 def _collect(
     obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
 ) -> list[tuple[str, int | None]]:
-    """Return names and places of the tensors at `places`; shared containers count once."""
+    """Return (name, place) of the tensors at `places`; shared containers count once."""
     found: list[tuple[str, int | None]] = []
     for name, tensor in EntryTree(obj).named_tensors():
         for part in _parts_of(tensor):
@@ -147,9 +118,9 @@ def _collect(
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices and values of a sparse tensor; any other one itself."""
+    """Return the indices and values of a sparse tensor, or any other tensor itself."""
     if is_lazy(tensor):
-        return []  # nothing, until it is initialized
+        return []  # it has no values until it is initialized
     if tensor.layout is torch.sparse_coo:
         return parts_of_sparse_coo(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,6 +1,6 @@
-"""Fills the storages of an archive that are to be read, in CPU memory or on their devices.
+"""Fills the storages of an archive, in CPU memory or on their devices.
 
-Storages are placed on devices by torch's rules, asked once for each location, before any bytes.
+torch's rules choose the devices, once for each location, before any bytes are read.
 """
 
 from __future__ import annotations
@@ -21,25 +21,12 @@ from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_serialization import location_rules, restore_location
 from ptsave.support.user_warnings import warn_user
 
-__all__ = [
-    "Placement",
-    "ReceivedPlacement",
-    "accelerator_of",
-    "fill",
-    "goes_by_torchs_rules",
-    "may_reach_accelerator",
-    "memory_for",
-    "to_device",
-    "to_devices",
-    "verifies_storages",
-]
-
-_ID_N_DIGITS = 20  # of names, and then of checksums
+_ID_N_DIGITS = 20  # of the hash of names, which the hash of checksums follows
 _CPU = torch.device("cpu")
 
 
 def verifies_storages(reader: RecordReader) -> bool:
-    """Whether storages are compared with checksums; warns if they should be and have none."""
+    """Whether to compare storages with checksums; warns if checksums are missing."""
     if not reader.verify or reader.engine.storages_have_crcs:
         return reader.verify
     if storages_were_left_out(reader):
@@ -53,10 +40,10 @@ def verifies_storages(reader: RecordReader) -> bool:
 
 
 def storages_were_left_out(reader: RecordReader) -> bool:
-    """Whether ``torch.serialization.skip_data`` wrote the file, for others to fill it in.
+    """Whether ``torch.serialization.skip_data`` wrote the file, for others to fill the storages.
 
-    Only storages have no checksums then, and the serialization id is made of that: an ordinary
-    file that has lost them says otherwise.
+    Then only storages lack checksums, and the serialization id is the hash of such checksums.  An
+    ordinary file that has lost its checksums has another id.
     """
     if reader.engine.storages_have_crcs or not reader.engine.has_crcs:
         return False
@@ -68,7 +55,7 @@ def storages_were_left_out(reader: RecordReader) -> bool:
 def fill(
     reader: RecordReader, records: Iterable[int], *, verify: bool, progress: ProgressCallback | None
 ) -> None:
-    """Make the copies that were planned, and read these records into their storages."""
+    """Make the planned copies, and read `records` into their storages."""
     try:
         damaged = reader.engine.fill(
             list(records),
@@ -97,13 +84,7 @@ def _folded(crcs: Iterable[int]) -> int:
 
 
 def accelerator_of(map_location: Any) -> torch.device | None:
-    """Return the accelerator that all storages certainly go to, if it can be filled directly.
-
-    Parameters
-    ----------
-    map_location : Any
-        As for :func:`torch.load`.
-    """
+    """Return the accelerator that all storages certainly go to, if it can be filled directly."""
     if type(map_location) not in (str, torch.device) or not _follows_torchs_rules():
         return None
     device = restore_location(map_location)(torch.UntypedStorage(0), "cpu").device
@@ -113,14 +94,14 @@ def accelerator_of(map_location: Any) -> torch.device | None:
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return ``tensor.to(device)``.
 
-    What is large goes from CPU memory to an accelerator in chunks of page-locked memory.
+    Large tensors go from CPU memory to an accelerator through chunks of page-locked memory.
     """
     (result,) = to_devices([tensor], [torch.device(device)])
     return result
 
 
 def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return each tensor on its device, as :func:`to_device` does; small ones cross together."""
+    """Return each tensor on its device, as `to_device` does; small tensors are copied together."""
     results: list[Tensor | None] = [None] * len(tensors)
     if sum(tensor.nbytes for tensor in tensors if _is_bytes(tensor)) >= _C.MIN_PINNED_NBYTES:
         results = [memory_for(*pair) for pair in zip(tensors, devices, strict=True)]
@@ -137,7 +118,7 @@ def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> li
 
 
 def memory_for(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """Return memory on an accelerator for the bytes of a CPU tensor; None if it needs more."""
+    """Return accelerator memory for a plain CPU tensor; None if ``tensor.to`` has to copy it."""
     if not _is_bytes(tensor):
         return None
     target = torch.empty(0, device=device).device
@@ -159,14 +140,9 @@ def _is_bytes(tensor: Tensor) -> bool:
 def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
     """Whether storages of an archive may have to go to this process's accelerator.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.
-    map_location : Any
-        As for :func:`torch.load`.  A callable wants to see the storages on the CPU first.
+    Not so for a callable `map_location`, which has to see the storages on the CPU first.
     """
-    accelerator = torch.accelerator.current_accelerator()  # of torch's build: nothing starts
+    accelerator = torch.accelerator.current_accelerator()  # from torch's build; starts no device
     if accelerator is None or not _follows_torchs_rules():
         return False
     name = accelerator.type
@@ -181,13 +157,13 @@ def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
 
 
 def goes_by_torchs_rules(map_location: Any) -> bool:
-    """Whether torch alone decides on devices, by the names of locations and nothing else."""
+    """Whether torch alone chooses devices, only by the names of locations."""
     known = map_location is None or type(map_location) in (str, torch.device, dict)
     return known and _follows_torchs_rules()
 
 
 def _follows_torchs_rules() -> bool:
-    """Whether nobody has registered a way of their own to bring storages to devices."""
+    """Whether all rules that bring storages to devices are torch's own."""
     return all(
         _function_of(deserialize).__module__ == "torch.serialization"
         for _, _, deserialize in location_rules
@@ -199,18 +175,9 @@ def _function_of(deserialize: Any) -> Any:
 
 
 class Placement:
-    """A callable `map_location` for torch's loader, for storages that are not read yet.
+    """A `map_location` callable for torch's loader, for reserved storages that are not read yet.
 
     Storages for accelerators are made there at once, and filled by the next ``engine.fill()``.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive, with all storages reserved.
-    map_location : None, str, torch.device or dict
-        As for :func:`ptsave.load`.
-    verify : bool
-        Whether records are compared with their checksums.
     """
 
     def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
@@ -235,7 +202,7 @@ class Placement:
         return self._restore(storage, location)
 
     def finish(self) -> None:
-        """Read the bytes of all storages that anybody has."""
+        """Read the bytes of all storages that are still referenced."""
         self._fill(self._reader.engine.referenced())
 
     def _fill(self, records: list[int]) -> None:
@@ -254,19 +221,10 @@ class Placement:
 
 
 class ReceivedPlacement:
-    """A callable `map_location` for storages whose bytes come from another rank.
+    """A `map_location` callable for reserved storages whose bytes another rank sends.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive, with all storages reserved.
-    map_location : None, str, torch.device or dict
-        As for :func:`ptsave.load`, where `goes_by_torchs_rules` holds.
-
-    Attributes
-    ----------
-    placed : dict of int to torch.UntypedStorage
-        The storages that are not in CPU memory, by their records.
+    `goes_by_torchs_rules` has to hold for `map_location`.  `placed` has the storages outside CPU
+    memory, by record.
     """
 
     def __init__(self, reader: RecordReader, map_location: Any) -> None:

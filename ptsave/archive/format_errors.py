@@ -1,4 +1,4 @@
-"""Maps the engine's errors to those of Python: FormatError to CorruptCheckpointError."""
+"""Maps the engine's errors to Python's: FormatError to CorruptCheckpointError."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NoReturn
 from ptsave import _C
 from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptPickleError
 from ptsave.support.text import size_text
-
-__all__ = ["bare_message", "corrupt", "naming_what_needs_memory", "raise_corrupt"]
 
 
 def raise_corrupt(error: _C.FormatError, path: str) -> NoReturn:
@@ -34,7 +32,7 @@ def corrupt(error: _C.FormatError, path: str) -> CorruptCheckpointError:
 
 @contextmanager
 def naming_what_needs_memory(path: str, nbytes: int) -> Iterator[None]:
-    """Name the file and its size in a `MemoryError` that says nothing."""
+    """Name the file and its size in a `MemoryError` that has no message of its own."""
     try:
         yield
     except MemoryError as error:

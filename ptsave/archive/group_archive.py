@@ -1,8 +1,8 @@
-"""An archive that one rank of a process group reads: all ranks receive its bytes.
+"""An archive that one rank of a process group reads for all ranks.
 
-The reading rank sends the directory and all records but the storages; each rank puts them into a
-sparse file in memory, which the engine opens, and unpickles by itself, without bytes.  Then the
-ranks say which storages they want: `GroupRecords`.
+The reading rank sends the directory and all records except storages.  Each rank opens them with the
+engine as a sparse file in memory, and unpickles without the storages' bytes.  Then the ranks ask
+for the storages that they want: see `GroupRecords`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,9 @@ from ptsave.sources.ranges import SparseFile
 from ptsave.support import config
 from ptsave.support.group_call import GroupCall, agree_on_file
 
-__all__ = ["GroupArchive", "group_archive"]
-
 
 class ReceivedReader(RecordReader):
-    """A `RecordReader` of an archive whose storages are not there.
-
-    Parameters
-    ----------
-    outline : Outline
-        The rest of it.
-    path : str
-        Its name in messages.
-    verify : bool
-        Whether checksums are compared.
-    """
+    """A `RecordReader` of an archive without its storages; `outline` has the other bytes."""
 
     def __init__(self, outline: Outline, path: str, *, verify: bool) -> None:
         self._file = SparseFile(outline.nbytes)
@@ -66,22 +54,14 @@ class ReceivedReader(RecordReader):
 
 
 class Outline(NamedTuple):
-    """The bytes of an archive that are no storage's.
-
-    Attributes
-    ----------
-    nbytes : int
-        The size of the file.
-    pieces : list of (int, bytes)
-        Parts of it, by their offsets.
-    """
+    """The bytes of an archive outside its storages: pieces by offset, and the file's size."""
 
     nbytes: int
     pieces: list[tuple[int, bytes]]
 
     @classmethod
     def of(cls, reader: RecordReader) -> Outline:
-        """Return that of an open archive."""
+        """Return the outline of an open archive."""
         engine = reader.engine
         others = {engine.find(name) for name in engine.other_names()}
         ranges = []
@@ -89,13 +69,13 @@ class Outline(NamedTuple):
         for i, record in enumerate(engine.records()):
             end = max(end, record.limit)
             if i in others:
-                reader.get_record(record.name)  # fetched, if it has to be, and verified
+                reader.get_record(record.name)  # fetched if necessary, and verified
                 ranges.append((record.header_offset, record.limit))
         ranges.append((end, engine.nbytes))
         return cls(engine.nbytes, [(a, reader.read_at(a, b - a)) for a, b in ranges])
 
     def digest(self) -> bytes:
-        """Return a hash, by which the outlines of two files are compared."""
+        """Return a hash to compare the outlines of two files."""
         found = hashlib.sha256(str(self.nbytes).encode())
         for offset, piece in self.pieces:
             found.update(str(offset).encode())
@@ -104,16 +84,9 @@ class Outline(NamedTuple):
 
 
 class GroupArchive:
-    """An archive that is being received by the ranks of a group, seen from one of them.
+    """An archive that the ranks of a group are receiving, seen from one rank.
 
-    Parameters
-    ----------
-    call : GroupCall
-        The call of all ranks.
-    reader : ReceivedReader
-        The archive.
-    source : RecordReader or None
-        The file, on the rank that reads it.
+    `source` is the file's reader on the rank that reads, and None on the others.
     """
 
     def __init__(
@@ -127,22 +100,19 @@ class GroupArchive:
         self._records = GroupRecords(call, n_records, self._record, read, self._damaged)
 
     def storages(self) -> list[int]:
-        """Return the records that are storages."""
+        """Return the numbers of the records that are storages."""
         engine = self.reader.engine
         others = {engine.find(name) for name in engine.other_names()}
         return [i for i in range(len(engine.records())) if i not in others]
 
     def receive(self, records: Collection[int], take: Take, *, verify: bool) -> None:
-        """Receive records now, as `GroupRecords.receive`; errors as of `wait`."""
+        """Receive records now, as `GroupRecords.receive` does."""
         self._records.receive(records, take, verify=verify, progress=self.reader.progress)
 
     def wait(self, barrier: int) -> None:
-        """Wait until all ranks have come to a barrier; bytes for others pass by meanwhile.
+        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on.
 
-        Raises
-        ------
-        Exception
-            A rank has failed, or reading the file has.
+        Raises an error if any rank, or reading the file, has failed.
         """
         self._records.wait(barrier, self.reader.progress)
 
@@ -163,27 +133,11 @@ class GroupArchive:
 def group_archive(
     f: Any, group: Any, *, verify: bool, storage_options: Any = None
 ) -> Iterator[GroupArchive]:
-    """Open an archive that one rank of a group, or one of each host, reads.
+    """Open an archive that one rank of a group, or one rank of each host, reads.
 
-    Collective: an exception in the block is raised on all ranks, which leave it together.
-
-    Parameters
-    ----------
-    f : str or os.PathLike
-        The path or URL of the file, the same on all ranks.
-    group : torch.distributed.ProcessGroup
-        The ranks.
-    verify : bool
-        Whether checksums are compared.
-    storage_options : mapping, optional
-        Arguments of the file system of a URL.
-
-    Raises
-    ------
-    Exception
-        The file cannot be opened, or the ranks ask for different ones.
-    UnsupportedSourceError
-        It is no archive, or of a kind that only torch reads.
+    Collective: an exception in the block is raised on all ranks, which leave it together.  `f` is
+    the path or URL of the file, the same on all ranks.  Raises UnsupportedSourceError for a file
+    that is no archive, or that only torch's loader reads.
     """
     call = GroupCall(group)
     source: RecordReader | None = None

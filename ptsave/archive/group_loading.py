@@ -20,13 +20,11 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.support.progress import progress_bar
 from ptsave.support.torch_serialization import log_api_usage, restricted_unpickler
 
-__all__ = ["load_by_group", "load_received"]
-
 
 def load_by_group(
     f: Any, options: LoadOptions, storage_options: Mapping[str, Any] | None, group: Any
 ) -> Any:
-    """Load an archive on all ranks of a group; parameters and errors as of :func:`ptsave.load`."""
+    """Load an archive on all ranks of a group, as :func:`ptsave.load` does."""
     with group_archive(f, group, verify=options.verify, storage_options=storage_options) as archive:
         return load_received(archive, options)
 
@@ -34,17 +32,9 @@ def load_by_group(
 def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
     """Load an archive that the ranks of a group receive.
 
-    Other ranks may restore from it meanwhile, or load it to other devices.
-
-    Parameters
-    ----------
-    archive : GroupArchive
-        The archive.
-    options : LoadOptions
-        This rank's.
-    waits : bool, default True
-        Whether it is received when all ranks know what they want, so that it is read once; not
-        for ranks that have to check their bytes first.
+    Other ranks may restore from it meanwhile, or load it to other devices.  With `waits` the bytes
+    are sent when all ranks have made their plans, and the file is read once.  A rank that has to
+    check its bytes first does not wait.
     """
     reader = archive.reader
     if options.mmap:
@@ -67,7 +57,7 @@ def _receive(
     own: set[int],
     placed: Mapping[int, torch.UntypedStorage],
 ) -> None:
-    """Receive all storages: verify all, and keep those that the object has."""
+    """Receive and verify all storages, and keep the storages that the object has."""
     engine = archive.reader.engine
 
     def take(record: int, begin: int, part: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Records of files that one rank of a process group reads: all ranks receive those they want.
+"""Records of files that one rank of a process group reads and sends to all ranks.
 
-The ranks say which records they want.  Those that any of them wants go around in the order of the
-files, in chunks: the next is read while one is on its way and the one before is used.
+Each rank says which records it wants.  The records that any rank wants are sent in file order, in
+chunks: one chunk is read while the chunk before is sent and the one before that is used.
 """
 
 from __future__ import annotations
@@ -17,28 +17,16 @@ from ptsave.archive.spans import Span, memory_of
 from ptsave.support.group_call import GroupCall
 from ptsave.support.group_chunks import CHUNK_NBYTES, received_chunks
 
-__all__ = ["CHECKED", "ENDED", "PLANNED", "GroupRecord", "GroupRecords", "Take"]
-
-# Barriers, in this order: no rank goes on before all have checked their targets, know where the
-# bytes belong, and have them.
+# Barriers, in this order.  All ranks have checked their targets, know where the bytes belong, and
+# have the bytes, before any rank goes on.
 CHECKED, PLANNED, ENDED = range(3)
 
-# Takes bytes of a record that this rank has asked for: its number, their offset, and they.
+# Takes bytes that this rank wants: the record's number, their offset in it, and the bytes.
 Take = Callable[[int, int, Tensor], None]
 
 
 class GroupRecord(NamedTuple):
-    """A record, as all ranks know it.
-
-    Attributes
-    ----------
-    nbytes : int
-        Its size.
-    place : int
-        Records go around in the order of their places.
-    crc : int or None
-        Its checksum, if it has one.
-    """
+    """A record, as all ranks know it; records are sent in the order of `place`."""
 
     nbytes: int
     place: int
@@ -46,17 +34,7 @@ class GroupRecord(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Bytes of a record in a chunk.
-
-    Attributes
-    ----------
-    record : int
-        The number of the record.
-    begin, nbytes : int
-        The bytes, in the record.
-    at : int
-        Their offset in the chunk.
-    """
+    """The bytes of a record in a chunk: `begin` is in the record, `at` in the chunk."""
 
     record: int
     begin: int
@@ -65,25 +43,11 @@ class _Part(NamedTuple):
 
 
 class GroupRecords:
-    """Records that are being received by the ranks of a group, seen from one of them.
+    """Records that the ranks of a group are receiving, seen from one rank.
 
-    Parameters
-    ----------
-    call : GroupCall
-        The call of all ranks.
-    n_records : int
-        How many there are, by number.
-    record : callable
-        Returns one by its number.
-    read : callable or None
-        Fills spans of records without verifying them, on the rank that reads.
-    damaged : callable
-        Returns the error for a record, by its number, that has another checksum.
-
-    Attributes
-    ----------
-    nbytes_done : int
-        How many bytes have gone around.
+    `read` fills spans without verifying them, on the rank that reads, and is None on the others.
+    `damaged` returns the error for a record by its number and its wrong checksum.  `nbytes_done`
+    counts the bytes sent.
     """
 
     def __init__(
@@ -109,38 +73,26 @@ class GroupRecords:
         verify: bool,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Receive records now, while others may wait at a barrier; errors as of `wait`.
+        """Receive records now, while other ranks may wait at a barrier.
 
-        Parameters
-        ----------
-        records : collection of int
-            Those that this rank wants.
-        take : callable
-            Given the number of a record, the offset of a part of it, and that.
-        verify : bool
-            Whether they are compared with their checksums.  A record of up to 8 MiB is before any
-            of it is taken.
-        progress : callable, optional
-            Called with `nbytes_done`.
+        `verify` compares records with their checksums.  A record of up to 8 MiB is compared before
+        `take` gets any of its bytes.  `progress` gets `nbytes_done`.
         """
         for wanted in self._rounds(None, records):
             taker = _Taker(self._record, self._damaged, records, take, verify=verify)
             self._transfer(wanted, taker, progress)
 
     def wait(self, barrier: int, progress: Callable[[int], None] | None = None) -> None:
-        """Wait until all ranks have come to a barrier; bytes for others pass by meanwhile.
+        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on.
 
-        Raises
-        ------
-        Exception
-            A rank has failed, or reading the file has.
+        Raises an error if any rank, or reading the file, has failed.
         """
         for wanted in self._rounds(barrier, ()):
             taker = _Taker(self._record, self._damaged, (), _ignore, verify=False)
             self._transfer(wanted, taker, progress)
 
     def _rounds(self, barrier: int | None, records: Collection[int]) -> Iterator[set[int]]:
-        """Yield the records that are transferred, until this rank may go on."""
+        """Yield the records to transfer, until this rank may go on; without a barrier, at once."""
         while True:
             states = self._call.agree((barrier, _bits(records, self._n_records)))
             urgent = [bits for at, bits in states if at is None]
@@ -152,7 +104,7 @@ class GroupRecords:
     def _transfer(
         self, wanted: Collection[int], taker: _Taker, progress: Callable[[int], None] | None
     ) -> None:
-        """Let each rank take the bytes of its own records among those that are wanted by any."""
+        """Transfer the records that any rank wants, and take this rank's own bytes."""
         chunks = list(_chunks(self._record, wanted))
         sizes = [parts[-1].at + parts[-1].nbytes for parts in chunks]
 
@@ -171,7 +123,7 @@ class GroupRecords:
 class _Taker:
     """Verifies the bytes that this rank wants, and hands them on.
 
-    After an error it goes on without using anything, because the other ranks need theirs.
+    After an error it ignores further bytes, because the transfer goes on for the other ranks.
     """
 
     def __init__(

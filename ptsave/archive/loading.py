@@ -42,8 +42,6 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["LoadOptions", "load_file", "rebuild"]
-
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "
     "'torch.jit.load' (call 'torch.jit.load' directly to silence this warning)"
@@ -54,19 +52,9 @@ _TORCHSCRIPT_WARNING = (
 class LoadOptions:
     """The arguments of :func:`ptsave.load` beside the file.
 
-    Attributes
-    ----------
-    map_location, pickle_module, weights_only, verify, progress
-        As for :func:`ptsave.load`.
-    mmap : bool
-        Whether the file is mapped; by default what torch is configured to do.
-    pickle_load_args : dict of str to object
-        Keyword arguments of the unpickler.
-    wants_state : bool
-        Whether a TorchScript archive, which is a program, is an error, and harmless values that
-        torch's restricted machine refuses, such as NumPy's scalars, are made: for restores.
-    leaves_opaque : bool
-        As of `RecordReader`: for those who look into a file.
+    `wants_state` is for restores: it refuses TorchScript archives, which are programs, and makes
+    harmless values that torch's restricted machine refuses, such as NumPy's scalars.
+    `leaves_opaque` is for looking into a file, as in `RecordReader`.
     """
 
     map_location: Any = None
@@ -81,17 +69,7 @@ class LoadOptions:
 
 
 def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
-    """Load a file as :func:`torch.load` does.
-
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        The file.
-    options : LoadOptions
-        Options of the load.
-    reader : RecordReader or None
-        As from `reader_for`; it is closed afterwards.
-    """
+    """Load a file as :func:`torch.load` does, and close its `reader` (of `reader_for`)."""
     begin = None if _is_path(f) else _position(f)
     restricted = resolve_weights_only(options.weights_only, options.pickle_module)
     if reader is not None and reader.engine.find("constants.pkl") is not None:
@@ -161,7 +139,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
 
 @contextmanager
 def _under_another_name(f: Any) -> Iterator[Any]:
-    """Hide the suffix ``.safetensors`` of a file of torch's, which torch would go by."""
+    """Hide the suffix ``.safetensors`` of a torch file, because torch goes by the suffix."""
     if _is_path(f) and str(f).endswith(".safetensors"):
         head, _ = _head_of(f, None)
         if is_zip(head) or is_legacy(head):
@@ -179,18 +157,9 @@ def _under_another_name(f: Any) -> Iterator[Any]:
 def rebuild(
     reader: RecordReader, options: LoadOptions, pickle_module: Any, unpickle: Callable[..., Any]
 ) -> Any:
-    """Rebuild the object of an archive, and check all of the archive that is no storage.
+    """Rebuild the object of an archive, and check all of the archive's records except storages.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.
-    options : LoadOptions
-        Options of the load.
-    pickle_module : module
-        ``torch.restricted_unpickler`` for the restricted machine.
-    unpickle : callable
-        Given the reader, and `map_location`, `pickle_module` and `pickle_load_args` by name.
+    `unpickle` gets the reader, and `map_location`, `pickle_module` and `pickle_load_args` by name.
     """
     check_dill_version(options.pickle_module)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
@@ -212,11 +181,11 @@ def rebuild(
 
 @contextmanager
 def _naming_what_it_is(f: Any, *, runs_no_code: bool) -> Iterator[None]:
-    """Name a file that torch has failed to load and that is damaged, or known as something else.
+    """Name a file that torch fails to load, if it is damaged or certainly something else.
 
-    torch's own words, about pickles and ``weights_only=False``, come after that, because programs
-    may look for them; not where the file is another program's.  `runs_no_code` says that an error
-    cannot be one of the user's code, or of code that the file has asked for.
+    torch's own message follows, because programs may look for it, unless the file is another
+    program's.  `runs_no_code` says that neither the user's code nor code that the file names can
+    have raised the error.
     """
     begin = None if _is_path(f) else _position(f)
     try:
@@ -236,7 +205,7 @@ def _naming_what_it_is(f: Any, *, runs_no_code: bool) -> Iterator[None]:
 
 
 def _tells_of_damage(error: Exception, head: bytes, nbytes: int, runs_no_code: bool) -> bool:
-    """Whether an error of torch's loader is one that a damaged file brings about."""
+    """Whether an error of torch's loader is one that a damaged file causes."""
     is_other = is_safetensors(head, nbytes) or (is_known(head) and not is_legacy(head))
     if is_other or not MalformedPickleError.stands_for(error):
         return False
@@ -250,12 +219,12 @@ def _is_path(f: Any) -> bool:
 def _position(f: Any) -> Any:
     try:
         return f.tell()
-    except Exception:  # of anybody's file-like object
+    except Exception:  # file-like objects raise anything
         return None
 
 
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
-    """Return the first bytes of a file that failed to load, and its size; a pickle's if unknown."""
+    """Return a file's first bytes and size after a failed load; a pickle's if they are unknown."""
     try:
         if _is_path(f):
             with open(f, "rb") as stream:
@@ -263,7 +232,7 @@ def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
         nbytes = f.seek(0, os.SEEK_END) - begin
         f.seek(begin)
         head = bytes(f.read(HEAD_NBYTES))
-    except Exception:  # the error that is being raised is the one that counts
+    except Exception:  # the error of the load counts
         return b"\x80\x02", 2
     return head, nbytes
 
@@ -278,7 +247,7 @@ def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
 
 
 def _map_file(reader: RecordReader, map_location: Any) -> Any:
-    """Map the very file that was opened, whatever has got its name meanwhile."""
+    """Map the file that was opened, even if its path names another file by now."""
     shared = get_default_mmap_options() == mmap_module.MAP_SHARED
     if shared and fills_storages(map_location) and not reader.is_native_byte_order():
         raise ValueError(

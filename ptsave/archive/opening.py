@@ -27,30 +27,14 @@ from ptsave.support import config
 if TYPE_CHECKING:
     from ptsave.sources.ranges import LocalFile, RangeSource
 
-__all__ = ["open_archive", "open_source_archive", "reader_for"]
-
 _SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
 
 
 def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
     """Open `f` with the engine, which reads paths, real files and memory.
 
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        As for :func:`torch.load`.
-    verify : bool
-        Whether checksums are compared.
-
-    Returns
-    -------
-    RecordReader or None
-        None if `f` does not begin as a zip archive, or is of a kind that the engine does not read.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If it begins as an archive and is none.
+    Returns None if `f` does not begin as a zip archive, or is of a kind that the engine does not
+    read.
     """
     try:
         if isinstance(f, (str, os.PathLike)):
@@ -65,12 +49,12 @@ def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
 
 def _open_path(path: str | bytes, verify: bool) -> RecordReader | None:
     if not isinstance(path, str):
-        with suppress(FileNotFoundError):  # which torch says in words of its own
-            refuse_special_file(path)  # or torch's loader would wait for somebody to write to it
+        with suppress(FileNotFoundError):  # torch raises its own error for this
+            refuse_special_file(path)  # torch's loader would wait for a pipe's writer
         return None
     if path.endswith(".safetensors") and not os.path.exists(path):
-        return None  # the library's words, as from torch.load
-    if "\0" in path or stat.S_ISCHR(os.stat(path).st_mode):  # /dev/null: as torch has it
+        return None  # the safetensors library's error, as from torch.load
+    if "\0" in path or stat.S_ISCHR(os.stat(path).st_mode):  # /dev/null: torch decides
         return None
     with open(path, "rb", buffering=0, opener=regular_only) as stream:
         return _open_stream(stream, path, verify)
@@ -79,7 +63,7 @@ def _open_path(path: str | bytes, verify: bool) -> RecordReader | None:
 def _open_file_object(f: Any, verify: bool) -> RecordReader | None:
     path = describe(f)
     if type(f) is tempfile.SpooledTemporaryFile:
-        f = f._file  # a BytesIO, or the file it has become
+        f = f._file  # a BytesIO, or the file that has replaced it
     if type(f) is io.BytesIO:
         begin = f.tell()
         with f.getbuffer() as view:
@@ -110,9 +94,9 @@ def _open_stream(stream: Any, path: str, verify: bool) -> RecordReader | None:
 def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
     """Return the open archive if ptsave loads it; None if torch's own loader has to.
 
-    torch's loader gets whatever is no zip archive (the formats before torch 1.6, or not a
-    checkpoint at all), ``.safetensors`` paths, and file-like objects that cannot be read at any
-    position; and it raises the error for arguments that do not go together.
+    torch's loader gets files that are no zip archive (formats before torch 1.6, or no checkpoint),
+    missing ``.safetensors`` paths, and file objects that cannot be read at any position.  It also
+    raises the error for arguments that do not go together.
     """
     if mmap and not isinstance(f, (str, os.PathLike)):
         return None
@@ -125,21 +109,9 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
 
 
 def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
-    """Open an archive whose bytes are a source's.
+    """Open an archive in a source that begins as a zip archive.
 
-    Parameters
-    ----------
-    source : RangeSource
-        It begins as a zip archive.
-    verify : bool
-        Whether checksums are compared.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If it is none.
-    OSError
-        If it is a local file that has no positions to read at.
+    Raises OSError for a local file that is not a regular file.
     """
     from ptsave.sources.ranges import Buffer, LocalFile
 
@@ -165,12 +137,12 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
 
 
 def _raise_corrupt(error: _C.FormatError, path: str, head: bytes) -> NoReturn:
-    # In no local variable: the error's traceback would hold itself, and the file's bytes.
+    # Not in a local variable: the traceback would keep the error and the file's bytes alive.
     raise _advised(corrupt(error, path), head) from None
 
 
 def _advised(error: CorruptCheckpointError, head: bytes) -> CorruptCheckpointError:
-    """Add to an error about a missing end how to read the file."""
+    """Add advice on how to read the file to an error about a missing end."""
     is_cut = any(sign in str(error) for sign in _SIGNS_OF_A_CUT)
     if is_cut and head.startswith(ZIP_MAGIC):
         error.args = (f"{error}: it is cut short, or was never finished: {RECOVERY_ADVICE}",)

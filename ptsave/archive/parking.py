@@ -1,4 +1,4 @@
-"""Archives whose files are open only while they are read: a set may have more than may be open."""
+"""Keeps archive files open only while they are read, as a set may have too many files."""
 
 from __future__ import annotations
 
@@ -9,22 +9,12 @@ from contextlib import contextmanager
 from ptsave import _C
 from ptsave.sources.ranges import LocalFile
 
-__all__ = ["Parking"]
-
 
 class Parking:
-    """Opens the file of an archive for those that read it, and closes it behind the last of them.
+    """Opens an archive's file for its readers, and closes it after the last reader.
 
-    Safe for concurrent use.
-
-    Parameters
-    ----------
-    engine : _C.Reader
-        The archive, whose file is closed at once.
-    file : LocalFile
-        The same file, parked: it says where it is, and knows it again.
-    direct : bool
-        Whether it is read past the page cache.
+    Closes the engine's file at once.  `file` is the same file, parked: it has the path, and
+    recognises the file.  `direct` reads past the page cache.  Safe for concurrent use.
     """
 
     def __init__(self, engine: _C.Reader, file: LocalFile, *, direct: bool) -> None:
@@ -37,13 +27,7 @@ class Parking:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Have the file open within a block.
-
-        Raises
-        ------
-        OSError
-            If it cannot be opened any more, or is another one by now.
-        """
+        """Keep the file open within a block; raises OSError if it is gone or has been replaced."""
         with self._lock:
             if self._n_users == 0:
                 with self._file.opened() as file:

@@ -1,4 +1,4 @@
-"""Copies tensors from parts of their storages' bytes, as these arrive."""
+"""Copies tensors from parts of their storages' bytes, as the parts arrive."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PART_ALIGNMENT", "StorageView", "is_viewable"]
-
-PART_ALIGNMENT = 64  # in bytes: parts begin at multiples of every element's size
+PART_ALIGNMENT = 64  # in bytes: a multiple of every element's size
 
 
 def is_viewable(tensor: Tensor) -> bool:
-    """Whether a tensor's values are its bytes and its dtype: not so of a quantized one."""
+    """Whether a tensor's values are only its bytes and its dtype; a quantized tensor's are not."""
     return not tensor.is_quantized and _can_view(tensor.dtype)
 
 
@@ -30,18 +28,10 @@ def _can_view(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class StorageView:
-    """Where the elements of a tensor lie in a storage, without the storage.
+    """The layout of a tensor in a storage, without the storage, counted in elements.
 
-    Attributes
-    ----------
-    dtype : torch.dtype
-        The elements'.
-    offset : int
-        Of the first element, in elements.
-    shape, stride : sequence of int
-        As the tensor's.
-    is_conj, is_neg : bool
-        Whether the tensor's values are the conjugates, or the negatives, of what is stored.
+    `is_conj` and `is_neg` say that the values are the conjugates, or the negatives, of the stored
+    ones.
     """
 
     dtype: torch.dtype
@@ -53,7 +43,7 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageView:
-        """Return the view that a tensor is, which `is_viewable`."""
+        """Return the view of a tensor that `is_viewable`."""
         offset = int(tensor.storage_offset())
         bits = (tensor.is_conj(), tensor.is_neg())
         return cls(tensor.dtype, offset, tuple(tensor.shape), tensor.stride(), *bits)
@@ -61,17 +51,9 @@ class StorageView:
     def copy_part(self, target: Tensor, part: Tensor, begin: int) -> None:
         """Copy the elements that lie in a part of the storage.
 
-        Parameters
-        ----------
-        target : torch.Tensor
-            Of the view's shape; of any strides, dtype and device.
-        part : torch.Tensor
-            uint8: bytes of the storage.
-        begin : int
-            Offset of the part in the storage, in bytes: a multiple of `PART_ALIGNMENT`.
+        `target` has the view's shape, and any strides, dtype and device.  `part` is uint8.  `begin`
+        is the offset of `part` in the storage, in bytes: a multiple of `PART_ALIGNMENT`.
 
-        Examples
-        --------
         >>> view, target = StorageView.of(torch.empty(100, 2).t()), torch.zeros(2, 100)
         >>> view.copy_part(target, torch.ones(16, dtype=torch.float32).view(torch.uint8), 64)
         >>> target.sum(1), target[0].nonzero().flatten()
@@ -87,9 +69,9 @@ class StorageView:
     def _copy(
         self, target: Tensor, elements: Tensor, at: int, shape: Sequence[int], stride: Sequence[int]
     ) -> None:
-        """Copy a box of the tensor whose first element is number `at` of the part's, or before.
+        """Copy a box of the tensor whose first element has index `at` in the part, or before it.
 
-        A box that lies in the part only in part is cut across its longest strides.
+        A box that lies only partly in the part is cut across its longest stride.
         """
         ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
         last = at + sum(ends)
@@ -101,7 +83,7 @@ class StorageView:
             return
         dim = max(range(len(shape)), key=lambda i: stride[i] if shape[i] > 1 else -1)
         step, extent = stride[dim], last - at - ends[dim]
-        # The steps that lie in the part at all, and those that do as a whole.
+        # The steps that overlap the part, and (`begin` to `end`) the steps that lie inside it.
         touched = range(_up(-at - extent, step), (len(elements) - 1 - at) // step + 1)
         touched = range(max(touched.start, 0), min(touched.stop, shape[dim]))
         begin = max(_up(-at, step), touched.start)

@@ -1,11 +1,12 @@
 """Rebuilds harmless values that torch's restricted unpickler does not know: NumPy's, paths, dates.
 
-A checkpoint of a training run has such values beside its tensors, so a restore takes them with
-``weights_only=True``, too.  torch's own machine decides first; only what it refuses is looked for
-here.  A pickle never gets the function that it names, but one of this module, which may be called
-by anybody with anything: it looks at the type and the size of each argument, runs no code of other
-classes, and makes nothing but the value.  An array has as many bytes as the pickle gives it, a
-dtype is one of numbers, text or dates, and nothing that is in use can be changed.
+A training checkpoint has such values beside its tensors, so a restore accepts them with
+``weights_only=True``. torch's own machine decides first; this module handles what it refuses.
+
+A pickle never gets the function that it names, but a stand-in from this module.  Any pickle may
+call a stand-in with any arguments.  So a stand-in checks the type and size of each argument, runs
+no code of other classes, and makes only the value.  An array has exactly the bytes in the pickle.
+A dtype is one of numbers, text or dates.  No object in use can be changed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,12 @@ from ptsave.support.torch_serialization import restricted_unpickler, user_allowe
 from ptsave.tree.containers import walk
 from ptsave.tree.opaque import Opaque
 
-__all__ = ["OpaqueUnpickler", "ValueUnpickler", "opaque_globals", "refuse_functions"]
-
-# Programs of one step that the engine's machine leaves to others; their operands are in the memo.
+# One-step programs that the engine's machine leaves to Python; the memo holds their operands.
 _REDUCE = b"h\0h\1R."
 _NEW = b"h\0h\1\x81."
 _BUILD = b"h\0h\1b."
 _APPEND = b"h\0h\1a."
-_APPENDS = b"h\0(e."  # whether a container can be appended to
+_APPENDS = b"h\0(e."  # checks whether a container can be appended to
 _SET_ITEM = b"h\0h\1h\2s."
 _SET_ITEMS = b"h\0(u."
 
@@ -60,7 +59,7 @@ def _all_are(arguments: Any, kinds: tuple[type, ...]) -> bool:
 
 @functools.cache
 def _numpy() -> Any:
-    """Return the module, or None where it is not installed."""
+    """Return NumPy, or None where it is not installed."""
     with suppress(ImportError):
         import numpy
 
@@ -69,7 +68,7 @@ def _numpy() -> Any:
 
 
 def _is_plain_dtype(dtype: Any) -> bool:
-    """Whether a dtype is one of numbers, text or dates: its elements are bytes and nothing else."""
+    """Whether a dtype is one of numbers, text or dates, whose elements are only bytes."""
     return isinstance(dtype, _numpy().dtype) and dtype.kind in "biufcSUmM"
 
 
@@ -77,7 +76,7 @@ def _dtype(code: Any, align: Any = False, copy: Any = True) -> Any:
     _require(type(code) is str and re.fullmatch(_DTYPE_CODE, code), "numpy.dtype")
     _require(_all_are((align, copy), (bool, int)), "numpy.dtype")
     try:
-        return _numpy().dtype(code, False, True)  # a copy, which may get another byte order
+        return _numpy().dtype(code, False, True)  # a copy, because its byte order may be changed
     except TypeError as error:
         raise pickle.UnpicklingError(f"numpy.dtype({code!r}): {error}") from None
 
@@ -95,7 +94,7 @@ def _set_dtype_state(dtype: Any, state: Any) -> None:
 
 
 def _is_unit(metadata: Any) -> bool:
-    """Whether it is what NumPy writes of a unit of time: (None, (b"ns", 1, 1, 1))."""
+    """Whether it is NumPy's metadata for a unit of time, such as (None, (b"ns", 1, 1, 1))."""
     if type(metadata) is not tuple or len(metadata) != 2 or metadata[0] not in (None, {}):
         return False
     unit = metadata[1]
@@ -112,7 +111,7 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 
 
 def _array_type(*_: Any) -> None:
-    """Stand in for ``numpy.ndarray``, which pickles name and do not call."""
+    """Stand in for ``numpy.ndarray``, which pickles name but do not call."""
     _require(False, "numpy.ndarray")
 
 
@@ -124,7 +123,7 @@ def _reconstruct(subtype: Any, shape: Any, code: Any) -> Any:
 
 
 def _set_array_state(array: Any, state: Any) -> None:
-    """Give a new array its values; a tensor may be looking at the memory of any other one."""
+    """Give a new array its values; any other array may share its memory with a tensor."""
     _require(array.shape == (0,) and array.dtype == "b", "numpy.ndarray")
     _require(type(state) is tuple and len(state) == 5, "numpy.ndarray")
     version, shape, dtype, is_fortran, data = state
@@ -141,7 +140,7 @@ def _set_array_state(array: Any, state: Any) -> None:
 
 
 def _made_by(kind: Callable[..., Any], name: str, *kinds: type) -> Callable[..., Any]:
-    """Return a function that makes a value of arguments that are all of exactly these types."""
+    """Return a function that calls `kind` with arguments that are all of exactly these types."""
 
     def make(*arguments: Any) -> Any:
         _require(_all_are(arguments, kinds), name)
@@ -177,8 +176,8 @@ _TIME = (int, bytes, str, type(None), datetime.timezone)
 
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the names in pickles, as torch spells them, and what is called in their places."""
-    import decimal  # takes as long as this module
+    """Yield the names of globals in pickles, as torch spells them, and their stand-ins."""
+    import decimal  # its import takes as long as this module's
 
     if _numpy() is not None:
         yield "numpy.dtype", _dtype
@@ -189,7 +188,7 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
         make = _made_by(path, path.__name__, str)
         yield f"pathlib.{path.__name__}", make
-        yield f"pathlib._local.{path.__name__}", make  # of Python 3.13
+        yield f"pathlib._local.{path.__name__}", make  # the name in Python 3.13
     for kind in (datetime.date, datetime.datetime, datetime.time):
         yield f"datetime.{kind.__name__}", _made_by(kind, kind.__name__, *_TIME)
     yield "datetime.timedelta", _made_by(datetime.timedelta, "timedelta", int)
@@ -218,12 +217,9 @@ _TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
 
 
 class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
-    """torch's restricted machine, for one step, which makes these values, too.
+    """torch's restricted machine, for one step, which also makes these values.
 
-    Attributes
-    ----------
-    given : set of callable
-        Gets the functions of this module that the pickle has got for others; one for each load.
+    `given` collects the stand-ins that the pickle has got; each load has its own set.
     """
 
     given: set[Callable[..., Any]]
@@ -271,11 +267,11 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
         _require(type(arguments) is tuple, "a call")
         try:
             return function(*arguments)
-        except TypeError as error:  # of the number of arguments
+        except TypeError as error:  # a wrong number of arguments
             raise pickle.UnpicklingError(str(error)) from None
 
     def _build(self, target: Any, state: Any) -> bool:
-        """Set the state of an array or a dtype that torch may not build."""
+        """Set the state of an array or dtype, and return True, unless torch has to do it."""
         numpy = _numpy()
         if numpy is None or not isinstance(target, (numpy.ndarray, numpy.dtype)):
             return False
@@ -290,7 +286,7 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
 
 
 def _full_name(module: str, name: str) -> str:
-    """Return the name of a global as torch has it; files are written with those of Python 2."""
+    """Return the name of a global as torch has it; files have the names of Python 2."""
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
@@ -299,13 +295,10 @@ def _full_name(module: str, name: str) -> str:
 
 
 class OpaqueUnpickler(ValueUnpickler):
-    """The same machine, which has an `Opaque` for all that it does not make.
+    """The same machine, which makes an `Opaque` for every other object.
 
-    Attributes
-    ----------
-    refused : set of callable
-        The functions of this module that have refused arguments, and are opaque, too; one for all
-        loads of a pickle, which is loaded again when there are more.
+    `refused` collects the stand-ins that have refused arguments, and are opaque from then on.  All
+    loads of a pickle share it: the pickle is loaded again when the set has grown.
     """
 
     refused: set[Callable[..., Any]]
@@ -332,7 +325,7 @@ class OpaqueUnpickler(ValueUnpickler):
             if type(target) is FunctionType:
                 self.refused.add(target)
             elif _numpy() is not None and isinstance(target, _numpy().ndarray):
-                self.refused.add(_reconstruct)  # it was right until it got its state
+                self.refused.add(_reconstruct)  # its call was accepted, its state was not
             elif _numpy() is not None and isinstance(target, _numpy().dtype):
                 self.refused.add(_dtype)
             raise
@@ -346,7 +339,7 @@ class OpaqueUnpickler(ValueUnpickler):
 
 
 def _opaque_argument(arguments: Any) -> Opaque | None:
-    """Return an argument that is not built; containers are not looked into."""
+    """Return the first argument that is not built; containers are not searched."""
     found = arguments if isinstance(arguments, tuple) else ()
     return next((each for each in found if isinstance(each, Opaque)), None)
 
@@ -358,7 +351,7 @@ def opaque_globals(data: bytes) -> set[str]:
     {'_io\nStringIO'}
     """
     found = set()
-    with suppress(ValueError, AttributeError, IndexError, UnicodeError):  # it is damaged
+    with suppress(ValueError, AttributeError, IndexError, UnicodeError):  # a damaged pickle
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "GLOBAL":
                 found.add("\n".join(str(argument).split(" ", 1)))
@@ -369,19 +362,10 @@ def opaque_globals(data: bytes) -> set[str]:
 
 
 def refuse_functions(obj: Any, given: Set[Callable[..., Any]]) -> None:
-    """Refuse an object in which a function of this module is a value: the pickle named another one.
+    """Refuse an object that has a stand-in as a value: its pickle named another function.
 
-    Parameters
-    ----------
-    obj : object
-        The object that was unpickled.
-    given : set of callable
-        The functions that its pickle has got.
-
-    Raises
-    ------
-    pickle.UnpicklingError
-        In torch's words for a global that is not allowed.
+    `given` are the stand-ins that the pickle has got.  The error has torch's words for a global
+    that is not allowed.
     """
     kinds = (Mapping, list, tuple, set, frozenset, deque)
     for value in walk(obj, kinds, keys=True) if given else ():

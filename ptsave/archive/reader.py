@@ -23,18 +23,9 @@ if TYPE_CHECKING:
     from ptsave.archive.parking import Parking
     from ptsave.sources.ranges import LocalFile
 
-__all__ = [
-    "ID_RECORD",
-    "LOADERS_RECORDS",
-    "SMALL_RECORDS",
-    "LoadersView",
-    "RecordReader",
-    "UnfilledView",
-]
-
 _BYTE_ORDER = "byteorder"
 ID_RECORD = ".data/serialization_id"
-# Those that torch's loader asks for, and all; torch writes at most 40 bytes into each.
+# The small records that torch's loader asks for, and all; torch writes at most 40 bytes in each.
 LOADERS_RECORDS = (".format_version", _BYTE_ORDER, ".storage_alignment", ID_RECORD)
 SMALL_RECORDS = (*LOADERS_RECORDS, "version", ".data/version")
 _MAX_SMALL_NBYTES = 64 << 10
@@ -49,68 +40,39 @@ class RecordReader:
     """An archive as torch's unpickling sees it, over ptsave's engine.
 
     It has the methods of ``torch._C.PyTorchFileReader`` that ``torch.serialization._load`` uses.
-
-    Parameters
-    ----------
-    engine : _C.Reader
-        An open archive.
-    path : str
-        Its name in messages.
-    limits : Config
-        Bounds of the machine's resources.
-    verify : bool
-        Whether checksums are compared, unless `limits` turn that off.
-
-    Attributes
-    ----------
-    progress : ProgressCallback or None
-        Called while waiting, with the bytes read so far.
-    wait_for_bytes : bool
-        Whether a storage is handed out only when it is filled.
-    allows_values : bool
-        Whether the restricted machine makes harmless values that torch's refuses.
-    leaves_opaque : bool
-        Whether it does, and has an `Opaque` for any other object that torch's refuses.
-    small : dict of str to bytes
-        The records that are no storages, by name, as far as they have been read.
-    is_fetched : bool
-        Whether its bytes come from a source that the engine does not read.
-    reads_when_asked : bool
-        Whether a storage is read when unpickling asks for it, and not ahead.
-    verifies : bool
-        Whether such a storage is compared with its checksum.
+    `path` is the archive's name in messages.
     """
 
-    is_fetched = False
-    reads_when_asked = False
-    verifies: bool
+    is_fetched = False  # whether bytes come from a source that the engine does not read
+    reads_when_asked = False  # whether a storage is read when unpickling asks for it, not ahead
+    verifies: bool  # with reads_when_asked: whether storages are compared with checksums
 
     def __init__(self, engine: _C.Reader, path: str, limits: Config, *, verify: bool) -> None:
         self.engine = engine
         self.path = path
         self.limits = limits
-        self.wait_for_bytes = True
-        self.allows_values = False
-        self.leaves_opaque = False
+        self.wait_for_bytes = True  # hand out a storage only when it is filled
+        self.allows_values = False  # make harmless values that torch's restricted machine refuses
+        self.leaves_opaque = False  # make these, and an `Opaque` for other refused objects
         self.verify = verify and limits.verify
-        self.progress: ProgressCallback | None = None
-        self.small: dict[str, bytes] = {}
+        self.progress: ProgressCallback | None = None  # called with the bytes read so far
+        self.small: dict[str, bytes] = {}  # records read so far that are no storages
         self._parking: Parking | None = None
 
     def close(self) -> None:
-        """Let go of the archive, even if something still refers to this reader."""
+        """Release the archive, even if something still refers to this reader."""
         del self.engine
         self._parking = None
         self.small.clear()
 
     def park(self, file: LocalFile) -> None:
-        """Close the archive's file, which is this one, until it is read."""
+        """Close the archive's file until it is read; `file` is the same one, to open it."""
         from ptsave.archive.parking import Parking
 
         self._parking = Parking(self.engine, file, direct=self.limits.direct_reads)
 
     def opened(self) -> AbstractContextManager[None]:
-        """Have the file open within a block, which calls a method of `engine` that reads it."""
+        """Keep the file open within a block that calls a reading method of `engine`."""
         return nullcontext() if self._parking is None else self._parking.opened()
 
     # ------------------------------------------------------------------- torch's reader interface
@@ -157,7 +119,7 @@ class RecordReader:
         return self.get_record(ID_RECORD).decode("ascii", "replace")
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
-        """Return a tensor over the storage of a record, which may still be being filled."""
+        """Return a tensor over a record's storage, which may still be filling."""
         record = self.find_storage(name, nbytes)
         if self.wait_for_bytes:
             self.engine.wait(record, progress=self.progress)
@@ -180,11 +142,11 @@ class RecordReader:
     # -------------------------------------------------------------------------- small records
 
     def for_loader(self) -> LoadersView:
-        """Return the archive as torch's loader asks for it."""
+        """Return a view of the archive for torch's loader."""
         return LoadersView(self, self.small_records())
 
     def small_records(self) -> dict[str, bytes]:
-        """Read what torch's loader asks for, data.pkl and the small records, and return `small`."""
+        """Read data.pkl and the small records, as torch's loader does, and return `small`."""
         for name in (*filter(self.has_record, SMALL_RECORDS), "data.pkl"):
             self.get_record(name)
         return self.small
@@ -195,7 +157,7 @@ class RecordReader:
             self.get_record(name)
 
     def check_records(self) -> None:
-        """Refuse a version that torch does not read, and damage to what is no storage."""
+        """Refuse a version that torch does not read, and damage outside storages."""
         self.check_version()
         if self.verify:
             self.check_small_records()
@@ -203,8 +165,7 @@ class RecordReader:
     def is_native_byte_order(self) -> bool:
         """Whether the storages are in this machine's byte order, as torch decides it.
 
-        Without a record that says so, :func:`torch.serialization.set_default_load_endianness`
-        counts.
+        Without a record of it, :func:`torch.serialization.set_default_load_endianness` decides.
         """
         if self.has_record(_BYTE_ORDER):
             return self.get_record(_BYTE_ORDER) == sys.byteorder.encode()
@@ -217,10 +178,8 @@ class RecordReader:
     def check_version(self) -> None:
         """Refuse an archive without a version, or with one that torch does not read.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            In the words of torch's reader; also of a byte order or an alignment that it refuses.
+        Also refuses a byte order or an alignment that torch refuses; messages are those of torch's
+        reader.
         """
         for name, pattern, what in (
             (_BYTE_ORDER, rb"little|big", "Unknown endianness type"),
@@ -240,7 +199,7 @@ class RecordReader:
             )
         text = self.get_record(name).decode("latin-1")
         number = re.match(r"\s*[+-]?\d+", text)
-        # A number of thousands of digits is one that int() refuses, too.
+        # int() refuses numbers of thousands of digits.
         if number is None or len(number[0]) > _MAX_DIGITS or int(number[0]) >= 1 << 64:
             shown = text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
             self.fail(f"Couldn't parse the version {shown} as Long Long.", name)
@@ -262,26 +221,26 @@ class RecordReader:
             )
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the archive, wherever they are in it."""
+        """Return bytes of the archive from an offset on."""
         with self.opened():
             return self.engine.read_at(offset, nbytes)
 
     def end_of_storages(self) -> int:
-        """Return the offset behind the last storage; behind data.pkl if there are none."""
+        """Return the offset behind the last storage, or behind data.pkl if there are none."""
         records = self.engine.records()
         storages = [record for record in records if record.name.startswith("data/")]
         read = storages or [record for record in records if record.name == "data.pkl"]
         return max(record.payload_offset + record.nbytes for record in read)
 
     def find(self, name: str) -> int | None:
-        """Return the number of a record; None if there is none of that name."""
+        """Return the number of a record; None if no record has that name."""
         try:
             return self.engine.find(name)
-        except UnicodeEncodeError:  # a lone surrogate, which no archive has in a name
+        except UnicodeEncodeError:  # a lone surrogate, which names in archives never have
             return None
 
     def require_small(self, record: int) -> None:
-        """Refuse a record of torch's own, such as the version, that is larger than any can be."""
+        """Refuse one of torch's own records, such as the version, if it is too large."""
         found = self.engine.record(record)
         if found.name in SMALL_RECORDS and found.nbytes > _MAX_SMALL_NBYTES:
             self.fail(
@@ -312,12 +271,7 @@ class RecordReader:
 class LoadersView:
     """An archive as ``torch.serialization._load`` asks for it.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive, which is asked for storages and their places.
-    small : mapping of str to bytes
-        `LOADERS_RECORDS`, as far as they are there, and data.pkl.
+    `small` has data.pkl and the `LOADERS_RECORDS` that exist; `reader` has storages and offsets.
     """
 
     def __init__(self, reader: Any, small: Mapping[str, bytes]) -> None:
@@ -334,14 +288,8 @@ class UnfilledView(LoadersView):
     """An archive whose storages are made without bytes, so that none can be swapped.
 
     :func:`torch.load` swaps the bytes of storages on the meta device, too, and ends in a
-    segmentation fault.  A record that names no byte order is shown as it is: torch refuses it.
-
-    Parameters
-    ----------
-    reader : RecordReader or torch._C.PyTorchFileReader
-        The archive.
-    names : iterable of str
-        Those of `LOADERS_RECORDS` that are shown.
+    segmentation fault.  A byte order record with another value is shown as it is, because torch
+    refuses it.  `names` are the `LOADERS_RECORDS` to show.
     """
 
     def __init__(self, reader: Any, names: Iterable[str] = LOADERS_RECORDS) -> None:

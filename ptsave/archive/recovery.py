@@ -1,11 +1,12 @@
-"""Makes an archive whole that an `ArchiveWriter` has left unfinished, or that has lost its end.
+"""Completes an archive that has lost its end, or that an `ArchiveWriter` has left unfinished.
 
-Of torch's files `data.pkl` comes first.  Of those that grow the records count up to the last
-journal whose bytes are all there and right; a journal is the pickle of a dict, and the entries of
-all of them, one behind the other, are `data.pkl`.  Entries that need a record that is damaged, or
-missing, are left out.  Nothing is written: the missing end of the file is in memory.  Hostile
-journals have no more power than a hostile `data.pkl`, which the restricted unpickler reads; so has
-the directory, which is parsed as that of any file.
+Files of torch begin with `data.pkl`.  In files that grow, records count up to the last whole
+journal.  A journal is the pickle of a dict; the entries of all journals, in order, are `data.pkl`.
+Entries that need a damaged or missing record are left out.  The file is not written: its missing
+end is made in memory.
+
+Hostile journals can do no more than a hostile `data.pkl`, which the restricted unpickler reads.
+The new directory is parsed like any other.
 """
 
 from __future__ import annotations
@@ -25,30 +26,21 @@ from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.sources.ranges import RangeSource
 
-__all__ = [
-    "JOURNAL_PREFIX",
-    "CompletedFile",
-    "Recovery",
-    "dict_of_parts",
-    "part_of_dict",
-    "recover_archive",
-]
-
 JOURNAL_PREFIX = ".journal/"
 _DATA = "data/"
-_LOST = ".lost/"  # of bytes in which a record was
+_LOST = ".lost/"  # for ranges in which a record is lost
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_Found: TypeAlias = tuple[str, int, int, int, int]  # as `_C.closing_bytes` takes a record
+_Found: TypeAlias = tuple[str, int, int, int, int]  # name, header's offset, size, CRC-32, end
 _OTHER_RECORDS = {"data.pkl", *SMALL_RECORDS}
 _MAX_DIGITS = 16
 _N_NAMED = 8  # in a warning
-_ALIGNMENT = 64  # of the records that are added, which are read like any other
+_ALIGNMENT = 64  # of the records that are added
 
 
 class CompletedFile(RangeSource):
-    """The beginning of a file, with headers where there are none, and another end, in memory.
+    """The beginning of a file with headers patched in, and another end, in memory.
 
-    Tensors are read from it when they are asked for, so the file is closed with the last reader.
+    Tensors are read from it on demand, so the last reader closes the file.
     """
 
     def __init__(
@@ -79,7 +71,7 @@ class CompletedFile(RangeSource):
 
 
 def part_of_dict(pickle: bytes) -> bytes | None:
-    """Return the part of a dict's pickle that adds its entries; None if that is not what it is."""
+    """Return the part of a dict's pickle that adds its entries; None for any other pickle."""
     if not pickle.startswith(_C.DICT_HEAD) or not pickle.endswith(_C.STOP):
         return None
     return pickle[len(_C.DICT_HEAD) : -len(_C.STOP)]
@@ -92,19 +84,11 @@ def dict_of_parts(parts: list[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Rest of a file without its end.
+    """The rest of a file without its end: `source` is a whole file with the readable entries.
 
-    Attributes
-    ----------
-    source : RangeSource
-        A whole file, with the entries that can be read.
-    storages, journals : sequence of str
-        Names of records that are damaged or missing: of storages that entries need, and of
-        journals, whose entries are not known.
-    entries : sequence of str
-        Names of the entries that are left out.
-    n_records : int
-        The records of the file that are whole and belong to it.
+    `storages` and `journals` are the names of damaged or missing records: storages that entries
+    need, and journals, whose entries are unknown.  `entries` are the names left out.  `n_records`
+    counts the whole records that belong to the file.
     """
 
     source: RangeSource
@@ -114,7 +98,7 @@ class Recovery:
     n_records: int = 0
 
     def damage(self) -> str:
-        """Return a text about what is lost; empty if nothing is."""
+        """Return a text about the lost records and entries; empty if none are lost."""
         records = [*self.storages, *self.journals]
         parts = [f"damaged or missing: {_some(records)}"] if records else []
         if self.entries:
@@ -125,18 +109,10 @@ class Recovery:
 
 
 def recover_archive(source: RangeSource) -> Recovery | None:
-    """Return the rest of an archive without its end; None if it is whole, or is none.
+    """Return the rest of an archive without its end; None if it is whole, or is no archive.
 
-    Parameters
-    ----------
-    source : RangeSource
-        A file that is not empty.  Its kind is that of an archive, or None, as of one whose first
-        bytes are damaged.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If it has no end, and nothing of it can be recovered.
+    `source` is not empty.  Its kind is an archive's, or None because its first bytes may be
+    damaged.  Raises CorruptCheckpointError if nothing can be recovered.
     """
     if source.kind is None:
         return _recovery(source)
@@ -163,10 +139,10 @@ def _recovery(source: RangeSource) -> Recovery | None:
 
 
 def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
-    """Return what is left of an archive that begins with its pickle.
+    """Return the rest of an archive that begins with its pickle.
 
-    That says how large each storage is, so the place of each is known: no bytes in a storage, which
-    may be those of an archive, are taken for a record.
+    The pickle gives the size of each storage, so the place of each is known.  Bytes in a storage
+    that look like an archive are therefore never taken for a record.
     """
     first = [*takewhile(lambda record: record.follows, cut.records[: len(_OTHER_RECORDS)])]
     small = {record.name: cut.payload(record) for record in first if record.is_whole}
@@ -183,11 +159,11 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
     found = [
         _storages_in(cut, order, saved.storages, record.end, alignment)
         for order in ([by_number] if by_number == by_text else [by_number, by_text])
-        for record in first  # behind one of which they begin; the names of these may be damaged
+        for record in first  # storages begin behind one of them; their names may be damaged
     ]
     records = max(found, key=len)
     missing = saved.storages.keys() - {record.name.removeprefix(_DATA) for record in records}
-    empty = {number for number in missing if saved.storages[number] == 0}  # nothing of them is lost
+    empty = {number for number in missing if saved.storages[number] == 0}  # these lose no bytes
     lost = missing - empty
     data, entries = saved.without(lost)
     rest = Recovery(source, _in_order(lost), (), entries)
@@ -199,7 +175,7 @@ def _storages_in(
 ) -> list[CutRecord]:
     """Return the whole storages of an archive that has them in an order, from an offset on.
 
-    They lie where torch puts them, or, in an archive of another program, where headers say.
+    They lie where torch puts them or, in an archive of another program, where headers say.
     """
     records = []
     by_headers = False
@@ -219,7 +195,7 @@ def _storages_in(
 
 
 def _of_journals(source: RangeSource, cut: CutArchive) -> Recovery | None:
-    """Return what is left of an archive that grew."""
+    """Return the rest of an archive that grew; None if no journal is whole."""
     records = _rightly_named(cut.records)
     journals = [record for record in records if record.name.startswith(JOURNAL_PREFIX)]
     pickles = [record for record in records if record.name == "data.pkl"]  # of a finished file
@@ -258,12 +234,9 @@ def _completed(
     *,
     empty: Sequence[str] = (),
 ) -> Recovery:
-    """Return a recovery with a whole archive, of some records, empty ones and a pickle.
+    """Return a recovery with a whole archive of these records, empty storages and a pickle.
 
-    Raises
-    ------
-    ValueError
-        If its folder has a name that no archive can have.
+    Raises ValueError if its folder has a name that no archive can have.
     """
     finished = [record for record in records if record.name.startswith((_DATA, JOURNAL_PREFIX))]
     places: list[_Found] = []
@@ -289,15 +262,15 @@ def _completed(
 
 
 def _header_of(name: bytes, flags: int, n_extra: int) -> bytes:
-    """Return the local header of a record whose checksum and sizes are zero, or behind it."""
+    """Return a local header whose checksum and sizes are zero, or follow the payload."""
     fields = _LOCAL_HEADER.pack(ZIP_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(name), n_extra)
     return fields + name
 
 
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:
-    """Return a record for bytes that no other one has, and its header.
+    """Return a record for bytes that belong to no other record, and its header.
 
-    For archives have no gaps: where a payload begins is told from where the next record does.
+    Archives must have no gaps: the next record's place tells where a payload begins.
     """
     full_name = f"{cut.root}/{name}".encode()
     front = _LOCAL_HEADER.size + len(full_name)
@@ -310,13 +283,13 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
 
 
 def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
-    """Return the whole records whose names are theirs, of which there is no checksum.
+    """Return the whole records whose names are right, because names have no checksum.
 
-    Storages and journals are numbered in the order of the file.
+    Storages and journals are numbered in file order.
     """
     found = []
     last = {_DATA: -1, JOURNAL_PREFIX: -1}
-    known = set(last)  # those of which it is clear which number is the next one
+    known = set(last)  # series whose next number is certain
     for record in records:
         prefix, number = _series_of(record.name)
         if not record.follows:
@@ -324,7 +297,7 @@ def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
         is_right = record.name in _OTHER_RECORDS
         if prefix:
             is_right = number == last[prefix] + 1 if prefix in known else number > last[prefix]
-        if not is_right:  # of which series it is nobody knows
+        if not is_right:  # unknown series
             known.clear()
             continue
         if prefix:
@@ -344,7 +317,7 @@ def _series_of(name: str) -> tuple[str, int]:
 
 
 def _missing(journals: list[CutRecord]) -> list[str]:
-    """Return the names of journals in front of the last one that are not there."""
+    """Return the names of the missing journals in front of the last one."""
     numbers = {_series_of(record.name)[1] for record in journals}
     missing = (i for i in range(max(numbers)) if i not in numbers)
     return [f"{JOURNAL_PREFIX}{i}" for i in islice(missing, _N_NAMED + 1)]

@@ -11,27 +11,19 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.views import new_storage
 
-__all__ = ["MIN_NBYTES", "RecycledMemory", "is_idle"]
-
-MIN_NBYTES = 1 << 20  # below this malloc has memory whose pages are there
+MIN_NBYTES = 1 << 20  # below this, malloc has memory whose pages exist
 _CPU = torch.device("cpu")
-_MAX_LENT = 256  # of more, the oldest are their keepers' for good
+_MAX_LENT = 256  # beyond this, the pool forgets the oldest
 
 
 class RecycledMemory:
-    """Lends tensors; the memory of those that nobody refers to any more is lent again.
+    """Lends memory for tensors, and lends it again when nothing refers to it any more.
 
-    Fresh pages cost more than the copy into them, and a model has many tensors of one size.
-    Memory is lent again for the same number of bytes only, so that a tensor that somebody keeps has
-    no more than its own.  Safe for concurrent use.
+    Fresh pages cost more than the copy into them, and a model has many tensors of one size.  Memory
+    is lent again only for the same number of bytes, so a tensor that is kept holds no more than its
+    own.  The pool holds at most `max_nbytes`, lent or idle, but may lend more.  Safe for concurrent
+    use.
 
-    Parameters
-    ----------
-    max_nbytes : int
-        Bytes that are held, lent or not.  (More may be lent.)
-
-    Examples
-    --------
     >>> memory = RecycledMemory(1 << 24)
     >>> tensor = memory.tensor(torch.Size([1024, 512]), torch.float32)
     >>> place = tensor.data_ptr()
@@ -85,7 +77,7 @@ class RecycledMemory:
 
 
 def is_idle(storages: list[torch.UntypedStorage], number: int) -> bool:
-    """Whether nothing but the list refers to one of the storages in it."""
-    # Two references: the list's, and the one that is counted.  A tensor, or whatever else has the
-    # memory in C++, counts in the other way.
+    """Whether only the list refers to one of the storages in it."""
+    # Two references: the list's, and getrefcount's argument.  Tensors, and other users in C++, are
+    # in the other count.
     return sys.getrefcount(storages[number]) <= 2 and _C.storage_use_count(storages[number]) == 1

@@ -1,8 +1,8 @@
-"""Reads an archive whose bytes have to be fetched: by ranges, into a sparse file in memory.
+"""Reads an archive whose bytes have to be fetched by ranges, through a sparse file in memory.
 
-The engine parses that file, so there is one parser.  It gets the directory, the small records and
-local headers; the bytes of tensors are fetched into the tensors.  Where a payload begins is taken
-from the directory, and confirmed by the local header that is fetched with it.
+The engine parses that file, so there is one parser; it has the directory, small records and local
+headers.  The bytes of tensors are fetched into the tensors.  A payload's offset comes from the
+directory, and the local header that is fetched with it confirms the offset.
 """
 
 from __future__ import annotations
@@ -16,33 +16,16 @@ from ptsave.archive.reader import SMALL_RECORDS, RecordReader
 from ptsave.sources.ranges import RangeSource, SparseFile
 from ptsave.support.config import Config
 
-__all__ = ["RemoteReader"]
-
 
 class RemoteReader(RecordReader):
-    """A `RecordReader` of an archive whose bytes are fetched when they are asked for.
-
-    Parameters
-    ----------
-    source : RangeSource
-        The bytes of the archive.
-    limits : Config
-        Bounds of the machine's resources.
-    verify : bool
-        Whether checksums are compared.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If it is no archive.
-    """
+    """A `RecordReader` of an archive whose bytes are fetched when they are asked for."""
 
     is_fetched = True
 
     def __init__(self, source: RangeSource, limits: Config, *, verify: bool) -> None:
         self.source = source
         self._with_headers: set[int] = set()  # records whose local headers are in the file
-        self._fetched: set[int] = set()  # those whose payloads are there as well
+        self._fetched: set[int] = set()  # records whose payloads are there as well
         self._tail_begin = max(source.nbytes - _C.MAX_TAIL_NBYTES, 0)
         self._file = SparseFile(source.nbytes)
         try:
@@ -82,7 +65,7 @@ class RemoteReader(RecordReader):
         return super().get_record_offset(name)
 
     def require_crc(self, record: int, crc: int) -> None:
-        """Refuse a record whose payload, which was fetched, has another checksum."""
+        """Refuse a record that should have another checksum than its fetched payload's."""
         found = self.engine.record(record)
         if crc != found.crc:
             offset = self.engine.payload_offset(record)
@@ -97,7 +80,7 @@ class RemoteReader(RecordReader):
         return record in self._with_headers
 
     def add_header(self, record: int, header: bytes) -> None:
-        """Take over the bytes from a record's local header to its payload."""
+        """Store the fetched bytes from a record's local header to its payload."""
         self._file.write(self.engine.record(record).header_offset, header)
         self._with_headers.add(record)
 

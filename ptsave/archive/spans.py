@@ -1,4 +1,4 @@
-"""Reads parts of records into memory, from an archive that is local or far away."""
+"""Reads parts of records into memory, from a local or remote archive."""
 
 from __future__ import annotations
 
@@ -17,43 +17,21 @@ from ptsave.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from ptsave.archive.remote import RemoteReader
 
-__all__ = [
-    "MAX_FETCHED_GAP",
-    "MAX_READ_GAP",
-    "ArchiveSpans",
-    "Damage",
-    "EngineSpans",
-    "FetchedSpans",
-    "Span",
-    "SpanReader",
-    "batches",
-    "memory_of",
-    "spans_of",
-]
-
 MIB = 1 << 20
 # Largest gap, in bytes, that is fetched rather than skipped.
 MAX_FETCHED_GAP = 1 * MIB
 # Largest gap that is read in a local file.
 MAX_READ_GAP = 16 << 10
-# Bytes asked for at once, and bytes fetched in one request: some file systems make several at a
-# time.
+# Bytes of a batch, and of a request; some file systems send a batch's requests at the same time.
 _BATCH_NBYTES = 64 * MIB
 _REQUEST_NBYTES = 8 * MIB
 
 
 class Span(NamedTuple):
-    """A part of a record's payload, and the memory it belongs in.
+    """A part of a record's payload, from byte `begin` on, and the memory it belongs in.
 
-    Attributes
-    ----------
-    record : int
-        The number of the record.
-    begin : int
-        Offset of the part in the payload, in bytes.
-    target : torch.Tensor
-        Contiguous uint8 as long as the part, in CPU memory; readers that `reach_devices` fill those
-        on accelerators, too.
+    `target` is contiguous uint8 in CPU memory.  Readers that `reach_devices` also fill targets on
+    accelerators.
     """
 
     record: int
@@ -62,20 +40,10 @@ class Span(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A damaged record.
+    """A damaged record, and the offset of the damage in the archive, in bytes.
 
-    Attributes
-    ----------
-    record : str
-        Its name.
-    offset : int
-        Position of the damage in the archive, in bytes.
-    reason : str
-        The kind of damage, in words.
-    error : Exception
-        The exception to raise if nothing can be added.
-    crcs : _C.DamagedRecord or None
-        The checksums, if it is these that are not the same.
+    `error` is the exception to raise if nothing can be added.  `crcs` is set if the checksums
+    differ.
     """
 
     record: str
@@ -88,37 +56,29 @@ class Damage(NamedTuple):
 class SpanReader(Protocol):
     """Fills spans; safe for concurrent use.
 
-    Attributes
-    ----------
-    max_gap : int
-        How many bytes that nobody wants are read rather than skipped.
-    reach_devices : bool
-        Whether targets may be on accelerators, which are filled through page-locked memory.
+    `max_gap` is the largest unwanted gap, in bytes, that is read rather than skipped.
+    `reach_devices` says that targets may be on accelerators, which are filled through page-locked
+    memory.
     """
 
     max_gap: int
     reach_devices: bool
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
-        """Fill the targets.
+        """Fill the targets; a span that is a whole record must be the only span of that record.
 
-        Parameters
-        ----------
-        spans : sequence of Span
-            If one is a whole record, it is the only one of that record.
-        verify : bool or None
-            Whether to compare checksums: None for whole records only, True for all, for which
-            the whole records are read.
+        `verify` None compares whole records with their checksums.  True compares all records, and
+        reads the whole of each.
         """
         ...
 
     def check(self, records: Sequence[int]) -> None:
-        """Compare records with their checksums; raises for the first that is damaged."""
+        """Compare records with their checksums; raises an error for the first damaged record."""
         ...
 
 
 class ArchiveSpans(SpanReader, Protocol):
-    """A `SpanReader` for an archive, which has records and checksums of them."""
+    """A `SpanReader` for an archive, whose records may have checksums."""
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         """Read records, compare them with their checksums if asked, and return the damage."""
@@ -185,7 +145,7 @@ class EngineSpans:
                     max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
                 )
         except (_C.FormatError, OSError) as error:
-            if len(records) > 1:  # which stops at the first
+            if len(records) > 1:  # the engine stops at the first error
                 return [d for number in records for d in self.find_damage([number], verify=verify)]
             return [_damage_of(self._reader, records[0], error)]
         return [
@@ -276,7 +236,7 @@ class FetchedSpans:
         return damage
 
     def _fetch(self, spans: Sequence[Span]) -> None:
-        """Fetch spans and the local headers of their records, which may put them elsewhere."""
+        """Fetch spans and the local headers of their records; a header may move a span."""
         records = {span.record: self._engine.record(span.record) for span in spans}
         for record in records.values():
             if not record.stored or record.encrypted:
@@ -307,7 +267,7 @@ class FetchedSpans:
 
 
 def spans_of(reader: RecordReader) -> ArchiveSpans:
-    """Return the reader of parts of an archive's records: fetched by ranges, or local."""
+    """Return the reader of parts of an archive's records, for fetched or local bytes."""
     if not reader.is_fetched:
         return EngineSpans(reader)
     from ptsave.archive.remote import RemoteReader
@@ -337,7 +297,7 @@ def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
 
 
 def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield the spans, the large ones cut, in groups of at most `_BATCH_NBYTES`."""
+    """Yield the spans in groups of at most `_BATCH_NBYTES`; large spans are cut."""
     batch: list[Span] = []
     nbytes = 0
     for span in spans:
@@ -358,6 +318,6 @@ def _range_of(span: Span, payload_offset: int) -> tuple[int, int]:
 
 
 def memory_of(target: Tensor) -> memoryview:
-    """Return the bytes of a tensor, which has to outlive them; NumPy may not be there."""
+    """Return the bytes of a tensor, which must outlive them; works without NumPy."""
     array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
     return memoryview(array).cast("B")

@@ -1,4 +1,4 @@
-"""Archives in file objects and behind URLs: storages are read when unpickling asks, verified."""
+"""Reads archives in file objects and behind URLs: each storage when unpickling asks for it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,14 @@ from ptsave.sources.local import describe
 from ptsave.sources.ranges import FileObject, RangeSource
 from ptsave.support import config
 
-__all__ = ["StreamReader", "open_stream"]
-
-_AHEAD_NBYTES = 32 << 20  # of storages fetched by one call: a small one costs a request by itself
+_AHEAD_NBYTES = 32 << 20  # of storages fetched together, as a small one alone costs a request, too
 
 
 def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
-    """Open an archive in a seekable file object, such as fsspec's or a subclass of BytesIO.
+    """Open an archive in a seekable file object, from its current position on.
 
-    Parameters
-    ----------
-    f : file-like
-        The archive is all of it from its current position on.
-    verify : bool
-        Whether checksums are compared.
-
-    Returns
-    -------
-    StreamReader or None
-        None if `f` cannot be read at any position or does not begin as a zip archive there; its
-        position is unchanged.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If it begins as an archive and is none.
+    Returns None, and keeps the position, if `f` cannot be read at any position or does not begin as
+    a zip archive.
     """
     if not all(callable(getattr(f, method, None)) for method in ("read", "seek", "tell")):
         return None
@@ -51,19 +34,14 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
         f.seek(begin)
     except (OSError, io.UnsupportedOperation):
         return None  # torch's error names the missing method
-    is_archive = isinstance(head, bytes) and is_zip(head)  # text is torch's to refuse
+    is_archive = isinstance(head, bytes) and is_zip(head)  # torch refuses text
     return StreamReader(FileObject(f, describe(f)), verify=verify) if is_archive else None
 
 
 class StreamReader(RemoteReader):
-    """A reader whose storages are read when unpickling asks for them, as torch's own does it.
+    """A reader that reads a storage when unpickling asks for it, as torch's reader does.
 
-    Parameters
-    ----------
-    source : RangeSource
-        The archive.  A file object gets its position back when this is made, and when it is closed.
-    verify : bool
-        Whether checksums are compared.
+    A file object gets its position back when the reader is made, and when it is closed.
     """
 
     reads_when_asked = True
@@ -73,7 +51,7 @@ class StreamReader(RemoteReader):
         self._rewind()
         self._nbytes_read = 0
         self._n_records = len(self.engine.records())
-        self._ahead: dict[int, Tensor] = {}  # payloads by record, fetched with another one
+        self._ahead: dict[int, Tensor] = {}  # payloads fetched ahead, by record
         self.verifies = self.verify
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> Tensor:
@@ -97,14 +75,14 @@ class StreamReader(RemoteReader):
         return payload
 
     def _fetch_from(self, record: int) -> None:
-        """Fetch a storage, and those that follow in the file, as they are asked for next."""
+        """Fetch a storage and the storages behind it, which are usually asked for next."""
         payloads = {
             number: torch.empty(self.engine.record(number).nbytes, dtype=torch.uint8)
             for number in self._storages_from(record)
         }
         spans = [Span(number, 0, payload) for number, payload in payloads.items()]
         FetchedSpans(self).read(spans, verify=None if self.verifies else False)
-        self._ahead = payloads  # others of before were not asked for: they are not kept
+        self._ahead = payloads  # drops earlier payloads that were not asked for
 
     def _storages_from(self, record: int) -> Iterator[int]:
         yield record

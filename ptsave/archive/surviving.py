@@ -1,8 +1,8 @@
-"""Leaves entries out of the pickle of dicts: those that need storages that are lost.
+"""Removes the entries that need lost storages from the pickle of a dict.
 
-The pickle is read without a single import: functions and classes are names, what they would make is
-the call itself.  Without the entries it is written again, with all that they had in common, and
-without recursion: entries may be nested as deep as those that can be saved.
+The pickle is read without imports: functions and classes are names, and the result of a call is the
+call itself.  It is written again without the entries; shared objects stay shared.  Neither step
+uses recursion, so entries may be nested as deep as in any saved file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ptsave.tree.paths import MAX_DEPTH
 
-__all__ = ["SavedEntries"]
-
 _PROTOCOL = 2  # of torch's files
 _MAX_ROUNDS = 8
-_HASHED_PER_BYTE = 16  # parts of tuples in keys, which may be met more than once
-# Of the elements that storages have in pickles; those of newer dtypes are untyped there.
+_HASHED_PER_BYTE = 16  # parts of tuples in keys, counted each time they are met
+# The size of an element of each type of storage; newer dtypes have untyped storages.
 _ITEM_NBYTES = {
     **dict.fromkeys(
         ("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1
@@ -35,20 +33,8 @@ _ITEM_NBYTES = {
 class SavedEntries:
     """The pickle of a saved object, and the storages that its entries need.
 
-    Parameters
-    ----------
-    data : bytes
-        The pickle.
-
-    Attributes
-    ----------
-    storages : dict of str to int
-        The size of each storage that it needs, in bytes, by its number, ``"3"``.
-
-    Raises
-    ------
-    ValueError
-        If it is no pickle.
+    `storages` has the size of each storage in bytes, by its number such as ``"3"``; the size is -1
+    if the pickle does not give it.  Raises ValueError if `data` is no pickle.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -57,7 +43,7 @@ class SavedEntries:
             reader = _Reader(BytesIO(data))
             reader.n_to_hash = _HASHED_PER_BYTE * len(data)
             self._obj = reader.load()
-        except Exception as error:  # whatever the machine of the standard library stumbles over
+        except Exception as error:  # the standard library's machine may raise anything
             raise ValueError(f"its entries cannot be told apart ({error})") from error
         closed: set[int] = set()
         for _ in range(_MAX_ROUNDS):
@@ -66,7 +52,7 @@ class SavedEntries:
             shared = {id(each) for _, each in self._open[1:] if id(each) in self._users}
             if not shared:
                 break
-            closed |= shared  # something else holds them, which would change
+            closed |= shared  # something else holds them, too, and would change
         else:
             raise ValueError("its entries cannot be told apart (they share too many dicts)")
         self.storages = {
@@ -74,28 +60,13 @@ class SavedEntries:
         }
 
     def without(self, lost: Collection[str]) -> tuple[bytes, list[str]]:
-        """Return the pickle without the entries that need some storages.
+        """Return the pickle without the entries that need `lost` storages, and their dotted names.
 
-        An entry is what a dict holds, or a dict in it and so on; of a list, a tuple or another
-        object all is left out, because the places of the others would change.  So is a dict of
-        which nothing is left.
-
-        Parameters
-        ----------
-        lost : collection of str
-            Numbers of the storages.
-
-        Returns
-        -------
-        data : bytes
-            The pickle of the others; the given one if nothing needs these storages.
-        names : list of str
-            Dotted names of the entries that are left out.
-
-        Raises
-        ------
-        ValueError
-            If the object is no dict, nothing of it would be left, or it cannot be written again.
+        An entry is an item of the dict, or of a dict that is nested in it.  A list, a tuple or
+        another object is left out as a whole, because its other parts would change places.  A dict
+        that loses all items is left out, too.  Returns the given pickle if nothing needs these
+        storages.  Raises ValueError if the object is no dict, nothing of it would be left, or it
+        cannot be written.
         """
         needing = self._needing([each for each in self._stored if each.number in lost])
         if not needing:
@@ -116,7 +87,7 @@ class SavedEntries:
         return _Writer().written(self._obj), [name for each in reversed(names) for name in each]
 
     def _needing(self, lost: list[Any]) -> set[int]:
-        """Return the ids of the objects that need storages, but for dicts whose items are left."""
+        """Return the ids of objects that need `lost` storages, except dicts that can lose items."""
         needing = {id(each) for each in lost}
         pending = lost
         while pending:
@@ -152,7 +123,7 @@ class _Stored:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes; -1 if the pickle does not say it."""
+        """The size in bytes; -1 if the pickle does not give it."""
         kind, count = self.pid[1], self.pid[4] if len(self.pid) > 4 else None
         if type(kind) is not _Global or type(count) is not int or count < 0:
             return -1
@@ -161,7 +132,7 @@ class _Stored:
 
 
 class _Made:
-    """What a call makes, with all that is done to it afterwards."""
+    """The result of a call, with all later changes to it."""
 
     def __init__(self, function: Any, args: Any, opcode: bytes = pickle.REDUCE) -> None:
         self.function = function
@@ -186,7 +157,7 @@ class _Made:
             yield from pair
 
 
-if TYPE_CHECKING:  # the parts of the standard library's machine that typeshed does not have
+if TYPE_CHECKING:  # the parts of the standard library's machine that typeshed lacks
 
     class _PythonUnpickler(pickle.Unpickler):
         dispatch: ClassVar[dict[int, Callable[[Any], None]]]
@@ -202,7 +173,7 @@ else:
 
 
 class _Reader(_PythonUnpickler):
-    """Python's machine, which imports nothing and calls nothing."""
+    """Python's unpickler, which imports nothing and calls nothing."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
     n_to_hash: int
@@ -220,9 +191,9 @@ class _Reader(_PythonUnpickler):
     dispatch[pickle.NEWOBJ[0]] = load_newobj
 
     def _check_keys(self, keys: list[Any]) -> None:
-        """Refuse tuples in tuples whose hash takes more steps than there are bytes.
+        """Refuse keys of nested tuples whose hash takes too many steps for the pickle's size.
 
-        The same tuple may be in another one twice, and that in the next.
+        A tuple may hold the same tuple twice, and so on: the steps double at each level.
         """
         pending = [key for key in keys if type(key) is tuple]
         while pending:
@@ -255,24 +226,21 @@ class _Reader(_PythonUnpickler):
 
 
 class _Writer:
-    """Writes what `_Reader` has read as a pickle.
+    """Writes an object that `_Reader` has read as a pickle.
 
-    Each container is an iterator that writes its opcodes and yields its contents, to be written in
-    between: the stack of these takes the place of recursion.
+    Each container is an iterator that writes its opcodes and yields its contents in between.  A
+    stack of these iterators replaces recursion.
     """
 
     def __init__(self) -> None:
         self._stream = BytesIO()
-        self._numbers: dict[int, int] = {}  # in the pickle's memo, by the ids of objects
+        self._numbers: dict[int, int] = {}  # numbers in the pickle's memo, by the ids of objects
         self._open_sets: set[int] = set()
 
     def written(self, obj: Any) -> bytes:
-        """Return the pickle of an object, which stays alive meanwhile.
+        """Return the pickle of an object, which must stay alive meanwhile.
 
-        Raises
-        ------
-        ValueError
-            If a set holds itself, which the protocol cannot say.
+        Raises ValueError if a set holds itself, which the protocol cannot express.
         """
         self._write(pickle.PROTO + bytes([_PROTOCOL]))
         pending = [iter([obj])]
@@ -290,7 +258,7 @@ class _Writer:
         self._stream.write(data)
 
     def _write_known(self, obj: Any) -> bool:
-        """Write an object that has been written before from the memo; return whether it has."""
+        """Write an object from the memo if it has been written before; return whether it has."""
         number = self._numbers.get(id(obj))
         if number is None:
             return False
@@ -330,7 +298,7 @@ class _Writer:
     def _made(self, obj: _Made) -> Iterator[Any]:
         yield obj.function
         yield obj.args
-        if id(obj) in self._numbers:  # a container among the arguments holds it
+        if id(obj) in self._numbers:  # an argument holds it, and has written it
             self._write(pickle.POP * 2)
             self._write_known(obj)
             return
@@ -343,7 +311,7 @@ class _Writer:
             self._write(pickle.BUILD)
 
     def _elements(self, elements: Collection[Any]) -> Iterator[Any]:
-        if elements:  # tensors have no method for that
+        if elements:  # without elements none are appended: tensors have no append
             self._write(pickle.MARK)
             yield from elements
             self._write(pickle.APPENDS)
@@ -358,7 +326,7 @@ class _Writer:
     def _tuple(self, obj: tuple[Any, ...]) -> Iterator[Any]:
         self._write(pickle.MARK)
         yield from obj
-        if id(obj) in self._numbers:  # a container in it holds it
+        if id(obj) in self._numbers:  # a container in it holds it, and has written it
             self._write(pickle.POP_MARK)
             self._write_known(obj)
             return
@@ -376,25 +344,25 @@ class _Writer:
         self._memoize(obj)
 
     def _write_plain(self, obj: Any) -> None:
-        """Write an object that holds no other one with Python's pickler, without its memo."""
+        """Write an object without parts by Python's pickler, without that pickler's memo."""
         stream = BytesIO()
         pickler = pickle.Pickler(stream, _PROTOCOL)
         pickler.fast = True
         pickler.dump(obj)
-        self._write(stream.getvalue()[2 : -len(pickle.STOP)])  # behind PROTO
+        self._write(stream.getvalue()[2 : -len(pickle.STOP)])  # without PROTO
         if type(obj) is str:
             self._memoize(obj)
 
 
 def _open_dicts(obj: Any, closed: set[int]) -> list[tuple[str, Any]]:
-    """Return an object and all dicts that only dicts lie around, with the beginning of names.
+    """Return an object and the dicts that only dicts contain, each with its prefix of names.
 
-    `closed` are ids of others, which are left out.
+    `closed` are the ids of dicts to leave out.
     """
     found = [("", obj)] if _is_dict(obj) else []
     seen = {id(obj), *closed}
     depths = [0]
-    for (prefix, each), depth in zip(found, depths, strict=False):  # which grow meanwhile
+    for (prefix, each), depth in zip(found, depths, strict=False):  # both grow meanwhile
         for key, value in _items_of(each):
             if _is_dict(value) and id(value) not in seen and depth < MAX_DEPTH:
                 seen.add(id(value))
@@ -424,7 +392,10 @@ def _set_items(obj: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _users_of(obj: Any, open_dicts: set[int]) -> tuple[dict[int, list[Any]], list[_Stored]]:
-    """Return what holds each object, by its id, but for the items of these dicts; and storages."""
+    """Return the holders of each object, by its id, and all storages.
+
+    `open_dicts` do not count as holders of their items.
+    """
     users: dict[int, list[Any]] = {}
     stored = []
     seen: set[int] = set()

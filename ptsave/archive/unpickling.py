@@ -1,14 +1,13 @@
 """Unpickles the object of an archive, overlapped with reading where that is safe.
 
-With ``weights_only=True`` the engine's unpickler takes the place of torch's; otherwise it is
-Python's.
+With ``weights_only=True`` the engine's unpickler replaces torch's; otherwise it is Python's.
 
-The rule: nothing that can look at a tensor's values may run before the bytes of the storages it
-can reach have arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages
-along.  So the steps of the pickle are checked first, and only if none does more than that does
-unpickling start while bytes are still arriving; in every other case it starts when all of them
-have, and are verified.  So does that of a large pickle whose storages hold few bytes, because
-checking it takes as long as reading them.
+The rule: code that can look at a tensor's values must not run before the bytes of its storages have
+arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages along.  So the
+steps of the pickle are checked first.  If it only rebuilds plain tensors, unpickling starts while
+bytes are still arriving.  Otherwise it starts when all bytes have arrived and are verified.  It
+also waits for a large pickle with few bytes in storages: checking that takes as long as reading
+them.
 """
 
 from __future__ import annotations
@@ -46,20 +45,8 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.support.torch_tensors import modes_are_active
 
-__all__ = [
-    "can_defer_reading",
-    "faster",
-    "fills_storages",
-    "is_meta_location",
-    "refusal_of",
-    "unpickle",
-    "unpickle_received",
-    "unpickle_unread",
-    "unpickle_without_bytes",
-]
-
-# Storages are read at several bytes for each byte of a pickle that is looked through, and a small
-# pickle is looked through in no time.
+# Storages are read several times as fast as a pickle is checked, per byte.  Checking a small pickle
+# takes almost no time.
 _MIN_BYTES_PER_PICKLE_BYTE = 8
 _SMALL_PICKLE_NBYTES = 1 << 20
 _CPU = torch.device("cpu")
@@ -74,25 +61,9 @@ def unpickle(
     overall_storage: torch.UntypedStorage | None,
     pickle_load_args: dict[str, Any],
 ) -> Any:
-    """Rebuild the object of an archive.
+    """Rebuild the object of an archive, as :func:`torch.load` does.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.
-    map_location : callable, device, str, dict or None
-        As for :func:`torch.load`.
-    pickle_module : module
-        ``torch.restricted_unpickler`` for the restricted machine.
-    overall_storage : torch.UntypedStorage or None
-        The memory-mapped file, with ``mmap=True``.
-    pickle_load_args : dict
-        Keyword arguments of the unpickler.
-
-    Returns
-    -------
-    object
-        As from :func:`torch.load`.
+    `overall_storage` is the mapped file with ``mmap=True``.
     """
 
     def load(shown: Any, module: Any) -> Any:
@@ -131,8 +102,8 @@ def unpickle(
         except _C.FormatError as error:
             raise_corrupt(error, reader.path)
         except _C.LayoutMismatchError:
-            # The payloads are not where torch's writer would have put them.  Nothing but blind
-            # rebuilding has happened so far, so it can happen again.
+            # The payloads are not where torch's writer would have put them.  Only blind rebuilding
+            # has happened so far, so it can be repeated.
             if exact_offsets:
                 raise
         finally:
@@ -160,24 +131,11 @@ def unpickle_unread(
     locations: set[str],
     first_at: dict[int, str] | None = None,
 ) -> Any:
-    """Rebuild the object of an archive, in CPU memory, with storages that are not read.
+    """Rebuild an object in CPU memory whose storages are reserved places of ``reader.engine``.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive; `can_defer_reading` has to hold.
-    pickle_module : module
-        As for `unpickle`.
-    locations : set of str
-        Gets the locations other than the CPU from which storages were saved.
-    first_at : dict of int to str, optional
-        Gets the location of the first record from each; ``reader.engine.places`` knows those of all
-        others.
-
-    Returns
-    -------
-    object
-        Its storages are reserved places of ``reader.engine``.
+    `can_defer_reading` has to hold.  `locations` gets the locations, other than the CPU, that
+    storages were saved from.  `first_at` gets the location of the first record from each;
+    ``reader.engine.places`` knows those of all others.
     """
 
     def stay(storage: Any, location: str) -> Any:
@@ -199,15 +157,7 @@ def unpickle_unread(
 def unpickle_without_bytes(
     archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
 ) -> Any:
-    """Rebuild the object of an archive where `fills_storages` does not hold.
-
-    Parameters
-    ----------
-    archive : torch._C.PyTorchFileReader
-        The archive, which may be compressed.
-    map_location, pickle_module, pickle_load_args
-        As for `unpickle`.
-    """
+    """Rebuild an archive's object, perhaps compressed, where `fills_storages` does not hold."""
     return _load(UnfilledView(archive), map_location, pickle_module, None, pickle_load_args)
 
 
@@ -220,15 +170,8 @@ def unpickle_received(
 ) -> Any:
     """Rebuild the object of an archive whose storages come from another rank.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive.
-    map_location, pickle_module, pickle_load_args
-        As for `unpickle`.
-    receive : callable
-        Receives all storages.  Given the records whose reserved storages are to be filled, and
-        storages on other devices by their records.
+    `receive` gets the records whose reserved storages it has to fill, and the storages on other
+    devices by their records.
     """
     if not fills_storages(map_location):
         module = faster(pickle_module, reader, storages_are_plain=False)
@@ -251,15 +194,8 @@ def unpickle_received(
 def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
     """Return why ``weights_only=True`` refuses to run a pickle; None if it does not.
 
-    Parameters
-    ----------
-    data : bytes
-        The pickle, as from :func:`ptsave.save`.  Its storages are not needed.
-    allows_values : bool, default False
-        Whether the harmless values are allowed that a restore takes.
+    `allows_values` accepts the harmless values that a restore accepts.  Storages are not needed.
 
-    Examples
-    --------
     >>> refusal_of(pickle.dumps({"lr": 0.5}, 2)) is None
     True
     >>> refusal_of(pickle.dumps(io.StringIO, 2))[:33]
@@ -273,13 +209,13 @@ def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
         return None
     except pickle.UnpicklingError as error:
         return str(error)
-    except Exception:  # not the policy's: of a tensor that cannot be without bytes, say
+    except Exception:  # no refusal: some tensors cannot be made without bytes
         return None
     return None
 
 
 class _PickleAlone:
-    """An archive for torch's loader that has a pickle and no storage with bytes."""
+    """An archive for torch's loader with a pickle, and storages without bytes."""
 
     path = "data.pkl"
 
@@ -314,7 +250,7 @@ def _unpickle_to_places(
 
 
 def _reserve(reader: RecordReader) -> None:
-    """Give storages their places without reading them; `fill` does that."""
+    """Give storages their places without reading them; `fill` reads them."""
     try:
         with naming_what_needs_memory(reader.path, reader.engine.nbytes):
             reader.engine.reserve()
@@ -330,8 +266,8 @@ def _load(
     overall_storage: torch.UntypedStorage | None,
     pickle_load_args: dict[str, Any],
 ) -> Any:
-    """Let torch load, with a stand-in for its reader and one for its unpickler."""
-    if LOADER_KNOWS_WEIGHTS_ONLY:  # without bytes there are no sparse tensors to be validated
+    """Let torch load, with stand-ins for its reader and its unpickler."""
+    if LOADER_KNOWS_WEIGHTS_ONLY:  # tensors without bytes have no values to validate
         validates = _is_restricted(pickle_module) and fills_storages(map_location)
         pickle_load_args = {**pickle_load_args, "weights_only": validates}
     try:
@@ -339,12 +275,12 @@ def _load(
             shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
         )
     finally:
-        # torch leaves it behind when unpickling fails.
+        # torch does not reset it when unpickling fails.
         options.map_location = None
 
 
 def _is_restricted(pickle_module: Any) -> bool:
-    """Whether a module has torch's restricted unpickler, or a stand-in for it."""
+    """Whether a module's unpickler is torch's restricted one, or a stand-in for it."""
     machine = getattr(pickle_module, "Unpickler", None)
     return pickle_module is restricted_unpickler or (
         isinstance(machine, type) and issubclass(machine, (Unpickler, _TORCHS_MACHINE))
@@ -352,14 +288,14 @@ def _is_restricted(pickle_module: Any) -> bool:
 
 
 def fills_storages(map_location: Any) -> bool:
-    """Whether loading puts bytes into storages at all, as it does not on the meta device."""
+    """Whether loading puts bytes into storages; it does not on the meta device, for example."""
     return not (
         is_meta_location(map_location) or options.skip_data or detect_fake_mode(None) is not None
     )
 
 
 def is_meta_location(map_location: Any) -> bool:
-    """Whether everything is loaded onto the meta device; a dict or a callable does not say so.
+    """Whether everything is loaded onto the meta device; False for a dict or a callable.
 
     >>> is_meta_location("meta"), is_meta_location(torch.device("cpu")), is_meta_location(None)
     (True, False, False)
@@ -375,14 +311,14 @@ def _stay_on_cpu(map_location: Any) -> bool:
 
 
 def _storages_are_plain(reader: RecordReader) -> bool:
-    """Whether a storage is its record's bytes and nothing more."""
+    """Whether a storage is exactly its record's bytes."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
     return reader.is_native_byte_order() and _restores_cpu_blindly() and not modes_are_active()
 
 
 def _gains_by_overlap(reader: RecordReader, data: bytes) -> bool:
-    """Whether reading takes longer than looking through the pickle, which comes first."""
+    """Whether reading takes longer than checking the pickle, which comes first."""
     nbytes = len(data)
     return (
         nbytes <= _SMALL_PICKLE_NBYTES
@@ -399,7 +335,7 @@ def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
 
 
 def _is_blind(data: bytes, pickle_module: Any, *, leaves_opaque: bool = False) -> bool:
-    """Whether the pickle rebuilds plain tensors only, which looks at no values."""
+    """Whether the pickle only rebuilds plain tensors, which looks at no values."""
     if pickle_module not in (pickle, restricted_unpickler):
         return False
     if _C.rebuilds_blindly(data, _DTYPES):
@@ -413,12 +349,12 @@ def _is_blind(data: bytes, pickle_module: Any, *, leaves_opaque: bool = False) -
 
 
 def _is_cpu(map_location: Any) -> bool:
-    """Whether this is the CPU's name; a callable or a subclass can say so and do anything."""
+    """Whether this is the CPU's name; a callable or a subclass may say so and do anything."""
     return type(map_location) in (str, torch.device) and str(map_location) == "cpu"
 
 
 def _restores_cpu_blindly() -> bool:
-    """Whether torch's own rule for CPU storages, which returns them as they are, comes first."""
+    """Whether torch's own rule for CPU storages comes first; it returns them as they are."""
     _, _, deserialize = location_rules[0]
     return deserialize is cpu_rule
 
@@ -504,10 +440,10 @@ class Unpickler:
 
 
 def faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool = False) -> Any:
-    """Return a stand-in for torch's restricted unpickler, and any other module as it is."""
+    """Return a stand-in for torch's restricted unpickler, or any other module as it is."""
     if pickle_module is not restricted_unpickler or not _knows_torchs_machine():
         return pickle_module
-    # A class lives until the next garbage collection: nothing of it may keep the archive open.
+    # The class lives until the next garbage collection, and must not keep the archive open.
     attributes = {"archive": weakref.ref(reader), "storages_are_plain": storages_are_plain}
     return SimpleNamespace(Unpickler=type("Unpickler", (Unpickler,), attributes))
 
@@ -527,9 +463,9 @@ _OPCODES = frozenset(
 
 
 def _knows_torchs_machine() -> bool:
-    """Whether torch's machine is the one that the engine's was written after.
+    """Whether torch's machine is the one that the engine's unpickler imitates.
 
-    A torch to come may know more opcodes, and somebody may have replaced it: then it runs itself.
+    A later torch may know more opcodes, and a program may replace the machine: then torch's runs.
     """
     machine = restricted_unpickler.Unpickler
     return machine is _TORCHS_MACHINE and _opcodes_of(machine) == _OPCODES

@@ -16,18 +16,16 @@ from ptsave.support import config
 from ptsave.support.torch_tensors import negated_view
 from ptsave.tree.view_blocks import blocks_of
 
-__all__ = ["Allocator", "bytes_of", "new_storage", "read_view", "unfilled_tensors", "view_as"]
+Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # given a number of bytes, on the CPU
 
-Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # of so many bytes on the CPU
-
-_MAX_SPARSE_NBYTES = 64 << 20  # of which most is dropped
-_MIN_SENT_NBYTES = 256 << 10  # of a block that goes to an accelerator by itself
-_PACK_NBYTES = 16 << 20  # of those that go there together
+_MAX_SPARSE_NBYTES = 64 << 20  # read at once although most is dropped
+_MIN_SENT_NBYTES = 256 << 10  # of a block that is sent to an accelerator by itself
+_PACK_NBYTES = 16 << 20  # of blocks that are sent together
 _CPU = torch.device("cpu")
 
 
 def new_storage(nbytes: int, device: torch.device = _CPU) -> torch.UntypedStorage:
-    """Return memory, whatever the default device is."""
+    """Return memory on `device`, whatever torch's default device is."""
     return torch.UntypedStorage(nbytes, device=device)
 
 
@@ -40,28 +38,11 @@ def read_view(
     *,
     allocate: Allocator = new_storage,
 ) -> Tensor:
-    """Read the bytes of one view; bytes between its blocks are read and dropped.
+    """Read the values of one view into memory of their own; bytes between its blocks are dropped.
 
-    Parameters
-    ----------
-    spans : SpanReader
-        Reads parts of the file's records.
-    record : int or None
-        The record with the view's storage; None if that has no bytes.
-    view : torch.Tensor
-        Strided; its values are not looked at.
-    verify : bool or None
-        As of :meth:`SpanReader.read`.
-    device : torch.device
-        Device of the result.  To an accelerator the blocks go one by one or, if they are small,
-        in packs, of which one is in host memory at a time.
-    allocate : callable
-        Gives the memory of a result on the CPU.
-
-    Returns
-    -------
-    torch.Tensor
-        The values, in memory of their own.
+    `record` is None for a storage without bytes.  `verify` is as in `SpanReader.read`.  Blocks for
+    an accelerator are sent one by one or, if they are small, in packs; host memory holds one pack
+    at a time.  `allocate` gives the memory of a result on the CPU.
     """
     blocks = blocks_of(view, spans.max_gap)
     nbytes = blocks.nbytes * len(blocks.begins)
@@ -89,10 +70,10 @@ def read_view(
 
 
 def _read_packs(spans: SpanReader, parts: Sequence[Span], verify: bool | None) -> None:
-    """Fill targets, which follow each other in memory of an accelerator, some at a time."""
+    """Fill targets that follow each other in an accelerator's memory, one pack at a time."""
     if verify:
         spans.check([parts[0].record])
-    if verify is None and len(parts) == 1:  # it may be all of a record, to compare then
+    if verify is None and len(parts) == 1:  # it may be a whole record, which is compared then
         _read_pack(spans, parts, None)
         return
     pack: list[Span] = []
@@ -126,7 +107,7 @@ def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> 
 
 
 def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.device) -> Tensor:
-    """Read a view that is scattered over much more than it holds, without holding all that."""
+    """Read a view that is spread over much more memory than its values, half by half."""
     result = torch.empty(view.shape, dtype=view.dtype, device=device)
     dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
     dim = max(dims, key=view.stride)
@@ -138,14 +119,14 @@ def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.dev
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return all of a storage as uint8."""
+    """Return a uint8 tensor over all of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def view_as(
     storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
 ) -> Tensor:
-    """Return a tensor over a storage with the dtype, the shape and the lazy bits of another."""
+    """Return a tensor over a storage with the dtype, shape, and conj and neg bits of another."""
     tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
     tensor.set_(storage, offset, like.shape, stride)
     if like.is_conj():
@@ -154,7 +135,7 @@ def view_as(
 
 
 def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
-    """Return tensors of these dtypes and shapes that stand for bytes which are elsewhere."""
+    """Return tensors of these dtypes and shapes over addresses without memory."""
     sizes = [prod(shape) * dtype.itemsize for dtype, shape in kinds]
     storages = _C.untyped_storages(_C.unfilled_storages(sizes))
     tensors = []

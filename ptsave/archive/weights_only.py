@@ -1,4 +1,4 @@
-"""The option weights_only: torch's default for it, and torch's advice around its refusals."""
+"""The option weights_only: torch's default for it, and torch's advice in its errors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from ptsave.support.torch_serialization import (
 )
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["raise_with_advice", "resolve_weights_only"]
-
 _TRUE_VALUES = ("1", "y", "yes", "true")
 
 
 def raise_with_advice(error: pickle.UnpicklingError, pickle_module: Any) -> NoReturn:
-    """Raise an error of unpickling, with torch's advice if it is its restricted unpickler's."""
+    """Raise an unpickling error, with torch's advice if torch's restricted unpickler raised it."""
     if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
         raise error
     raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
 
 
 def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
-    """Apply torch's default and its environment variables."""
+    """Return the option's value by torch's default and its environment variables."""
     force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     if force and force_not:
@@ -58,7 +56,7 @@ def _is_set(variable: str) -> bool:
 
 
 def _weights_only_message(message: str) -> str:
-    """Put torch's advice around an error of its restricted unpickler."""
+    """Return the message of torch's restricted unpickler with torch's advice around it."""
     documentation = (
         "\n\nCheck the documentation of torch.load to learn more about types accepted by default "
         "with weights_only https://pytorch.org/docs/stable/generated/torch.load.html."
