@@ -27,17 +27,6 @@ from ptsave.tree.paths import MAX_DEPTH, Path, path_in
 from ptsave.tree.tree import EntryTree
 from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 
-__all__ = [
-    "Counts",
-    "count_entries",
-    "default_output",
-    "find_entry",
-    "read_entries",
-    "read_whole",
-    "without_opaque",
-    "write_entries",
-]
-
 
 def read_entries(
     file: Any,
@@ -49,31 +38,9 @@ def read_entries(
 ) -> dict[str, Any]:
     """Read some entries of a file, and nothing else.
 
-    Parameters
-    ----------
-    file : str, os.PathLike or file-like
-        As for :func:`ptsave.open`, whose errors it raises.
-    names : sequence of str
-        Dotted names of tensors, containers or values; ``"('a.b', 0)"`` for a path of keys.
-    verify : bool, default True
-        Whether storages that are read as a whole are compared with their checksums.
-    recover : bool, default False
-        As for :func:`ptsave.open`.
-    storage_options : mapping, optional
-        For the file system of a URL.
+    `names` are dotted names of tensors, containers or values, or paths of keys such as ``"('a.b',
+    0)"``.  Raises KeyError, with similar names, if there is no such entry.
 
-    Returns
-    -------
-    dict
-        The entries by the names that were asked for.
-
-    Raises
-    ------
-    KeyError
-        If there is no such entry; it suggests names that are similar.
-
-    Examples
-    --------
     >>> import os, tempfile, torch, ptsave
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "checkpoint.pt")
@@ -93,32 +60,13 @@ def read_entries(
 def read_whole(
     file: Any, *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read everything in a file that is whole, though it is damaged, or has lost its end.
+    """Read all intact entries of a file that is damaged, or has lost its end.
 
-    Parameters
-    ----------
-    file : str, os.PathLike or file-like
-        As for :func:`ptsave.open`, whose errors it raises.
-    storage_options : mapping, optional
-        For the file system of a URL.
+    Also returns the names of all parts left out.  These are damaged tensors and objects that are
+    not built.  A list or tuple that holds one is left out as a whole, because its other parts would
+    change places.  Raises CorruptCheckpointError if more than tensors is damaged, and TypeError if
+    the file holds no dict.
 
-    Returns
-    -------
-    entries : dict
-        The object of the file without what is damaged.
-    lost : list of str
-        Names of what was left out: damaged tensors, objects that are not built, and lists and
-        tuples that hold one, because the places of the others would change.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If more is damaged than tensors.
-    TypeError
-        If the file holds no dict.
-
-    Examples
-    --------
     >>> import os, tempfile, torch, ptsave
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "checkpoint.pt")
@@ -139,28 +87,26 @@ def read_whole(
         damaged = [name for problem in found.problems for name in problem.entries]
         entries, lost = without_entries(contents.obj, {*damaged, *_opaque_in(contents.obj)})
         known = {node.name for node in EntryTree(contents.obj).nodes}
-        lost += [name for name in damaged if name not in known]  # of files without their end
+        lost += [name for name in damaged if name not in known]  # recovery has left these out
         path = name_of(file)
         return read_entry(entries, lambda tensors: contents.read(tensors, None), path), lost
 
 
 def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of an object without some leaves, by their dotted names.
+    """Return a copy of an object without the leaves `names`, and the names of all that is left out.
 
-    Returns
-    -------
-    entries : dict
-        What is left.
-    lost : list of str
-        Names of what was left out: these, and lists and tuples that hold one, because the places of
-        the others would change.
+    Lists and tuples that hold such a leaf are left out, too, because their other parts would change
+    places.
     """
     rest = _Rest(names)
     return rest.of(obj), rest.lost
 
 
 def without_opaque(obj: Any) -> tuple[Any, list[str]]:
-    """Return a copy of an object without what is not built, and the names of that."""
+    """Return a copy of a mapping without its `Opaque` parts, and their names.
+
+    Any other object is returned as it is.
+    """
     opaque = _opaque_in(obj)
     return without_entries(obj, opaque) if opaque and isinstance(obj, Mapping) else (obj, [])
 
@@ -172,13 +118,7 @@ def _opaque_in(obj: Any) -> set[str]:
 
 
 class _Rest:
-    """Copies of containers without some tensors.
-
-    Attributes
-    ----------
-    lost : list of str
-        Names of what was left out.
-    """
+    """Copies mappings without damaged leaves; `lost` has the names of what is left out."""
 
     def __init__(self, damaged: Set[str]) -> None:
         self.lost: list[str] = []
@@ -186,7 +126,7 @@ class _Rest:
         self._made: dict[int, Any] = {}
 
     def of(self, container: Any, prefix: str = "", depth: int = 0) -> Any:
-        """Return a copy of a mapping; one that is met again is the same copy."""
+        """Return a copy of a mapping; a mapping that is met again gives the same copy."""
         if id(container) in self._made:
             return self._made[id(container)]
         made: dict[Any, Any] = OrderedDict() if type(container) is OrderedDict else {}
@@ -211,7 +151,7 @@ class _Rest:
 
 
 def find_entry(find: Callable[[str | Path], Any], name: str) -> Any:
-    """Find the entry that a name on the command line means: a tuple of keys, or as it is."""
+    """Find the entry for a name on the command line, which may be a tuple of keys."""
     path = path_in(name)
     if path is not None:
         with suppress(EntryNotFoundError):
@@ -228,7 +168,7 @@ class Counts(NamedTuple):
 
 
 def count_entries(entries: Mapping[str, Any]) -> Counts:
-    """Count the leaves of entries, each tensor of a name of its own.
+    """Count the leaves of entries; a tensor counts once for each of its names.
 
     >>> import torch
     >>> count_entries({"model": {"weight": torch.ones(2)}, "epoch": 3})
@@ -241,7 +181,7 @@ def count_entries(entries: Mapping[str, Any]) -> Counts:
 
 
 def default_output(name: str) -> str:
-    """Return the name of the file for an entry, in the current directory.
+    """Return the name of an entry's file, in the current directory.
 
     >>> default_output("model.layers.0.weight")
     'model.layers.0.weight.pt'
@@ -260,31 +200,10 @@ def write_entries(
 ) -> None:
     """Write entries to a file; nothing is left behind if that fails.
 
-    Parameters
-    ----------
-    entries : mapping of str to object
-        One is written as it is, several as a dict.
-    output : str or binary file
-        A path or a URL: the suffix ``.safetensors`` or ``.npy`` says in which format; any other
-        path, and a file, is written by :func:`ptsave.save`.
-    overwrite : bool, default False
-        Whether a file that is there may be replaced.
-    max_size : int or str, optional
-        Bytes that the tensors may take in a safetensors or ``.npy`` file, where each is written
-        in full: default 8 times those of their storages, and at least 1 GiB.
-    storage_options : mapping, optional
-        For the file system of a URL.
-
-    Raises
-    ------
-    FileExistsError
-        If there is one and it may not be.
-    TypeError
-        If the format cannot hold the entries.
-    ValueError
-        If they would take more than `max_size`.
-    SaveError, OSError
-        If it cannot be written, or is a directory.
+    One entry is written as it is, several as a dict.  The suffix ``.safetensors`` or ``.npy`` of a
+    path or URL chooses that format; otherwise :func:`ptsave.save` writes the file.  `max_size`
+    limits the bytes of the tensors in these two formats, which hold each tensor in full.  By
+    default it is 8 times the bytes of the tensors' storages, and at least 1 GiB.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):
@@ -310,7 +229,7 @@ def write_entries(
 
 
 def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors by name."""
+    """Return all tensors by name, and refuse entries that hold other values."""
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if isinstance(obj, Tensor):
         obj = dict(entries)
@@ -339,7 +258,7 @@ def _write_npy(target: FileTarget, obj: Any) -> None:
 
         values = obj.detach().resolve_conj().resolve_neg()
         facts = header_data_from_array_1_0(values.numpy())
-    except (ImportError, RuntimeError, TypeError) as error:  # no NumPy, or nothing that it has
+    except (ImportError, RuntimeError, TypeError) as error:  # no NumPy, or not this dtype
         raise TypeError(f"NumPy cannot hold the tensor ({error}): write a .pt file") from None
     header = io.BytesIO()
     write_array_header_1_0(header, facts)

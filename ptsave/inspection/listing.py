@@ -20,42 +20,16 @@ if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents, Place
     from ptsave.contents.tensor_info import Facts
 
-__all__ = [
-    "FileListing",
-    "Totals",
-    "list_file",
-    "list_files",
-    "listing_of",
-    "select",
-    "totals_of",
-]
-
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the tensors of files; sizes in bytes.
-
-    Attributes
-    ----------
-    n_tensors : int
-        Number of tensors.
-    tensor_nbytes : int
-        Elements times their sizes.
-    n_storages : int
-        Number of storages; tensors that share one count once.
-    storage_nbytes : int
-        The sizes of these.
-    unused_nbytes : int
-        Bytes of these that are certainly in no tensor: views have brought them along.
-    file_nbytes : int
-        The sizes of the files.
-    """
+    """Sums over the tensors of files; sizes in bytes."""
 
     n_tensors: int = 0
-    tensor_nbytes: int = 0
-    n_storages: int = 0
+    tensor_nbytes: int = 0  # of the elements
+    n_storages: int = 0  # a storage that tensors share counts once
     storage_nbytes: int = 0
-    unused_nbytes: int = 0
+    unused_nbytes: int = 0  # bytes of storages that are certainly in no tensor
     file_nbytes: int = 0
 
     def __add__(self, other: Totals) -> Totals:
@@ -65,53 +39,23 @@ class Totals:
 
 @dataclass(frozen=True)
 class FileListing:
-    """The contents of one file.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    kind : str
-        The format: ``"pt"``, ``"safetensors"``, ...
-    metadata : dict
-        Its metadata, as :attr:`Archive.metadata`.
-    tree : EntryTree
-        Its entries; the tensors have no values.
-    facts : list of tuple
-        `Facts` of each tensor of the tree.
-    places : list of tuple
-        `Place` of each of them.
-    sharing : dict of int to list of int
-        For a tensor that shares its storage, by number: the numbers of all that share it.
-    totals : Totals
-        Sums over all tensors.
-    chunks : dict of int to sequence of ChunkInfo
-        For a tensor of a distributed checkpoint, by number: its parts.
-    """
+    """The contents of one file; facts, places, sharing and chunks are by the tensors' numbers."""
 
     path: str
-    kind: str
-    metadata: dict[str, str]
-    tree: EntryTree
+    kind: str  # "pt", "safetensors", ...
+    metadata: dict[str, str]  # as `Archive.metadata`
+    tree: EntryTree  # the tensors have no values
     facts: list[Facts]
     places: list[Place]
-    sharing: dict[int, list[int]] = field(repr=False)
+    sharing: dict[int, list[int]] = field(repr=False)  # the numbers of all with that storage
     totals: Totals
+    # Parts of the tensors of a distributed checkpoint.
     chunks: dict[int, Sequence[ChunkInfo]] = field(default_factory=dict, repr=False)
 
 
 def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> FileListing:
-    """Return the listing of a checkpoint; of several files one of all their entries.
+    """Return the listing of a checkpoint; several files give one listing of all entries.
 
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        As for :func:`ptsave.open`, whose errors it raises.
-    storage_options : mapping, optional
-        For the file system of a URL.
-
-    Examples
-    --------
     >>> import io, torch, ptsave
     >>> stream = io.BytesIO()
     >>> ptsave.save({"a": torch.ones(2, 3), "b": torch.ones(100)[:4]}, stream)
@@ -126,16 +70,9 @@ def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> Fi
 
 
 def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileListing]:
-    """Yield a listing of each file of a checkpoint; raises as :func:`ptsave.open` does.
+    """Yield a listing of each file of a checkpoint; the files need not fit together.
 
     A plain file is listed without torch, which takes a second to import.
-
-    Parameters
-    ----------
-    files : ShardFiles
-        The files, which need not fit together.
-    recover : bool, default False
-        As for :func:`ptsave.open`.
     """
     for path in files.paths:
         source = files.open_one(path)
@@ -161,7 +98,7 @@ def listing_of(contents: Contents | Outline) -> FileListing:
     places = contents.places_of(tree.tensors)
     groups = _groups_of([place[0] for place in places])
     sharing = {number: group for group in groups.values() for number in group}
-    firsts = facts  # of each storage the first tensor
+    firsts = facts  # the first tensor of each storage
     if sharing:
         firsts = [f for i, f in enumerate(facts) if sharing.get(i, (i,))[0] == i]
     sizes = [found[5] for found in firsts]
@@ -209,7 +146,7 @@ def _facts_of(contents: Contents | Outline, tensors: list[Any]) -> list[Facts]:
 
 
 def _groups_of(storages: list[object]) -> dict[int, list[int]]:
-    """Return the numbers of tensors that share a storage, by the first of them."""
+    """Return groups of tensors that share a storage, by the number of the first tensor."""
     groups: dict[int, list[int]] = {}
     if len(set(storages)) == len(storages):
         return groups
@@ -224,7 +161,7 @@ def _groups_of(storages: list[object]) -> dict[int, list[int]]:
 def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
     """Return the sums over the tensors among some nodes of a file.
 
-    What no tensor uses is unknown then: others may use it.
+    Unused bytes are unknown then, and 0: other tensors may use them.
     """
     nodes, facts, sharing = listing.tree.nodes, listing.facts, listing.sharing
     tensors = [nodes[number].tensor for number in numbers if nodes[number].tensor >= 0]
@@ -242,7 +179,7 @@ def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
 
 
 def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
-    """Return at most how many bytes of a storage are in some views."""
+    """Return an upper bound of the bytes of a storage that some views use."""
     nbytes = end = 0
     for _, shape, stride, begin, view_nbytes, _ in sorted(views, key=lambda view: view[3]):
         n_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
@@ -255,19 +192,9 @@ def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
 
 
 def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
-    """Return the numbers of the nodes of each file that some patterns mean.
+    """Return the numbers of each file's nodes that match the patterns; all without patterns.
 
-    Parameters
-    ----------
-    listings : sequence of FileListing
-        The files of one model.
-    patterns : sequence of str
-        As of `EntryTree.select`; if there are none, all nodes are meant.
-
-    Raises
-    ------
-    KeyError
-        If a pattern means nothing in any file; it suggests names that are similar.
+    Raises KeyError, with similar names, if a pattern matches in no file.
     """
     if not patterns:
         return [[*range(len(listing.tree.nodes))] for listing in listings]

@@ -1,4 +1,4 @@
-"""Finds the globals of a pickle by looking at its steps, none of which is taken."""
+"""Finds the globals of a pickle by reading its steps, without running them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import BinaryIO
 
 from ptsave.errors import CorruptCheckpointError
 
-__all__ = ["ORDINARY_GLOBALS", "globals_in_pickle"]
-
-# Those that files name mostly, and that every torch allows.
+# The globals that most files name and that every torch allows.
 ORDINARY_GLOBALS = frozenset(
     {"collections.OrderedDict"}
     | {f"torch._utils.{name}" for name in ("_rebuild_tensor_v2", "_rebuild_parameter")}
@@ -40,10 +38,10 @@ _GETS = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
-    """Return the globals of one pickle, at whose end the stream is left, as `required_globals`."""
+    """Return the globals of one pickle, as `required_globals`; leaves the stream at its end."""
     found: dict[str, str] = {}
     memo: dict[int, str | None] = {}
-    strings: list[str | None] = []  # the last values that were pushed; None for no text
+    strings: list[str | None] = []  # the last two pushed values; None for a value that is no text
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             value: str | None = argument if isinstance(argument, str) else None
@@ -69,14 +67,14 @@ def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
 
 
 class _Global(str):
-    """The full name of a global, among texts that are none."""
+    """A text in a pickle that is the full name of a global."""
 
 
 def _add(found: dict[str, str], module: str | None, name: str | None) -> _Global:
     if not module or not name:
         found[_UNKNOWN] = ""
         return _Global(_UNKNOWN)
-    # Files are written with the names of Python 2.
+    # Files have the names of Python 2.
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
@@ -90,7 +88,7 @@ def _is_dtype(value: str | None) -> bool:
 
 
 def _dtype_class(code: str | None) -> dict[str, str]:
-    """Return the class of the dtype that NumPy makes of such a text, and its module."""
+    """Return the class of the dtype with this code, and its module, if NumPy has a name for it."""
     if code is None or not _DTYPE_CODE.fullmatch(code):
         return {}
     with suppress(ImportError, TypeError, ValueError):

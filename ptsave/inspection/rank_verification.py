@@ -12,8 +12,6 @@ from ptsave.sources.ranges import FsspecFile
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.text import count_text, some_of
 
-__all__ = ["verify_ranks"]
-
 _METADATA_UNCHECKED = (
     "its metadata has no checksum, as torch's writer gives it none: a name or a number in it that "
     "has changed and still makes sense is not found"
@@ -21,22 +19,10 @@ _METADATA_UNCHECKED = (
 
 
 def verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None) -> Verification:
-    """Check the checkpoint of a metadata file: every file that it names, and every checksum.
+    """Check a distributed checkpoint: every file that its metadata names, and every checksum.
 
-    Parameters
-    ----------
-    metadata : str or FsspecFile
-        ``.metadata``, or ``__<rank>.metadata``: its path or, at a URL, the file.
-    progress : callable or None
-        Gets the number of bytes that have been looked at.
+    `metadata` is ``.metadata`` or ``__<rank>.metadata``: its path or, at a URL, the file.
 
-    Raises
-    ------
-    OSError
-        If a file that is there cannot be read.
-
-    Examples
-    --------
     >>> import os, tempfile, torch, warnings
     >>> import torch.distributed.checkpoint as dcp
     >>> from ptsave.distributed import StorageWriter

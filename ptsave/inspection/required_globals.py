@@ -21,47 +21,17 @@ from ptsave.support.torch_serialization import (
     user_allowed_globals,
 )
 
-__all__ = [
-    "code_to_allow",
-    "never_allowed",
-    "required_globals",
-    "unsafe_globals",
-]
-
-# Magic number, protocol, a description of the machine, the object, the keys of its storages.
+# Of a legacy file: magic number, protocol, machine, object, keys of its storages.
 _N_LEGACY_PICKLES = 5
 
 
 def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the functions and classes that a checkpoint, or any of its files, names.
+    """Return the functions and classes that a checkpoint's files name, and their modules.
 
-    The steps of the pickle are read, and none is taken.  With NumPy's arrays there are the classes
-    of their dtypes, which no file names, but torch wants to have allowed, too.
+    The full names are those of Python 3, as torch has them.  The steps of the pickle are read, not
+    run.  With NumPy's arrays come the classes of their dtypes: no file names them, but torch wants
+    them allowed.
 
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        As for :func:`ptsave.open`.
-    storage_options : mapping, optional
-        For the file system of a URL.
-
-    Returns
-    -------
-    dict of str to str
-        The module of each by its full name, which is that of Python 3, as torch has it.  A
-        safetensors file names none.
-
-    Raises
-    ------
-    NotCheckpointError
-        If it is something else.
-    CorruptCheckpointError
-        If it, or its pickle, is damaged.
-    OSError
-        If it cannot be read.
-
-    Examples
-    --------
     >>> import os, pathlib, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "checkpoint.pt")
@@ -86,7 +56,7 @@ def _globals_in(source: RangeSource) -> dict[str, str]:
                 found |= globals_in_pickle(stream, source.name)
     elif source.kind == "zip":
         found = globals_in_pickle(io.BytesIO(_pickle_of(source)), source.name)
-    return found  # of a safetensors file: it has none
+    return found  # a safetensors file has none
 
 
 def _pickle_of(source: RangeSource) -> bytes:
@@ -101,33 +71,20 @@ def _pickle_of(source: RangeSource) -> bytes:
 
 
 def unsafe_globals(names: Iterable[str]) -> list[str]:
-    """Return those that torch does not build by default with ``weights_only=True``.
-
-    Parameters
-    ----------
-    names : iterable of str
-        As from `required_globals`.
-    """
+    """Return the globals that neither torch nor the user allows with ``weights_only=True``."""
     allowed = {*allowed_globals()}
     allowed |= user_allowed_globals().keys()
     return sorted(name for name in names if name not in allowed)
 
 
 def never_allowed(module: str) -> bool:
-    """Whether torch refuses a module's functions even if they are on the list."""
+    """Whether torch refuses a module's functions even if the user allows them."""
     return module in ("", *blocked_modules)
 
 
 def code_to_allow(modules: Mapping[str, str]) -> str:
-    """Return the Python code that makes torch build some globals.
+    """Return the Python code that makes torch build some globals, given the module of each.
 
-    Parameters
-    ----------
-    modules : mapping of str to str
-        The module of each.
-
-    Examples
-    --------
     >>> print(code_to_allow({"pathlib.PosixPath": "pathlib"}))
     import pathlib, torch
     torch.serialization.add_safe_globals([pathlib.PosixPath])

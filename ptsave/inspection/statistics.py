@@ -1,4 +1,4 @@
-"""Statistics of the tensors of a file: of a capture by modules, of any other one by entries."""
+"""Statistics of a file's tensors: by modules in a capture, by entries in any other file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ from ptsave.tree.captured_run import CapturedRun, Row
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.pooled_statistics import PooledStatistics
 
-__all__ = [
-    "ModuleStatistics",
-    "ValueStatistics",
-    "entry_statistics",
-    "module_statistics",
-    "tensor_statistics",
-]
-
-_PHASES = {  # in the order of the list, with the ends of names
+_PHASES = {  # in the order of the list, with the suffixes of names
     "forward": "",
     "recompute": " (recomputed)",
     "backward": ".grad",
@@ -44,29 +36,15 @@ _NAME, _KIND, _DTYPE, _SHAPE, _NBYTES, _NOTE, _STATISTICS = map(
 
 @dataclass
 class ValueStatistics:
-    """Tensors of one name, of all calls and steps, as if they were one.
+    """Tensors of one name, from all calls and steps, as if they were one tensor."""
 
-    Attributes
-    ----------
-    name : str
-        ``"inputs/0"``, ``"outputs.grad"``, ``"weight"``, ``"weight.grad"``, ...
-    phase : str
-        As in the names of the capture; empty for the entry of a checkpoint.
-    n_tensors, nbytes : int
-        How many tensors these are, and the bytes of their elements.
-    dtypes, shapes : dict
-        Their dtypes and shapes, each once, in the order of their first appearance.
-    statistics : PooledStatistics or None
-        None if none of them has any; `note` may say why.
-    """
-
-    name: str
-    phase: str = ""
+    name: str  # "inputs/0", "outputs.grad", "weight", "weight.grad", ...
+    phase: str = ""  # as in the capture's names; empty for the entry of a checkpoint
     n_tensors: int = 0
-    nbytes: int = 0
-    dtypes: dict[str, None] = field(default_factory=dict)
+    nbytes: int = 0  # of the elements
+    dtypes: dict[str, None] = field(default_factory=dict)  # in the order of their first appearance
     shapes: dict[tuple[Any, ...], None] = field(default_factory=dict)
-    statistics: PooledStatistics | None = None
+    statistics: PooledStatistics | None = None  # None if no tensor has any; `note` may say why
     note: str = ""
 
     def add(self, row: Row) -> None:
@@ -86,52 +64,23 @@ class ValueStatistics:
 
 @dataclass
 class ModuleStatistics:
-    """A module of a capture, with its values.
+    """A module of a capture, with its values."""
 
-    Attributes
-    ----------
-    path : str
-        As :meth:`torch.nn.Module.named_modules` says it.
-    class_name : str
-        Full name of its class.
-    n_calls : int
-        How often it was called, recomputations counted.
-    values : list of ValueStatistics
-        By phases, in the order of their first appearance.
-    depth : int
-        How many of the modules that are listed it is in.
-    label : str
-        Its path in the innermost of them; for the model itself the name of its class.
-    """
-
-    path: str
-    class_name: str
-    n_calls: int = 0
-    values: list[ValueStatistics] = field(default_factory=list)
-    depth: int = 0
-    label: str = ""
+    path: str  # as in `torch.nn.Module.named_modules`
+    class_name: str  # full name
+    n_calls: int = 0  # with recomputations
+    values: list[ValueStatistics] = field(default_factory=list)  # by phase and first appearance
+    depth: int = 0  # number of listed modules around it
+    label: str = ""  # its path in the innermost of these; the class name for the model itself
 
 
 def module_statistics(
     run: CapturedRun, *, step: int | None = None, patterns: Sequence[str] = ()
 ) -> list[ModuleStatistics]:
-    """Return the modules of a capture, each in front of those in it.
+    """Return the modules of a capture, each in front of its submodules.
 
-    Parameters
-    ----------
-    run : CapturedRun
-        The capture.
-    step : int, optional
-        Only records of this step.
-    patterns : sequence of str
-        Paths of modules, which include all that is in them, or shell patterns.
-
-    Raises
-    ------
-    EntryNotFoundError
-        If a pattern is that of no module.
-    ValueError
-        If there are no records of this step.
+    `patterns` are paths of modules, which include all submodules, or shell patterns.  Raises
+    EntryNotFoundError if a pattern matches no module, and ValueError if `step` has no records.
     """
     if step is not None and step not in run.steps:
         raise ValueError(f"{run.path}: no records of step {step}: there are {_numbers(run.steps)}")
@@ -156,7 +105,7 @@ def _values_by_module(
     run: CapturedRun, step: int | None
 ) -> dict[str, dict[tuple[str, str], ValueStatistics]]:
     """Return the values of each module by phase and path."""
-    found: dict[str, dict[tuple[str, str], ValueStatistics]] = {}  # by the text in the name
+    found: dict[str, dict[tuple[str, str], ValueStatistics]] = {}  # by the quoted path in the name
     of_step = None if step is None else str(step)
     for row in run.value_rows:
         if row[_KIND] != "tensor":
@@ -174,7 +123,7 @@ def _values_by_module(
 
 
 def _selected(file: str, paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Return the paths that some patterns mean, and those of all modules in them."""
+    """Return the paths that match a pattern, and the paths of all their submodules."""
     paths = list(paths)
     if not patterns:
         return paths
@@ -188,7 +137,7 @@ def _selected(file: str, paths: Iterable[str], patterns: Sequence[str]) -> list[
 
 
 def _around(path: str) -> Iterable[str]:
-    """Yield a module's path and those of the modules that it is in, from inside."""
+    """Yield a module's path and the paths of the modules around it, from inside."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -196,7 +145,7 @@ def _around(path: str) -> Iterable[str]:
 
 
 def _nest(modules: Sequence[ModuleStatistics]) -> None:
-    """Set how deep each module is, and its path in the one that it is listed below."""
+    """Set the depth of each module, and its path in the module that it is listed below."""
     by_path = {module.path: module for module in modules}
     for module in modules:
         outer = [path for path in _around(module.path) if path in by_path][1:]
@@ -213,19 +162,7 @@ def entry_statistics(
 ) -> dict[int, ValueStatistics]:
     """Read tensors one after the other; return their statistics by the numbers of their nodes.
 
-    Parameters
-    ----------
-    contents : Contents
-        The file.
-    listing : FileListing
-        Its listing.
-    numbers : iterable of int
-        Numbers of nodes; those of containers and other values are left out.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the data of a tensor is damaged.
+    Nodes that are no tensors are left out.
     """
     found = {}
     for number in numbers:
@@ -238,7 +175,7 @@ def entry_statistics(
 
 
 def tensor_statistics(name: str, tensor: Tensor, nbytes: int) -> ValueStatistics:
-    """Return the statistics of one tensor; `nbytes` are those of its elements."""
+    """Return the statistics of one tensor, whose elements have `nbytes` bytes."""
     value = ValueStatistics(name, n_tensors=1, nbytes=nbytes)
     values, value.note = local_values(tensor)
     if values is not None:

@@ -1,4 +1,4 @@
-"""Verifies files: makes every check there is, and names the tensors that damage has reached."""
+"""Verifies files: makes every possible check, and names the tensors that damage has reached."""
 
 from __future__ import annotations
 
@@ -37,25 +37,13 @@ from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.paths import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
-__all__ = [
-    "DirectoryVerification",
-    "verify_directory",
-    "verify_file",
-]
-
 
 @dataclass(frozen=True)
 class DirectoryVerification:
     """The result of verifying all checkpoints in a directory.
 
-    Attributes
-    ----------
-    contents : CheckpointFiles
-        The files in the directory; also those that were not looked at.
-    files : list of Verification
-        Result of each checkpoint.
-    problems : list of Problem
-        Problems of the directory, or of a set of shards, beside those of its files.
+    `contents` also has the files that were not checked.  `problems` are those of the directory, or
+    of a set of shards, beside the problems of single files.
     """
 
     contents: CheckpointFiles
@@ -64,7 +52,7 @@ class DirectoryVerification:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether anything is."""
+        """Whether the directory or one of its files has a problem."""
         return bool(self.problems) or any(file.problems for file in self.files)
 
 
@@ -76,26 +64,10 @@ def verify_directory(
 ) -> DirectoryVerification:
     """Check every checkpoint in a directory: each file, and shards with their index.
 
-    A file is a checkpoint if its content is one, whatever it is called.  Subdirectories are not
-    looked into.
+    A file is a checkpoint by its content, not by its name.  Subdirectories are not searched.  `f`
+    may also be a file or a set, as for :func:`ptsave.open`, and all of it is checked.  `progress`
+    gets the bytes read in all files so far.  Raises OSError if there is no checkpoint at all.
 
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        The directory, by path or URL; or a file or set as for :func:`ptsave.open`, all of it
-        checked.
-    progress : callable, optional
-        Gets the number of bytes that have been looked at, in all files so far.
-    storage_options : mapping, optional
-        For the file system of a URL.
-
-    Raises
-    ------
-    OSError
-        If something cannot be read, or if there is no checkpoint at all.
-
-    Examples
-    --------
     >>> import os, tempfile, torch, ptsave
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     ptsave.save({"w": torch.ones(9)}, os.path.join(folder, "model.pt"))
@@ -136,28 +108,10 @@ def verify_file(
 ) -> Verification:
     """Check a file: every checksum, and that every record and tensor lies where it can.
 
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        As for :func:`ptsave.open`.  Of a directory all checkpoints count, as for
-        `verify_directory`.
-    progress : callable, optional
-        Gets the number of bytes that have been looked at.
-    recover : bool, default False
-        Whether a file that has lost its end, or was never finished, is checked as far as
-        :func:`ptsave.open` recovers it.  It is whole if nothing that was finished is lost.
-    storage_options : mapping, optional
-        For the file system of a URL.
+    All checkpoints of a directory count, as for `verify_directory`.  With `recover`, a file that
+    has lost its end is checked as far as :func:`ptsave.open` recovers it.  Such a file is whole if
+    no finished part is lost.
 
-    Raises
-    ------
-    NotCheckpointError
-        If it is something else.
-    OSError
-        If it cannot be read.
-
-    Examples
-    --------
     >>> import os, tempfile, torch, ptsave
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "checkpoint.pt")
@@ -201,7 +155,7 @@ def _verify_source(
     if recovery is not None:
         return _verify_recovery(source, recovery, progress)
     if is_metadata(source):
-        from ptsave.inspection.rank_verification import verify_ranks  # torch's module is slow
+        from ptsave.inspection.rank_verification import verify_ranks  # imports torch's slow module
 
         require_files_beside(source)
         source.close()
@@ -211,7 +165,7 @@ def _verify_source(
     try:
         reader = open_source_archive(source, verify=True)
     except CorruptCheckpointError as error:
-        if isinstance(source, FsspecFile):  # all of which would have to be fetched
+        if isinstance(source, FsspecFile):  # the whole file would have to be fetched
             return Verification(source.name, [_problem_of(error)], nbytes=source.nbytes)
         return _verify_without_directory(source, error)
     return _verify_archive(source, reader, progress)
@@ -320,7 +274,7 @@ _WITHOUT_CHECKSUMS = (
 
 
 class _Tensors(NamedTuple):
-    """The names of all tensors, and of those in each record; `is_whole` as of `EntryTree`."""
+    """The names of all tensors, and of the tensors in each record; `is_whole` as in `EntryTree`."""
 
     names: list[str]
     users: dict[str | None, list[str]]
@@ -330,12 +284,7 @@ class _Tensors(NamedTuple):
 def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> _Tensors:
     """Return the names of the tensors, by their records.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If the object cannot be made.
-    UnpicklingError
-        If it needs more than ``weights_only=True``.
+    Raises UnpicklingError if the object needs more than ``weights_only=True``.
     """
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return _Tensors([], {})
@@ -356,7 +305,7 @@ def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> 
 def _tensors_made_of_values(
     source: RangeSource, reader: RecordReader, is_damaged: bool
 ) -> _Tensors:
-    """Return the result of `_tensors_in` for an object that torch makes with its values only."""
+    """Return `_tensors_in` of an object that torch can only make from its values."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
     for name, record in found:
@@ -365,7 +314,7 @@ def _tensors_made_of_values(
         return _Tensors([*dict.fromkeys(name for name, _ in found)], users)
     globals_in_pickle(io.BytesIO(reader.get_record("data.pkl")), reader.path)  # finds damage
     if is_damaged:
-        raise UnpicklingError  # before anything is loaded for it
+        raise UnpicklingError  # before anything is loaded
     tree = EntryTree(open_file(source, verify=True).obj)
     return _Tensors(_names_in(tree), users, tree.is_whole)
 
@@ -397,7 +346,7 @@ def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError
 
 
 def _verify_unfinished(source: RangeSource) -> Verification:
-    """Verify an archive without an end by what recovering it finds."""
+    """Verify an archive without an end by recovering it."""
     recovery = recovery_of(source)
     assert recovery is not None
     found = _verify_recovery(source, recovery, None)

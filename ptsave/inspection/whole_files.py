@@ -1,4 +1,4 @@
-"""Finds files whole without torch; any other one is `verification`'s to judge."""
+"""Verifies whole files without torch; `verification` judges all other files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,14 @@ from ptsave.support import config
 from ptsave.support.progress import ProgressCallback
 from ptsave.tree.tree import EntryTree
 
-__all__ = ["whole_file"]
-
-_READ_AT_ONCE_NBYTES = 512 << 20  # between two movements of a progress bar
+_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
 
 
 def whole_file(path: str, progress: ProgressCallback | None) -> Verification | None:
     """Return the result of `verify_file` for a plain local archive or safetensors file, if whole.
 
-    None for anything else, damage included: it takes torch to say what is left of that.
+    None for any other file, also a damaged one: only torch can tell what is left of it.
 
-    Parameters
-    ----------
-    path : str
-        The file.
-    progress : callable or None
-        Gets the number of bytes that have been looked at.
-
-    Examples
-    --------
     >>> import os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "model.pt")
@@ -79,7 +68,7 @@ def _is_whole(archive: _core.Archive, progress: ProgressCallback | None) -> bool
 
 
 def _batches(limits: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of records, by their numbers, and where each range ends in the file."""
+    """Yield ranges of records, by their numbers, and the offset where each range ends."""
     begin = done = 0
     for end, limit in enumerate(limits, 1):
         if limit - done >= _READ_AT_ONCE_NBYTES or end == len(limits):
