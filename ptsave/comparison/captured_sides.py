@@ -1,4 +1,4 @@
-"""One side of a comparison of captures: a run, or a checkpoint beside one."""
+"""One side of a comparison of captures: a run, or a checkpoint that is compared with a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,9 @@ from ptsave.support.text import count_text
 from ptsave.tree.capture_schema import CapturedValue, is_capture, parse_name
 from ptsave.tree.captured_run import CapturedRun
 
-__all__ = ["CapturedSide", "MatchedParameters", "alone", "matched_parameters"]
-
 
 class CapturedSide:
-    """An open capture, or a checkpoint that is to be compared with one.
-
-    Attributes
-    ----------
-    path : str
-        Its name in messages.
-    source : ComparedCheckpoint
-        Reads tensors.
-    run : CapturedRun or None
-        None of a checkpoint.
-    """
+    """An open capture, or a checkpoint that is compared with one; a checkpoint has no `run`."""
 
     def __init__(self, contents: Contents, *, is_recovered: bool = False) -> None:
         self.source = ComparedCheckpoint(contents)
@@ -42,7 +30,7 @@ class CapturedSide:
 
     @property
     def selection(self) -> Any:
-        """What the capture was asked for."""
+        """The options of the capture that choose what is recorded."""
         header = {} if self.run is None else self.run.header
         return [header.get(name) for name in ("what", "include", "exclude", "steps")]
 
@@ -74,7 +62,7 @@ class CapturedSide:
         return {name: value for name, value in self.values.items() if _step_of(name) in steps}
 
     def tensor(self, value: CapturedValue) -> Tensor:
-        """Return the unread tensor of a value that is stored."""
+        """Return the unread tensor of a stored value."""
         return self._tensors[value.stored] if self.run is None else self.run.tensor(value.name)
 
     @cached_property
@@ -108,7 +96,7 @@ def _record_of(name: str, tensor: Tensor) -> CapturedValue:
 
 
 def alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
-    """Return calls that others have not, and the values that they have not of their calls."""
+    """Return the calls that `others` lack, and the values that they lack in calls of both."""
     calls = {_call_of(name) for name in others}
     found = (
         name if _call_of(name) in calls else _call_of(name) for name in names if name not in others
@@ -122,7 +110,7 @@ def _call_of(name: str) -> str:
 
 @dataclass
 class MatchedParameters:
-    """Parameters with the tensors of a checkpoint, and those that have none."""
+    """Pairs of parameters and tensors of a checkpoint, and the parameters without a tensor."""
 
     pairs: list[tuple[CapturedValue, CapturedValue]]
     only_in_a: list[str] = field(default_factory=list)
@@ -131,10 +119,10 @@ class MatchedParameters:
 
 
 def matched_parameters(a: CapturedSide, b: CapturedSide, step: int | None) -> MatchedParameters:
-    """Match the parameters of a run's step, and the tensors of a checkpoint that have their names.
+    """Match the parameters of a run's step with the tensors of a checkpoint, by their names.
 
-    Names that differ by a prefix belong together, as in :func:`moved_names`.  Tensors that are no
-    parameters of the run are buffers, or those of an optimizer: a remark.
+    Names may differ by a prefix, as in :func:`moved_names`.  Other tensors of the checkpoint are
+    buffers, or an optimizer's: they give a remark.
     """
     captured, checkpoint = (a, b) if b.run is None else (b, a)
     if captured.run is None:
@@ -162,7 +150,7 @@ def matched_parameters(a: CapturedSide, b: CapturedSide, step: int | None) -> Ma
 
 
 def _parameters_of(side: CapturedSide, step: int | None) -> dict[str, CapturedValue]:
-    """Return the parameters of a step by the names that they have in a state dict."""
+    """Return the parameters of a step by their names in a state dict."""
     found: dict[int, dict[str, CapturedValue]] = {}
     for name, value in side.values.items():
         parts = parse_name(name)

@@ -1,4 +1,4 @@
-"""`compare_captures`: in what two captured runs differ, and where that begins."""
+"""`compare_captures`: how two captured runs differ, and where the first difference is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from ptsave.support.text import count_text
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.tree.capture_schema import CapturedValue, Statistics
 
-__all__ = ["CaptureComparison", "CapturedDifference", "compare_captures"]
-
 Kind = Literal[
     "numbers",
     "statistics",
@@ -37,7 +35,7 @@ Kind = Literal[
     "not compared",
     "not comparable",
 ]
-# Plain values of these types say where and in what form a run was made.
+# Plain values of these types may differ: they say where and in what form a run was made.
 _OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
 
 
@@ -50,10 +48,11 @@ class CapturedDifference:
     name : str
         ``step/phase/module.path#call/argument``, as in the run.
     kind : str
-        ``"numbers"`` if their elements were compared, ``"statistics"`` if one side has no more than
-        those; ``"shape"``, ``"layout"``, ``"type"`` and ``"value"`` (of what is no tensor) if that
-        differs; ``"not compared"`` if one side has not even statistics; ``"not comparable"`` if
-        torch does not know how to compare them.
+        ``"numbers"``: the elements were compared.  ``"statistics"``: these were compared, because
+        one side has no elements.  ``"value"``: values that are no tensors were compared.
+        ``"shape"``, ``"layout"``, ``"type"``: this differs; the lengths of containers are compared
+        as ``"shape"``, too.  ``"not compared"``: one side has not even statistics.
+        ``"not comparable"``: torch cannot compare the elements.
     equal : bool
         Whether they are equal, within the tolerance.
     a, b : CapturedValue
@@ -76,9 +75,9 @@ class CapturedDifference:
 
     @property
     def relative_error(self) -> float:
-        """The largest distance beside the root mean square of b, or that of the statistics.
+        """The largest distance, divided by the root mean square of b; by statistics if need be.
 
-        inf if it cannot be told: other shapes, NaN on one side.
+        inf if it is unknown: other shapes, or NaN on one side.
         """
         if self.numbers is not None:
             found = self.numbers
@@ -97,14 +96,14 @@ class CaptureComparison:
     compared : list of CapturedDifference
         All values that both have, equal or not, in the first run's order of execution.
     only_in_a, only_in_b : list of str
-        Steps and calls that one run has alone, and values of calls that both have, in order of
-        execution.
+        Steps and calls that only one run has, and values that only one run has in a call of both.
+        In order of execution.
     remarks : list of str
         Parts that were not compared, and differences that do not count.
     nbytes : int
         Bytes of the first run's tensors that were compared.
     incomparable : dict of str to str
-        Names of values that cannot be compared, and why; they are in `compared`, as equal.
+        Names of values that cannot be compared, and why.  `compared` has them as equal.
     """
 
     compared: list[CapturedDifference] = field(default_factory=list)
@@ -121,7 +120,7 @@ class CaptureComparison:
 
     @property
     def first(self) -> CapturedDifference | None:
-        """The first of them in the first run's order of execution."""
+        """The first difference, in the first run's order of execution."""
         return next((each for each in self.compared if not each.equal), None)
 
     @property
@@ -145,24 +144,24 @@ def compare_captures(
 ) -> CaptureComparison:
     """Compare two runs that :func:`ptsave.capture` has recorded, or one with a checkpoint.
 
-    Values are aligned by step, phase, module, number of the call and argument, so runs may differ
+    Values are aligned by step, phase, module, number of the call and argument.  So runs may differ
     in dtype, device, compilation and the order of their calls.  Tensors are read and compared in
-    pieces, the next ones while these are compared: some 150 MiB of memory, however large they are.
-    Where one run has statistics alone, those are compared.
+    pieces, and the next pieces are read meanwhile.  This takes some 150 MiB of memory, however
+    large the tensors are.  Where one run has only statistics, these are compared.
 
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
-        Captures; or a capture and a checkpoint of any kind, whose tensors are compared with the
+        Two captures.  Or a capture and a checkpoint of any kind: its tensors are compared with the
         parameters of a step, by their names.
     rtol, atol : float, optional
-        Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, and NaN equals any NaN.  By
-        default they are those of :func:`torch.testing.assert_close` for the coarser dtype, and one
-        unit in the last place of 8-bit floats.  If only one is given, the other is 0.
+        Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, and NaN equals any NaN.  The
+        defaults are those of :func:`torch.testing.assert_close` for the coarser dtype, and one unit
+        in the last place of 8-bit floats.  If only one is given, the other is 0.
     exact : bool, default False
-        Whether only the same bits are equal; of two dtypes, the same values.
+        Whether only the same bits are equal; between two dtypes, the same values.
     step : int, optional
-        Compare this step alone.  Beside a checkpoint the default is the first one.
+        Compare only this step.  Beside a checkpoint, the default is the first step.
     recover : bool, default False
         Whether to read leftovers of killed runs, as :func:`ptsave.open` does.
     progress : bool, default False
@@ -215,7 +214,7 @@ def compare_captures(
 def _aligned(
     a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
 ) -> list[tuple[CapturedValue, CapturedValue]]:
-    """Return the values that both sides have, in a's order; note those that one has alone."""
+    """Return the values that both sides have, in a's order; note the values of only one side."""
     if a.run is None or b.run is None:
         matched = matched_parameters(a, b, step)
         result.only_in_a, result.only_in_b = matched.only_in_a, matched.only_in_b
@@ -230,7 +229,7 @@ def _aligned(
 def _common_steps(
     a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
 ) -> set[int]:
-    """Return the steps to compare; note those that one side has alone."""
+    """Return the steps to compare; note the steps that only one side has."""
     of_a, of_b = a.steps, b.steps
     common = of_a & of_b if step is None else of_a & of_b & {step}
     if not common:
@@ -261,7 +260,7 @@ def _note_alone(
     of_b: Mapping[str, CapturedValue],
     result: CaptureComparison,
 ) -> None:
-    """Note the calls and values that one side has alone."""
+    """Note the calls and values that only one side has."""
     _note_names(a, b, alone(of_a, of_b), result.only_in_a, result)
     _note_names(b, a, alone(of_b, of_a), result.only_in_b, result)
 
@@ -273,7 +272,7 @@ def _note_names(
     only: list[str],
     result: CaptureComparison,
 ) -> None:
-    """Note names that one side has alone: differences, unless that was to be expected."""
+    """Note the names of one side only: differences, or a remark if they were to be expected."""
     if not names:
         return
     if side.selection != other.selection:
@@ -351,7 +350,7 @@ def _split(
     pairs: Iterable[tuple[CapturedValue, CapturedValue]],
     tolerances: Tolerances,
 ) -> tuple[dict[str, CapturedDifference], dict[_Keys, TensorPair]]:
-    """Return differences that the records tell, and pairs of tensors that have to be read."""
+    """Return the differences that the records show, and the pairs of tensors that must be read."""
     compared: dict[str, CapturedDifference] = {}
     unread: dict[_Keys, TensorPair] = {}  # an output is the next input: read once
     for x, y in pairs:
@@ -383,7 +382,7 @@ def _kind_by_records(x: CapturedValue, y: CapturedValue) -> tuple[Kind | None, b
 
 
 def _same_shape(x: tuple[Any, ...], y: tuple[Any, ...]) -> bool:
-    """Whether two shapes may be one: sizes of nested tensors are symbols, of each run its own."""
+    """Whether two shapes may be equal: each run has its own symbols for sizes of nested tensors."""
     return len(x) == len(y) and all(
         one == other or type(one) is type(other) is str for one, other in zip(x, y, strict=True)
     )
@@ -396,7 +395,7 @@ def _same_plain(x: object, y: object) -> bool:
 
 
 def _kind_by_tensors(pair: TensorPair) -> Kind | None:
-    """Return the kind of difference of tensors whose elements cannot be paired."""
+    """Return the kind of difference of tensors whose elements cannot be paired, or None."""
     if pair.a.is_nested or pair.b.is_nested:
         return "layout" if pair.a.is_nested != pair.b.is_nested else None
     if pair.a.shape != pair.b.shape:
@@ -453,10 +452,10 @@ class _Measure:
 
     def __init__(self, tolerances: Tolerances) -> None:
         self._tolerances = tolerances
-        self._n_threads = max(1, config.current().n_threads // 2)  # the others read meanwhile
+        self._n_threads = max(1, config.current().n_threads // 2)  # the readers need the others
 
     def same(self, pair: TensorPair) -> TensorDifference | None:
-        return None  # their NaNs are counted, too
+        return None  # NaNs must be counted even if all bytes are the same
 
     def difference(
         self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
@@ -485,7 +484,7 @@ class _Measure:
         x, y = dense_values(a, b)
         tolerance = self._tolerances.of(x.dtype, y.dtype)
         found = difference_of_rows(x, y, tolerance, self._n_threads)
-        if found is None and x.dtype == y.dtype:  # no numbers: of their bytes
+        if found is None and x.dtype == y.dtype:  # no numbers: compare their bytes
             x, y = (each.contiguous().view(torch.uint8) for each in (x, y))
             found = difference_of_rows(x, y, tolerance)
         if found is None:

@@ -30,13 +30,11 @@ from ptsave.tree.capture_schema import is_capture
 from ptsave.tree.containers import is_container, walk
 from ptsave.tree.names import entry_not_found
 
-__all__ = ["Comparison", "compare"]
-
 _MAX_LISTED = 3
 
 
 class _Shown(str):
-    """A word that stands for a file where the values of entries are shown."""
+    """A word for a file, which is shown where the values of entries are shown."""
 
     __slots__ = ()
 
@@ -76,7 +74,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all was compared, and there are no differences."""
+        """Whether everything was compared, and there are no differences."""
         return not self.differences and not self.not_compared
 
 
@@ -95,28 +93,28 @@ def compare(
 ) -> Comparison:
     """Compare two checkpoints: their entries, types, dtypes, shapes and values.
 
-    Two tensors are equal if they have the same bytes, element by element: 0.0 and -0.0 differ, and
-    so do two NaNs of other bits, though by 0; NaN equals the same NaN.  With `rtol` or `atol`
-    values count instead: 0.0 equals -0.0, and NaN any NaN.  Strides, devices, ``requires_grad`` and
-    the order of dicts are not compared.  Shared memory is compared, but only remarked upon.
+    Two tensors are equal if they have the same bytes, element by element.  So 0.0 and -0.0 differ,
+    and two NaNs of other bits differ, though by 0.  With `rtol` or `atol` values count instead: 0.0
+    equals -0.0, and NaN equals any NaN.  Strides, devices, ``requires_grad`` and the order of dicts
+    are not compared.  Shared memory that differs gives only a remark.
 
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
         As for :func:`ptsave.open`.  If one of them is a safetensors file, or several files,
-        only tensors are compared, by their dotted names.  Of two directories all that is in them is
-        compared, file by file: the model of one with that of the other, however it is split, other
-        checkpoints with those of the same name or step, and other files byte by byte.
+        only tensors are compared, by their dotted names.  Two directories are compared file by
+        file: the model of one with the model of the other, however it is split; other checkpoints
+        by name or step; all other files byte by byte.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
-        :func:`torch.testing.assert_close`; if only one is given, the other is 0.
+        :func:`torch.testing.assert_close`.  If only one is given, the other is 0.
     detail : {"values", "shapes", "names"}, default "values"
         Depth of the comparison: ``"shapes"`` leaves out values, ``"names"`` also dtypes and shapes.
-        Both read nothing but the directories of the files.
+        Both read only the directories of the files.
     ignore_dtype : bool, default False
         Whether tensors of two dtypes are compared by their values, in float64.
     patterns : sequence of str
-        Only entries are looked at whose dotted names match one of these (:mod:`fnmatch`).
+        Only entries whose dotted names match one of these are compared (:mod:`fnmatch`).
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional
@@ -129,9 +127,9 @@ def compare(
     Raises
     ------
     ValueError
-        If a tolerance is negative or NaN, names are ambiguous, or the elements of a tensor share
-        memory so much that comparing them would take for ever: more than 1 GiB, and more than 8
-        times the bytes of its storages.
+        If a tolerance is negative or NaN, or names are ambiguous.  If comparing a tensor would take
+        for ever, as its elements share memory: more than 1 GiB, and more than 8 times the bytes of
+        its storages.
     EntryNotFoundError
         If no entry matches `patterns`; a KeyError.
     TypeError
@@ -171,7 +169,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What is asked of a comparison."""
+    """The options of a comparison."""
 
     wanted: _Wanted
     detail: Detail
@@ -181,7 +179,7 @@ class _Settings:
 
 
 def _compare_directories(a: Folder, b: Folder, settings: _Settings) -> Comparison:
-    """Compare all that is in two directories; what is no checkpoint is compared by its bytes."""
+    """Compare everything in two directories; files that are no checkpoints by their bytes."""
     found = pairs_in(a, b)
     for folder, others in ((a, found.only_in_a), (b, found.only_in_b)):
         if not (found.pairs or found.problems or others):
@@ -207,7 +205,7 @@ def _compare_directories(a: Folder, b: Folder, settings: _Settings) -> Compariso
 
 
 def _add(result: Comparison, file: str, found: Comparison) -> None:
-    """Add what was found in one file of a directory, with its name before those of its entries."""
+    """Add the result for one file of a directory; its name precedes the names of its entries."""
     prefix = f"{file}/" if file and not file.endswith("/") else file
 
     def named(differences: list[EntryDifference]) -> list[EntryDifference]:
@@ -229,9 +227,9 @@ def _add(result: Comparison, file: str, found: Comparison) -> None:
 
 
 def _note_others(folder: Folder, result: Comparison) -> None:
-    """Name what a directory holds beside the model that was compared with one file."""
+    """Name the checkpoints of a directory beside the model that was compared with one file."""
     named = named_checkpoints(folder, look_into(folder, distributed=True))
-    if "" in named:  # otherwise they are steps, of which the newest was compared
+    if "" in named:  # otherwise they are steps, and the newest was compared
         reason = "the other side is one file"
         result.not_compared = {name: reason for name in named if name}
 
@@ -262,7 +260,7 @@ def _compare_contents(first: Contents, second: Contents, settings: _Settings) ->
 
 
 class _Wanted:
-    """Matches names with patterns, and remembers the patterns that nothing has matched yet."""
+    """Matches names with patterns, and keeps the names that do not match until one matches."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns
@@ -285,7 +283,7 @@ class _Wanted:
         return False
 
     def require_any(self, *paths: str) -> None:
-        """Raise if nothing has matched."""
+        """Raise EntryNotFoundError if no name has matched."""
         if self._found:
             return
         files = " and ".join(dict.fromkeys(paths))
@@ -295,7 +293,7 @@ class _Wanted:
 def _objects(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], result: Comparison
 ) -> tuple[Any, Any]:
-    """Return the objects to compare, or only their tensors where one side has no more."""
+    """Return the objects to compare, or only their tensors where one side has nothing else."""
     if not any(source.is_flat for source in sources):
         return sources[0].obj, sources[1].obj
     for source in sources:
@@ -308,7 +306,7 @@ def _objects(
 
 
 def _holds_more(obj: Any) -> bool:
-    """Whether something is in an object, however deep, that is no tensor."""
+    """Whether an object holds anything, at any depth, that is no tensor."""
     leaves = (value for value in walk(obj, attributes=False) if not is_container(value))
     return any(not isinstance(value, Tensor) for value in leaves)
 
@@ -340,7 +338,7 @@ def _compare_values(
 
 
 def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
-    """Add to entries that one side has alone their likely names on the other side."""
+    """Add the likely names on the other side to entries that only one side has."""
     alone: dict[str, dict[str, Any]] = {"only in a": {}, "only in b": {}}
     for each in differences:
         value = each.a if each.kind == "only in a" else each.b
@@ -357,7 +355,7 @@ def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
 def _remarks_on_sharing(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], pairs: list[TensorPair]
 ) -> list[str]:
-    """Yield a remark for tensors that share memory on one side only."""
+    """Return a remark for each side with tensors that share memory only there."""
     of_a = _sharing(sources[0], pairs, [pair.a for pair in pairs])
     of_b = _sharing(sources[1], pairs, [pair.b for pair in pairs])
     remarks = []
@@ -373,7 +371,7 @@ def _remarks_on_sharing(
 def _sharing(
     source: ComparedCheckpoint, pairs: list[TensorPair], tensors: list[Tensor]
 ) -> dict[tuple[str, ...], None]:
-    """Return which of the compared tensors share a storage."""
+    """Return the groups of compared tensors that share a storage, by their names."""
     groups: dict[object, list[str]] = {}
     for pair, place in zip(pairs, source.places_of(tensors), strict=True):
         groups.setdefault(place, []).append(pair.name)

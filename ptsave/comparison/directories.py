@@ -1,4 +1,4 @@
-"""Pairs all that is in two directories, so that a comparison leaves nothing out."""
+"""Pairs everything in two directories, so that a comparison leaves nothing out."""
 
 from __future__ import annotations
 
@@ -11,32 +11,20 @@ from ptsave.contents.checkpoint_files import CheckpointFiles, look_into, named_c
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.sources.opening import Folder, open_folder_or_file
 
-__all__ = ["FilePair", "FilePairs", "pairs_in"]
-
 _CHUNK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class FilePair:
-    """Two checkpoints, or two other files, of one name.
+    """Two checkpoints, or two other files, of one name."""
 
-    Attributes
-    ----------
-    name : str
-        The name, relative to the directories; ``""`` of the model, or of an only checkpoint.
-    a, b : ShardFiles
-        The files.
-    are_checkpoints : bool
-        Whether both begin as checkpoints do.
-    """
-
-    name: str
+    name: str  # relative to the directories; "" for the model, or for an only checkpoint
     a: ShardFiles
     b: ShardFiles
-    are_checkpoints: bool
+    are_checkpoints: bool  # both begin as checkpoints do
 
     def same_bytes(self) -> bool:
-        """Compare two single files byte by byte."""
+        """Whether both are single files with the same bytes."""
         paths = self.a.paths, self.b.paths
         if len(paths[0]) != 1 or len(paths[1]) != 1:
             return False
@@ -52,32 +40,16 @@ class FilePair:
 
 @dataclass
 class FilePairs:
-    """What two directories hold.
-
-    Attributes
-    ----------
-    pairs : list of FilePair
-        What both have.
-    only_in_a, only_in_b : list of str
-        Names of checkpoints, other files and directories that one of them has.
-    problems : list of str
-        What is damaged, or missing.
-    """
+    """The files that two directories share, and the names that only one of them has."""
 
     pairs: list[FilePair] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # damaged or missing files
 
 
 def pairs_in(a: Folder, b: Folder, prefix: str = "") -> FilePairs:
-    """Return what two directories hold, and the directories in them; `prefix` is for all names.
-
-    Raises
-    ------
-    OSError, CorruptCheckpointError, ValueError
-        As from `find_files`.
-    """
+    """Return the pairs of two directories and their subdirectories; names begin with `prefix`."""
     sides = look_into(a, distributed=True), look_into(b, distributed=True)
     checkpoints = named_checkpoints(a, sides[0]), named_checkpoints(b, sides[1])
     files = _others_in(a, sides[0]) | checkpoints[0], _others_in(b, sides[1]) | checkpoints[1]
@@ -98,7 +70,7 @@ def pairs_in(a: Folder, b: Folder, prefix: str = "") -> FilePairs:
 
 
 def _others_in(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
-    """Return the files that are no checkpoints, nor being written."""
+    """Return the files that are no checkpoints and are not being written."""
     return {
         name: ShardFiles([folder.join(name)], storage_options=folder.storage_options)
         for name in found.ignored

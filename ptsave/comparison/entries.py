@@ -1,4 +1,4 @@
-"""Compares two objects entry by entry, but for the values of tensors."""
+"""Compares two objects entry by entry, except for the values of tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from ptsave.tree.containers import attributes_of, is_container, items_of, nested
 from ptsave.tree.opaque import Opaque
 from ptsave.tree.paths import MAX_DEPTH
 
-__all__ = ["Detail", "EntryComparer", "EntryDifference", "TensorPair"]
-
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]
 _Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
 _PLAIN_KEYS = {str, int, bool, bytes}
-_BY_NUMBER = (Opaque, set, frozenset, deque)  # leaves in which something may not be built
+_BY_NUMBER = (Opaque, set, frozenset, deque)  # leaves that may hold objects that are not built
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +38,10 @@ class EntryDifference:
     a, b : object
         The two values; tensors have no bytes.  None where a side has no such entry.
     top : str
-        For an entry that one side has alone: the name of the outermost container that is missing
+        For an entry that only one side has: the name of the outermost container that is missing
         as a whole, or its own.
     moved : str or None
-        For such an entry, too: its name on the other side, as far as the names tell.
+        For such an entry, too: its likely name on the other side.
     numbers : NumberDifference or None
         Size and place of the differences between values of tensors.
     """
@@ -67,27 +65,12 @@ class TensorPair:
 
 
 class EntryComparer:
-    """Walks through two objects together.
+    """Walks through two objects together, and collects their differences.
 
-    Parameters
-    ----------
-    wanted : callable
-        Whether to look at an entry of a name.
-    detail : {"names", "shapes", "values"}
-        Depth of the comparison.
-    ignore_dtype : bool
-        Whether tensors of two dtypes are a pair, and Python's numbers of two types are compared.
-    ignore_types : bool
-        Whether a tensor and a parameter are the same.
-    tolerance : Tolerance or None
-        For numbers that are no tensors.
-
-    Attributes
-    ----------
-    differences : list of EntryDifference
-        In the order of a; an entry that b has alone comes where it would belong.
-    pairs : list of TensorPair
-        Pairs whose values remain to be compared.
+    `ignore_dtype` pairs tensors of two dtypes, and compares Python's numbers of two types.
+    `ignore_types` takes a tensor and a parameter for the same.  `tolerance` is for numbers that are
+    no tensors.  `differences` are in the order of a; entries that only b has come last in their
+    container.  The values of `pairs` remain to be compared.
     """
 
     def __init__(
@@ -106,7 +89,7 @@ class EntryComparer:
         self._tolerance = tolerance
         self._numbers = ValueNumbers()
         self._seen: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # objects made on the way: while they live, no id is used again
+        self._kept: list[Any] = []  # objects made on the way, kept so that no id is used again
         self.differences: list[EntryDifference] = []
         self.pairs: list[TensorPair] = []
 
@@ -147,7 +130,7 @@ class EntryComparer:
         return self._pairs_of(parts[0], entries, f"{name}." if depth else "")
 
     def _under_keys_of(self, a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of b, by the keys of a where those are equal: NaN, or not built."""
+        """Return the entries of b by the equal keys of a, also NaN and keys that are not built."""
         keys = {self._numbers.of(key): key for key in a if type(key) not in _PLAIN_KEYS}
         if not keys:
             return b
@@ -157,7 +140,7 @@ class EntryComparer:
         }
 
     def _pairs_of(self, a: dict[Any, Any], b: dict[Any, Any], prefix: str) -> Iterator[_Pair]:
-        """Yield the entries in both, noting in their places the entries in one of them alone."""
+        """Yield the entries that both have, and note the entries that only one has."""
         for key, value in a.items():
             if key in b:
                 yield value, b[key], f"{prefix}{key}"
@@ -182,7 +165,7 @@ class EntryComparer:
             self._kept += a, b
             parts = dict(enumerate(a.unbind())), dict(enumerate(b.unbind()))
             return self._pairs_of(*parts, f"{name}.")
-        valued = not a.is_meta, not b.is_meta  # of those on meta files hold no values
+        valued = not a.is_meta, not b.is_meta  # files hold no values of tensors on meta
         same_class = self._ignore_types or type(a) is type(b)
         alike = same_class and valued[0] == valued[1] and _same_layout(a, b)
         if not alike:
@@ -222,7 +205,7 @@ class EntryComparer:
             self.differences.append(EntryDifference("value", name, a, b))
 
     def _compare_by_number(self, a: Any, b: Any, name: str) -> None:
-        """Compare objects that are not built, by what the files give to them, and sets."""
+        """Compare sets, and objects that are not built, by the contents that files give them."""
         if self._numbers.of(a) != self._numbers.of(b):
             self.differences.append(EntryDifference("value", name, a, b))
             return
@@ -246,7 +229,10 @@ def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the entries of a container by their keys; None for anything else."""
+    """Return a container's entries by key, or the attributes of an object without ``__eq__``.
+
+    None for any other value.
+    """
     if isinstance(value, Tensor):
         return None
     if is_container(value) and not isinstance(value, torch.Size):
@@ -264,7 +250,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a value; a container that is there twice is looked into once."""
+    """Yield the leaves of a value; a container that occurs twice is searched once."""
     seen: set[int] = set()
     pending = [iter([(name, value)])]
     while pending:

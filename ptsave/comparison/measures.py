@@ -1,4 +1,4 @@
-"""`TensorDifference`: everything that one pass over two tensors of one shape tells about them."""
+"""`TensorDifference`: all that one pass over two tensors of one shape finds."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.comparison.numbers import Tolerance
 
-__all__ = ["TensorDifference", "difference_of_rows", "row_and_order"]
-
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Counts and sizes of the differences between two tensors; those of parts add up.
+    """Counts and sizes of the differences between two tensors; the results of parts add up.
 
     Attributes
     ----------
     numel : int
         Count of numbers on each side.
     n_different : int
-        Count of those with other bits or, between two dtypes, another value.
+        Count of numbers with other bits or, between two dtypes, another value.
     n_outside : int
-        Count of those outside the tolerance.
+        Count of numbers outside the tolerance.
     n_nan_a, n_nan_b, n_inf_a, n_inf_b : int
         Counts of NaN and of infinities of each side.
     n_nan_only_a, n_nan_only_b : int
-        Those where the other side is not NaN.
+        Counts of NaN where the other side is not NaN.
     n_inf_mismatch : int
         Infinities that meet a finite number, or one of another sign.
     max_abs : int or float
-        The largest distance of two numbers of which none is NaN; of whole numbers exactly.
+        The largest distance of two numbers that are not NaN; exact for whole numbers.
     max_rel : float
         The largest distance divided by the absolute value in b; inf where that is 0.
     product, squares_a, squares_b : float
@@ -44,11 +42,11 @@ class TensorDifference:
         0, unless squares of float64 would be infinite or 0.
     ulps : tuple of int
         Counts of numbers that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
-        apart, in the coarser dtype; the 66th of them is of two signs, and of NaN and infinities
+        apart, in the coarser dtype.  The 66th counts numbers of two signs, and NaN and infinities
         that the other side has not.  Counts behind the last one that is not 0 are left out.
     first : tuple of int or None
-        The index of the first number that differs, in a's order of memory; of nested tensors that
-        of the component comes first.
+        The index of the first number that differs, in a's order of memory.  For nested tensors it
+        begins with the index of the component.
     problem : str
         Why the numbers could not be compared; empty if they were.
     """
@@ -78,8 +76,8 @@ class TensorDifference:
     def cosine(self) -> float:
         """The cosine of the angle between both, as vectors of the numbers that are finite in both.
 
-        1.0 if both are 0 everywhere.  NaN where there is no angle: one of them alone is 0, or there
-        are only zeros and numbers that are NaN or infinite on one side.
+        1.0 if both are 0 everywhere.  NaN if there is no angle: only one of them is 0, or there are
+        only zeros and numbers that are NaN or infinite on one side.
         """
         if not self.n_different:
             return 1.0
@@ -93,7 +91,7 @@ class TensorDifference:
     def relative_error(self) -> float:
         """The largest distance, divided by the root mean square of b.
 
-        Unlike `max_rel`, numbers near zero do not decide it.
+        Numbers near zero do not decide it, unlike `max_rel`.
         """
         if not self.max_abs:
             return 0.0
@@ -139,7 +137,7 @@ class TensorDifference:
         return replace(self, **sums, ulps=tuple(n * count for count in self.ulps))
 
     def moved(self, begin: Sequence[int]) -> TensorDifference:
-        """Return that of a part, which begins at an index."""
+        """Return the difference of a part that begins at an index."""
         if self.first is None:
             return self
         first = tuple(x + y for x, y in zip(begin, self.first, strict=True))
@@ -152,14 +150,14 @@ _SUMS = [field.name for field in fields(TensorDifference) if field.name not in _
 
 
 def _common_scale(squares: float, scale: int, other_squares: float, other_scale: int) -> int:
-    """Return the scale of two sums of squares together; zero fits to any."""
+    """Return a scale for two sums of squares together; a sum of zero fits any scale."""
     if squares == 0:
         return other_scale
     return max(scale, other_scale) if other_squares else scale
 
 
 def row_and_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the numbers of two tensors in a's order of memory, and its dimensions so ordered."""
+    """Return the numbers of two tensors in the memory order of a, and its dimensions so ordered."""
     dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
     return _row(a.permute(dims)), _row(b.permute(dims)), dims
 
@@ -171,29 +169,11 @@ def _row(tensor: Tensor) -> Tensor:
 def difference_of_rows(
     a: Tensor, b: Tensor, tolerance: Tolerance, n_threads: int = 1
 ) -> TensorDifference | None:
-    """Compare two strided tensors of one shape on the CPU, in one pass, whatever their dtypes.
+    """Compare two strided CPU tensors of one shape in one pass, whatever their dtypes.
 
-    Parameters
-    ----------
-    a, b : torch.Tensor
-        Of any strides.
-    tolerance : Tolerance
-        Numbers are near if ``abs(a - b) <= atol + rtol * abs(b)``; NaN is near any NaN.
-    n_threads : int
-        Threads of a large tensor.
+    NaN is near any NaN.  None if the elements of one are no numbers (bits, quantized ones).  Raises
+    ValueError if their shapes differ, or only one is of torch.float4_e2m1fn_x2.
 
-    Returns
-    -------
-    TensorDifference or None
-        None if the elements of one are no numbers (bits, quantized ones).
-
-    Raises
-    ------
-    ValueError
-        If their shapes differ, or one of them alone is of torch.float4_e2m1fn_x2.
-
-    Examples
-    --------
     >>> import torch
     >>> a = torch.tensor([1.0, 2.0, 4.0])
     >>> found = difference_of_rows(a, a.bfloat16() * 1.5, Tolerance(0, 1))
@@ -218,7 +198,7 @@ def difference_of_rows(
 
 def _index(flat: int, a: Tensor, dims: list[int]) -> tuple[int, ...]:
     """Return the index in a tensor of a number in its row."""
-    if a.dtype == torch.float4_e2m1fn_x2:  # of which an element has two
+    if a.dtype == torch.float4_e2m1fn_x2:  # two numbers in an element
         flat //= 2
     index = [0] * len(dims)
     for dim in reversed(dims):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-__all__ = ["moved_names", "prefixes_of"]
-
 # Parts that wrappers put into names, at any depth.
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
@@ -13,19 +11,13 @@ _WRAPPERS = frozenset(
 
 
 def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return for names in `a` the names in `b` that they have become, as far as that is clear.
+    """Return the new names in `b` of names in `a`, where these are clear.
 
-    Parts from wrappers (``module.``, ``_orig_mod.``) are left out of the comparison.  Then
-    one name has to end in the whole of the other (``model.fc.weight``, ``fc.weight``), or both
-    in the same two parts or more; of several candidates, the longest common end decides.
+    Parts from wrappers (``module.``, ``_orig_mod.``) do not count.  One name must end in the whole
+    of the other (``model.fc.weight``, ``fc.weight``), or both must end in the same two parts or
+    more.  The longest common end decides between several candidates.  The values of both names,
+    such as dtype and shape, must be equal.
 
-    Parameters
-    ----------
-    a, b : mapping of str to hashable
-        Names, and facts that have to be equal for two to be the same entry: dtype and shape.
-
-    Examples
-    --------
     >>> moved_names({"fc.weight": 1, "fc.bias": 2}, {"module.fc.weight": 1, "module.fc.bias": 3})
     {'fc.weight': 'module.fc.weight'}
     """
@@ -54,7 +46,7 @@ def _partner(candidates: list[list[str]]) -> str | None:
         return None
     n_common, names = n_parts - begin, candidates[begin]
     if len(names) > 1:
-        # A name may be the end of many others: the one that has nothing more is meant.
+        # A name may be the end of many others: the one without further parts is meant.
         names = [other for other in names if len(_ends(other)) == n_common]
     if len(names) != 1:
         return None
@@ -63,7 +55,7 @@ def _partner(candidates: list[list[str]]) -> str | None:
 
 
 def _one_to_one(moved: dict[str, str]) -> dict[str, str]:
-    """Leave out names that several others would have become."""
+    """Leave out the names that several others would have become."""
     count: dict[str, int] = {}
     for other in moved.values():
         count[other] = count.get(other, 0) + 1
@@ -71,10 +63,8 @@ def _one_to_one(moved: dict[str, str]) -> dict[str, str]:
 
 
 def prefixes_of(name: str, other: str) -> tuple[str, str]:
-    """Return the beginnings of two names, in front of the common end of their parts.
+    """Return the beginnings of two names, in front of the parts at their common end.
 
-    Examples
-    --------
     >>> prefixes_of("module.fc.weight", "fc.weight"), prefixes_of("a.w", "b.w")
     (('module.', ''), ('a.', 'b.'))
     """

@@ -1,9 +1,9 @@
 """Differences of two equally long rows of numbers, whatever their dtypes: pure arithmetic.
 
-Differences of whole numbers are exact; all others are computed in float64.  Beside the loop of the
-engine (`measures.difference_of_rows`), which may merge a multiplication with an addition, this is
-torch's own arithmetic, because the counts of `compare` are to be those of
-``torch.testing.assert_close`` to the last bit; a test holds both against each other.
+Differences of whole numbers are exact; all others are computed in float64.  The engine has a loop,
+too (`measures.difference_of_rows`), which may merge a multiplication with an addition.  This module
+uses torch's own arithmetic, because the counts of `compare` must be those of
+``torch.testing.assert_close`` to the last bit; a test compares both.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NumberDifference", "Tolerance", "number_difference"]
-
-_BLOCK_NUMEL = 1 << 15  # one thread of torch: many short loops in several wait for each other
+_BLOCK_NUMEL = 1 << 15  # torch uses one thread: in short loops threads wait for each other
 _WORD = 1 << 32
 _HALF = 1 << 62
 _INTEGERS = {
@@ -36,33 +34,19 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class NumberDifference:
-    """Counts and sizes of differences; those of parts add up to that of the whole.
+    """Counts and sizes of differences; the results of parts add up to that of the whole.
 
-    Attributes
-    ----------
-    numel : int
-        Count of numbers on each side.
-    n_different : int
-        Count of those with other bits or, between two dtypes, another value.
-    n_outside : int
-        Count of those outside the tolerance; without one, the same as `n_different`.
-    n_nan_a, n_nan_b : int
-        Count of those that are NaN on this side alone; only the counts include them.
-    max_abs : int, float or None
-        The largest absolute difference: an int between whole numbers, which is exact.  0 where only
-        bits differ: 0.0 and -0.0, NaN and another NaN.  None for dtypes that torch cannot compute
-        with.
-    max_rel : float or None
-        The largest difference divided by the absolute value in b; inf where that is 0.
+    `max_abs` is an exact int between whole numbers.  It is 0 where only bits differ: 0.0 and -0.0,
+    or two NaNs.  `max_abs` and `max_rel` are None for dtypes that torch cannot compute with.
     """
 
-    numel: int = 0
-    n_different: int = 0
-    n_outside: int = 0
-    n_nan_a: int = 0
+    numel: int = 0  # on each side
+    n_different: int = 0  # with other bits or, between two dtypes, another value
+    n_outside: int = 0  # outside the tolerance; without one, as `n_different`
+    n_nan_a: int = 0  # NaN on this side alone; only the counts include these numbers
     n_nan_b: int = 0
     max_abs: int | float | None = 0
-    max_rel: float | None = 0.0
+    max_rel: float | None = 0.0  # relative to abs(b); inf where b is 0
 
     def __add__(self, other: NumberDifference) -> NumberDifference:
         return NumberDifference(
@@ -95,20 +79,10 @@ def _larger(a: float | None, b: float | None) -> float | None:
 def number_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None = None) -> NumberDifference:
     """Return the counts and sizes of the differences between two rows of numbers.
 
-    Parameters
-    ----------
-    a, b : torch.Tensor
-        Contiguous, of shape (N,), on the CPU, and not conjugated lazily.
-    tolerance : Tolerance, optional
-        Without it, numbers are equal that have the same bits; between two dtypes, the same value.
+    Both are contiguous, of shape (N,), on the CPU, and not conjugated lazily.  Without a tolerance,
+    numbers are equal if they have the same bits; between two dtypes, the same value.  Raises
+    TypeError if the dtypes differ, and torch cannot compute with one of them.
 
-    Raises
-    ------
-    TypeError
-        If the dtypes differ, and torch cannot compute with one of them.
-
-    Examples
-    --------
     >>> import torch
     >>> a, b = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.5, 4.0])
     >>> found = number_difference(a, b)
@@ -124,24 +98,12 @@ def number_difference(a: Tensor, b: Tensor, tolerance: Tolerance | None = None) 
 
 @dataclass(frozen=True)
 class _Distances:
-    """Distances between numbers, in float64.
+    """Distances between numbers, in float64."""
 
-    Attributes
-    ----------
-    each : torch.Tensor
-        0 for two NaNs, and for a NaN on one side.
-    largest : int or float
-        The largest distance; an int is exact.
-    magnitudes : torch.Tensor
-        Absolute values of b.
-    nan_a, nan_b : torch.Tensor or None
-        Masks of numbers that are NaN on one side alone.
-    """
-
-    each: Tensor
-    largest: int | float
-    magnitudes: Tensor
-    nan_a: Tensor | None = None
+    each: Tensor  # 0 for two NaNs, and for a NaN on one side
+    largest: int | float  # an int is exact
+    magnitudes: Tensor  # absolute values of b
+    nan_a: Tensor | None = None  # mask of numbers that are NaN on this side alone
     nan_b: Tensor | None = None
 
 
@@ -194,7 +156,7 @@ def _integer_distances(a: Tensor, b: Tensor) -> _Distances:
 
 
 def _fits_int64(x: Tensor) -> bool:
-    """Whether a difference of two such numbers is an int64."""
+    """Whether the difference of two such numbers fits into int64."""
     if x.dtype not in (torch.int64, torch.uint64):
         return True
     smallest, largest = x.view(torch.int64).aminmax()
@@ -247,7 +209,7 @@ def _as_floats(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _to(x: Tensor, wide: torch.dtype) -> Tensor:
-    if x.dtype == torch.complex32:  # of which torch warns that few operators know it
+    if x.dtype == torch.complex32:  # torch warns that few operators know this dtype
         x = torch.view_as_real(x).float()
         return torch.view_as_complex(x).to(wide)
     return x.to(wide)

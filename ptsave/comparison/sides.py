@@ -1,4 +1,4 @@
-"""Opens one side of a comparison as one object with unread tensors."""
+"""Presents one side of a comparison as one object with unread tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,14 @@ from ptsave.contents.sharded import ShardedContents
 from ptsave.tree.names import EntryNames
 from ptsave.tree.paths import dotted
 
-__all__ = ["ComparedCheckpoint", "flat"]
-
-_MAX_IDLE_NBYTES = 64 << 20  # fresh pages take longer than reading into them, and comparing
+_MAX_IDLE_NBYTES = 64 << 20  # fresh pages take longer than reading and comparing
 
 
 class ComparedCheckpoint:
     """One side of a comparison: an open checkpoint.  Safe for concurrent use.
 
-    Parameters
-    ----------
-    contents : Contents
-        The checkpoint, open.
-
-    Attributes
-    ----------
-    path : str
-        Its name in messages.
-    obj : object
-        The saved object.
-    is_flat : bool
-        Whether it cannot hold more than a dict of tensors.
-    allocate : callable
-        Gives memory for values that are compared and dropped.
+    `is_flat` says that it cannot hold more than a dict of tensors.  `allocate` gives memory for
+    values that are compared and dropped.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -65,17 +50,14 @@ class ComparedCheckpoint:
         return self._contents.read_slice(tensor, index, None, allocate=self.allocate)
 
     def places_of(self, tensors: list[Tensor]) -> list[object]:
-        """Return for each tensor a key of its storage, unique in a file and across files."""
+        """Return a key of each tensor's storage, unique in a file and across files."""
         return [place[0] for place in self._contents.places_of(tensors)]
 
 
 def flat(obj: Any, path: str) -> dict[str, Tensor]:
     """Return the tensors of an object by their dotted names, as a safetensors file has them.
 
-    Raises
-    ------
-    ValueError
-        If two would have the same name.
+    Raises ValueError if two tensors would have the same name.
     """
     names = EntryNames(obj, path)
     result: dict[str, Tensor] = {}

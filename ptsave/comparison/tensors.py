@@ -24,16 +24,7 @@ from ptsave.support.thread_pool import ThreadPool
 from ptsave.support.torch_tensors import n_values_of_sparse
 from ptsave.tree.expansion import ADVICE, default_limit, stored_nbytes_of
 
-__all__ = [
-    "Measure",
-    "NumberMeasure",
-    "are_empty",
-    "cannot_compare",
-    "compare_tensors",
-    "dense_values",
-]
-
-# Of one side.  There are two sides, and while one piece is compared the next ones are read.
+# For one side.  The next pieces of both sides are read while one piece is compared.
 _PIECE_NBYTES = 16 << 20
 _N_PIECES = 3
 _SMALL_NUMEL = 1 << 12
@@ -51,33 +42,21 @@ _PART_NUMEL = 1 << 20  # of a piece, for one thread
 
 @dataclass(frozen=True)
 class _Piece:
-    """A unit of reading: several whole tensors, or a part of one.
+    """A unit of reading: several whole tensors, or a part of one."""
 
-    Attributes
-    ----------
-    pairs : list of TensorPair
-        Only one, if there is an index.
-    index : tuple of slice or None
-        The part.
-    times : int
-        Repetitions of the part, in tensors that are expanded on both sides.
-    is_last : bool
-        Whether this completes its tensors.
-    """
-
-    pairs: list[TensorPair]
+    pairs: list[TensorPair]  # only one if there is an index
     index: tuple[slice, ...] | None = None
-    times: int = 1
-    is_last: bool = True
+    times: int = 1  # repetitions of the part, in tensors that are expanded on both sides
+    is_last: bool = True  # it completes its tensors
 
     @property
     def begin(self) -> list[int]:
-        """Index of the first element."""
+        """The index of the first element."""
         return [] if self.index is None else [int(part.start) for part in self.index]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the first side."""
+        """The bytes of side a."""
         if self.index is None:
             return sum(int(pair.a.numel() * pair.a.itemsize) for pair in self.pairs)
         numel = prod(int(part.stop - part.start) for part in self.index)
@@ -103,12 +82,12 @@ class Measure(Protocol[_Found_co]):
     """Finds the difference of two tensors, or of parts of them."""
 
     def same(self, pair: TensorPair) -> _Found_co | None:
-        """Return the difference of plain tensors with the same bytes; None if it is measured."""
+        """Return the difference of plain tensors with the same bytes; None to measure it."""
 
     def difference(
         self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
     ) -> _Found_co:
-        """Return the difference of two parts, which begin at an index."""
+        """Return the difference of two parts that begin at an index."""
 
 
 def compare_tensors(
@@ -118,18 +97,9 @@ def compare_tensors(
     measure: Measure[_Difference],
     done: Callable[[int], None],
 ) -> Iterator[tuple[TensorPair, _Difference]]:
-    """Yield the difference of each pair, in their order.
+    """Yield the difference of each pair, in order; the tensors of a pair have one shape and layout.
 
-    Parameters
-    ----------
-    a, b : ComparedCheckpoint
-        Sources of the tensors.
-    pairs : iterable of TensorPair
-        Pairs of equal shapes and layouts.
-    measure : Measure
-        Finds the difference of two tensors.
-    done : callable
-        Is told after each piece how many bytes of a have been compared with it.
+    After each piece `done` gets the bytes of a that were compared with it.
     """
     total: _Difference | None = None
     n_threads = config.current().n_threads
@@ -154,16 +124,10 @@ def compare_tensors(
 
 
 class _Packing:
-    """The small tensors of a piece that each side reads in one row of bytes, at equal places.
+    """The small tensors of a piece that both sides read as a row of bytes, at the same offsets.
 
-    Attributes
-    ----------
-    numbers : list of int
-        Numbers of these pairs in the piece; none if a side cannot read them so.
-    begins : list of int
-        Offset of each, in bytes.
-    nbytes : int
-        The length of the row.
+    `numbers` are the numbers of their pairs in the piece; there are none if a side cannot read them
+    so.
     """
 
     def __init__(self, piece: _Piece, a: ComparedCheckpoint, b: ComparedCheckpoint) -> None:
@@ -184,7 +148,7 @@ class _Packing:
         return contents.read_packed(tensors, self.begins, self.nbytes, source.allocate)
 
     def differing(self, x: Tensor, y: Tensor) -> set[int]:
-        """Return which pairs of the piece have other bytes in the rows of the two sides."""
+        """Return the numbers of the pairs whose bytes differ between the rows of the two sides."""
         x, y = x.view(torch.int64), y.view(torch.int64)
         if torch.equal(x, y):
             return set()
@@ -195,7 +159,7 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _Side:
-    """Values of one side of a piece: the row of its packed tensors, and the others."""
+    """Values of one side of a piece: the row of its packed tensors, and the other tensors."""
 
     row: Tensor | None
     others: list[Tensor]
@@ -211,7 +175,7 @@ def _read_ahead(
     readers: ThreadPool,
     measure: Measure[_Difference],
 ) -> Iterator[tuple[_Piece, _Values]]:
-    """Yield pieces with their values, while the next ones are being read."""
+    """Yield pieces with their values, while the next pieces are being read."""
     queue: deque[tuple[_Piece, _Packing, Future[_Side], Future[_Side]]] = deque()
 
     def read_next() -> None:
@@ -251,7 +215,7 @@ def _read(
 def _values(
     piece: _Piece, packing: _Packing, a: _Side, b: _Side, measure: Measure[_Difference]
 ) -> _Values:
-    """Yield the tensors of each pair, or None for packed ones whose bytes say enough."""
+    """Yield the tensors of each pair, or None for a packed pair whose equal bytes suffice."""
     others = zip(a.others, b.others, strict=True)
     if a.row is None or b.row is None:
         yield from others
@@ -296,7 +260,7 @@ def _pieces(pairs: Iterable[TensorPair]) -> Iterator[_Piece]:
 
 
 def _is_small_and_whole(pair: TensorPair) -> bool:
-    """Whether both are a few plain numbers, which are all that is in their storages."""
+    """Whether both are a few plain numbers that fill their storages."""
     a, b = pair.a, pair.b
     if a.dtype != b.dtype or a.dtype not in _PLAIN_BITS or not 0 < a.numel() <= _SMALL_NUMEL:
         return False
@@ -316,19 +280,19 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _nbytes_read(tensor: Tensor) -> int:
-    """Return how much memory reading a tensor together with others takes at most.
+    """Return the most memory that reading a tensor together with others takes.
 
-    Reading several takes the bytes between those of one storage, too, and expanded tensors are
-    larger than their storage once they are rows of numbers.
+    Reading several tensors of a storage takes the bytes between them, too.  Expanded tensors are
+    larger than their storage when they are rows of numbers.
     """
     nbytes = int(tensor.numel() * tensor.itemsize)
-    if not _is_strided(tensor) or tensor.is_meta:  # meta: of a safetensors file, which is dense
+    if not _is_strided(tensor) or tensor.is_meta:  # meta: of a safetensors file, all dense
         return nbytes
     return max(nbytes, tensor.untyped_storage().nbytes())
 
 
 def _parts(pair: TensorPair) -> Iterator[_Piece]:
-    """Cut a pair along the dimensions with the largest strides, whose parts lie together."""
+    """Cut a pair along the dimensions with the largest strides, so that parts are contiguous."""
     strides = pair.a.stride(), pair.b.stride()
     repeated = [x == 0 == y for x, y in zip(*strides, strict=True)]
     shape = [1 if same else n for n, same in zip(pair.a.shape, repeated, strict=True)]
@@ -350,7 +314,7 @@ def _parts(pair: TensorPair) -> Iterator[_Piece]:
 
 
 def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of at most so many elements, cutting dimensions in the order given."""
+    """Yield parts of at most `max_numel` elements, cutting dimensions in the order of `dims`."""
     box = [slice(0, n) for n in shape]
     if not dims:
         yield tuple(box)
@@ -372,13 +336,7 @@ def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[
 
 
 class NumberMeasure:
-    """Finds the `NumberDifference` of two tensors.
-
-    Parameters
-    ----------
-    tolerance : Tolerance or None
-        As for :func:`number_difference`.
-    """
+    """Finds the `NumberDifference` of two tensors."""
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self._tolerance = tolerance
@@ -413,7 +371,7 @@ def _are_same_quantized(a: Tensor, b: Tensor) -> bool:
 
 
 def cannot_compare(pair: TensorPair, a: Tensor, b: Tensor, error: Exception) -> TypeError:
-    """Return the error about values that torch does not know how to compare."""
+    """Return the error for values that torch cannot compare."""
     return TypeError(
         f"{pair.name}: values of {type(a).__name__} of {a.dtype} and {type(b).__name__} of "
         f"{b.dtype} cannot be compared ({error})"
@@ -421,7 +379,7 @@ def cannot_compare(pair: TensorPair, a: Tensor, b: Tensor, error: Exception) -> 
 
 
 def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return strided tensors of numbers: of sparse tensors the values where either has one."""
+    """Return strided tensors of numbers; of sparse tensors the values where either has one."""
     a, b = a.detach(), b.detach()
     if a.layout != torch.strided:
         return _of_same_pattern(a, b)
@@ -429,7 +387,10 @@ def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
-    """Say so in few calls, of which each takes longer than looking at a small tensor does."""
+    """Whether both are small plain tensors with the same bits.
+
+    Makes few calls: a call takes longer than comparing the numbers of a small tensor.
+    """
     if a.numel() > _SMALL_NUMEL or a.dtype != b.dtype or a.dtype not in _PLAIN_BITS:
         return False
     if a.layout != torch.strided or a.is_neg() or b.is_neg():
@@ -439,19 +400,19 @@ def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of two tensors, in an order in which those of the first need no copy."""
+    """Return the numbers of two tensors, in an order that needs no copy of the first tensor."""
     dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
     return _row(a.permute(dims)), _row(b.permute(dims))
 
 
 def _row(tensor: Tensor) -> Tensor:
     row = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
-    # The stride of one number, or none, may be anything, which views of other dtypes do not allow.
+    # A row of one number, or none, may have any stride; views of other dtypes require 1.
     return row.as_strided(row.shape, (1,)) if row.numel() <= 1 else row
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two rows have the same bytes, which torch finds out fastest in whole words."""
+    """Whether two rows have the same bytes; torch compares whole words fastest."""
     nbytes = a.nbytes
     words = nbytes // 8 * 8
     x, y = a.view(torch.uint8), b.view(torch.uint8)
@@ -464,7 +425,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _of_same_pattern(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of two sparse tensors at the places where either has one."""
+    """Return the values of two sparse tensors at the places where either has a value."""
     a, b = (x.to_sparse_coo().coalesce() for x in (a, b))
     if a.sparse_dim() != b.sparse_dim():
         return a.to_dense(), b.to_dense()

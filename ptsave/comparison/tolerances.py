@@ -1,12 +1,10 @@
-"""Tolerances by dtype: those of :func:`torch.testing.assert_close`, and of the 8-bit floats."""
+"""Tolerances by dtype: those of :func:`torch.testing.assert_close`, and some for small floats."""
 
 from __future__ import annotations
 
 import torch
 
 from ptsave.comparison.numbers import Tolerance
-
-__all__ = ["Tolerances", "checked_tolerance"]
 
 _EXACT = Tolerance(0.0, 0.0)
 _BY_DTYPE = {
@@ -30,15 +28,9 @@ _BY_DTYPE = {
 class Tolerances:
     """Chooses the tolerance of a pair of tensors.
 
-    Parameters
-    ----------
-    rtol, atol : float, optional
-        For all dtypes; if only one is given, the other is 0.
-    exact : bool
-        Whether only the same bits are equal.
+    `rtol` and `atol` are for all dtypes; if only one is given, the other is 0.  With `exact`, only
+    the same bits are equal.
 
-    Examples
-    --------
     >>> Tolerances(None, None).of(torch.float32, torch.bfloat16)
     Tolerance(rtol=0.016, atol=1e-05)
     """
@@ -50,7 +42,7 @@ class Tolerances:
         self.exact = exact
 
     def of(self, a: torch.dtype, b: torch.dtype) -> Tolerance:
-        """Return the larger one of two dtypes."""
+        """Return the larger tolerance of two dtypes."""
         if self.exact:
             return _EXACT
         if self._given is not None:
@@ -60,12 +52,9 @@ class Tolerances:
 
 
 def checked_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
-    """Return a tolerance, in which what is not given is 0; None if nothing is given.
+    """Return a tolerance in which a missing value is 0; None if both are missing.
 
-    Raises
-    ------
-    ValueError
-        If one is negative or NaN.
+    Raises ValueError if one is negative or NaN.
     """
     if rtol is None and atol is None:
         return None

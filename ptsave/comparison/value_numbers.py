@@ -12,8 +12,6 @@ from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, items_of
 from ptsave.tree.opaque import OPAQUE_HOLDERS, Opaque, type_name_of
 
-__all__ = ["ValueNumbers", "comparable", "opened"]
-
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _HOLDERS = (Opaque, *OPAQUE_HOLDERS)
 
@@ -25,38 +23,26 @@ class _Again(NamedTuple):
 
 
 class _Open:
-    """A container of which some parts have no number yet.
-
-    Attributes
-    ----------
-    order : int
-        Number of containers that were met before it.
-    lowest : int
-        Order of the outermost container that is known to be in a circle with it.
-    start : int
-        Number of tokens in front of its own.
-    rest : iterator
-        Its parts that have no tokens yet.
-    """
+    """A container with parts that have no number yet; `rest` are its parts without tokens."""
 
     __slots__ = ("lowest", "order", "rest", "start", "value")
 
     def __init__(self, value: Any, order: int, start: int, parts: Iterable[Any]) -> None:
         self.value = value
+        # Number of incomplete containers before it, and that of the outermost container known to be
+        # in a circle with it.
         self.order = self.lowest = order
-        self.start = start
+        self.start = start  # number of tokens in front of its own
         self.rest = iter(parts)
 
 
 class ValueNumbers:
-    """Numbers values of several files: two have the same number if they are equal.
+    """Numbers the values of several files: two values have the same number if they are equal.
 
-    All tensors, and all storages, have one number: `tensor_pairs` yields those to be compared.  A
-    part that two containers share counts as two equal ones.  Each container is looked into once,
-    but for those that hold themselves.
+    All tensors have one number, and all storages have one: `tensor_pairs` yields the pairs to
+    compare.  A part that two containers share counts as two equal parts.  Each container is
+    searched once, unless it holds itself.
 
-    Examples
-    --------
     >>> numbers = ValueNumbers()
     >>> numbers.of([1, {2, 3}]) == numbers.of([1, {3, 2}])
     True
@@ -68,14 +54,14 @@ class ValueNumbers:
         self._numbers: dict[Any, int] = {}
         self._known: dict[int, int] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # while they live, no id is used again
+        self._kept: list[Any] = []  # kept alive, so that no id is used again
 
     def of(self, value: Any) -> int:
         """Return the number of a value."""
-        # Each container is a row of tokens, and one token in the row around it when it is complete.
-        # Containers in a circle are completed together (Tarjan's algorithm).
+        # A container is a row of tokens.  When it is complete, it is one token in the row around
+        # it.  Containers in a circle are completed together (Tarjan's algorithm).
         tokens: list[Any] = []
-        orders: dict[int, int] = {}  # of the containers that are not complete
+        orders: dict[int, int] = {}  # of incomplete containers
         around = [_Open(None, -1, 0, (value,))]
         while True:
             for each in around[-1].rest:
@@ -104,7 +90,7 @@ class ValueNumbers:
                     self._complete(done, tokens, orders)
 
     def _complete(self, done: _Open, tokens: list[Any], orders: dict[int, int]) -> None:
-        """Replace the tokens of a container, and of those in a circle with it, by its number."""
+        """Replace the tokens of a container, and of all in a circle with it, by its number."""
         form = tokens[done.start :]
         if isinstance(done.value, (set, frozenset)) and all(type(each) is int for each in form[1:]):
             form[1:] = sorted(form[1:])
@@ -121,7 +107,7 @@ class ValueNumbers:
         return self._numbers.setdefault(form, len(self._numbers))
 
     def tensor_pairs(self, a: Any, b: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the tensors in two values of one number; those of a pair of containers once."""
+        """Yield the pairs of tensors in two values of one number, once per pair of containers."""
         pending = [(a, b)]
         while pending:
             one, other = map(opened, pending.pop())
@@ -151,13 +137,13 @@ def _parts_of(value: Any) -> list[Any]:
         return [*value]
     items = [*items_of(value)]
     if isinstance(value, Mapping) and not any(isinstance(key, _HOLDERS) for key, _ in items):
-        items.sort(key=lambda item: repr(comparable(item[0])))  # the order is not compared
+        items.sort(key=lambda item: repr(comparable(item[0])))  # their order does not count
     attributes = attributes_of(value)
     return [*(part for item in items for part in item), *([attributes] if attributes else [])]
 
 
 def comparable(value: Any) -> tuple[Any, ...]:
-    """Return something that is equal to itself, and hashable, NaN and NumPy's arrays included.
+    """Return a hashable form of a value that equals itself, even for NaN and NumPy's arrays.
 
     >>> comparable(float("nan")) == comparable(float("nan"))
     True
@@ -167,16 +153,16 @@ def comparable(value: Any) -> tuple[Any, ...]:
     try:
         hash(value)
         is_equal = bool(value == value)  # noqa: PLR0124 - NaN
-    except Exception:  # of a slice, or a signaling NaN
+    except Exception:  # a slice, or a signaling NaN
         is_equal = False
     return type(value), value if is_equal else repr(value)
 
 
 def opened(value: Any) -> Any:
-    """Return storages as the tensors over them, and all else as it is."""
+    """Return a storage as a tensor over it, and any other value as it is."""
     if isinstance(value, torch.TypedStorage):
         dtype, value = value.dtype, untyped_of(value)
-        if dtype in _QUANTIZED:  # tensors of which need more than a storage
+        if dtype in _QUANTIZED:  # their tensors need more than a storage
             dtype = torch.uint8
         return torch.empty(0, dtype=dtype, device=value.device).set_(value)
     if isinstance(value, torch.UntypedStorage):
