@@ -86,13 +86,7 @@ class ArchiveSpans(SpanReader, Protocol):
 
 
 class EngineSpans:
-    """`ArchiveSpans` for archives that the engine reads: files and memory.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        The open archive.
-    """
+    """`ArchiveSpans` for archives that the engine reads: files and memory."""
 
     max_gap = MAX_READ_GAP
     reach_devices = True
@@ -177,13 +171,7 @@ class EngineSpans:
 
 
 class FetchedSpans:
-    """`ArchiveSpans` for an archive whose bytes have to be fetched.
-
-    Parameters
-    ----------
-    reader : RemoteReader
-        The open archive.
-    """
+    """`ArchiveSpans` for an archive whose bytes have to be fetched."""
 
     max_gap = MAX_FETCHED_GAP
     reach_devices = False

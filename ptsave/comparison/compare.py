@@ -127,9 +127,8 @@ def compare(
     Raises
     ------
     ValueError
-        If a tolerance is negative or NaN, or names are ambiguous.  If comparing a tensor would take
-        for ever, as its elements share memory: more than 1 GiB, and more than 8 times the bytes of
-        its storages.
+        If a tolerance is negative or NaN, or names are ambiguous.  Also for a tensor whose elements
+        share memory, if comparing them takes over 1 GiB and over 8 times the bytes of its storages.
     EntryNotFoundError
         If no entry matches `patterns`; a KeyError.
     TypeError
