@@ -1,1 +1,1 @@
-"""ptsave inside other libraries: each module serves one, and is imported by who uses that."""
+"""Plug-ins for other libraries: import the module named after the library."""

@@ -1,4 +1,4 @@
-"""Checkpoints of accelerate by ptsave: ``save_state`` and ``load_state`` of one Accelerator."""
+"""Checkpoints of accelerate with ptsave: ``save_state`` and ``load_state`` of one Accelerator."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 
 
 def enable(accelerator: Any, *, fsync: bool = False) -> Any:
-    """Let an Accelerator save and load its states by ptsave; `disable` undoes it.
+    """Let an Accelerator save and load its states with ptsave; `disable` undoes it.
 
-    All of it goes through the engine, in the same files: models, optimizers, schedulers, samplers,
-    random states and custom objects.  A directory of ``save_state`` is complete, or not there.
-    Loading compares checksums (of the files that have any: not of safetensors).  Hooks that are
-    registered with the Accelerator are called, with the directory in which the files are written as
-    ``output_dir``: its last name is the checkpoint's, and it is moved when all of them are there.
+    Models, optimizers, schedulers, samplers, random states and custom objects go through the
+    engine, in the same files.  A directory of ``save_state`` is complete or absent.  Loading
+    verifies checksums; safetensors files have none.  Hooks registered with the Accelerator get a
+    temporary directory as ``output_dir``.  Its last part is the checkpoint's name, and it is
+    renamed when all files are written.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
-        The object whose methods ``save_state`` and ``load_state`` are exchanged.
+        The object whose methods ``save_state`` and ``load_state`` are replaced.
     fsync : bool, default False
         Whether a checkpoint survives power loss when ``save_state`` returns.
 
@@ -46,20 +46,20 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
 
     Notes
     -----
-    With automatic naming an older checkpoint (``total_limit``) is removed when the new one is
-    complete; accelerate's own goes first.  Where it takes a random state that cannot be read for
-    one that is not there, a damaged file is an error here.
+    With automatic naming (``total_limit``) an older checkpoint is removed after the new one is
+    complete; accelerate removes it before.  A damaged file of random states is an error here;
+    accelerate continues without it.
 
-    ``save_state`` into a directory that exists leaves in it all else, as accelerate's
-    own does: notes, logs.  They are moved into the new directory once that has its name.  One that
-    cannot be exchanged (a mount point, a directory in one that is not writable), or in which the
-    main process works (``save_state(".")``), gets the files one by one when all are written; if the
-    process is killed just then, the next ``load_state`` or ``save_state`` there moves the rest.
-    While a process saves into a directory, ``save_state`` of another one into it is an error.
+    ``save_state`` into an existing directory keeps its other entries (notes, logs), as accelerate
+    does: they are moved into the new directory after that has its name.  A directory that cannot
+    be renamed (a mount point, or one whose parent is not writable), or that contains the main
+    process's current directory (``save_state(".")``), gets the files one by one.  If the process is
+    killed during that, the next ``load_state`` or ``save_state`` there moves the rest.  While a
+    process saves into a directory, ``save_state`` of another process into it is an error.
 
-    Files that DeepSpeed and Megatron write by themselves are theirs; those that FSDP writes by
-    ``torch.distributed.checkpoint`` are :mod:`ptsave.distributed`'s.  All processes have to see the
-    same file system; an error of one is raised on all.
+    DeepSpeed and Megatron write some files themselves, without ptsave.  Files that FSDP writes with
+    ``torch.distributed.checkpoint`` go through :mod:`ptsave.distributed`.  All processes must see
+    the same file system.  An error of one process is raised on all.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
 
 
 def disable(accelerator: Any) -> None:
-    """Give an Accelerator its own methods back."""
+    """Restore an Accelerator's own methods."""
     for name in ("save_state", "load_state"):
         vars(accelerator).pop(name, None)
 
@@ -98,7 +98,8 @@ def _save_state(
                 "Please manually override `self.save_iteration` with what iteration to start with."
             )
     if output_dir is None or not os.fspath(output_dir):
-        return type(accelerator).save_state(accelerator, output_dir, *args, **kwargs)  # says why
+        # Raises accelerate's own error.
+        return type(accelerator).save_state(accelerator, output_dir, *args, **kwargs)
     final = os.path.expanduser(os.fspath(output_dir))
     folder = StagedFolder(final, fsync=fsync, keeps_others=True, above=is_named)
     try:
@@ -112,7 +113,7 @@ def _save_state(
         project.automatic_checkpoint_naming = False
         with raised_on_all(accelerator, final), _engine(accelerator, fsync=fsync or None):
             result = type(accelerator).save_state(accelerator, folder.path, *args, **kwargs)
-        with raised_on_all(accelerator, final):  # all have written their files
+        with raised_on_all(accelerator, final):  # all ranks have written their files
             if accelerator.is_main_process:
                 folder.publish()
     except BaseException:
@@ -122,28 +123,28 @@ def _save_state(
     finally:
         project.automatic_checkpoint_naming = is_named
     if is_named and accelerator.is_main_process:
-        _remove_oldest(directory, project.total_limit)  # nobody waits for that
+        _remove_oldest(directory, project.total_limit)  # other ranks do not wait for it
     return Path(final) if isinstance(result, Path) else result
 
 
 def _directory_of(accelerator: Any) -> str:
-    """Return where checkpoints are that accelerate names."""
+    """Return the directory of automatically named checkpoints."""
     return os.path.join(accelerator.project_dir, "checkpoints")
 
 
 def _remove_leftovers(directory: str) -> None:
-    """Remove leftovers of killed processes of a directory whose names accelerate all counts."""
+    """Remove leftovers of killed processes, which accelerate would count as checkpoints."""
     parent, name = os.path.split(os.path.realpath(directory))
     for folder in (
         *staged_folders_in(os.path.realpath(directory), "checkpoint_", keeps_others=True),
         *staged_folders_in(parent, f"{name}.checkpoint_"),
     ):
-        with suppress(OSError):  # nothing can be removed here
+        with suppress(OSError):  # the directory may not be writable
             folder.discard_leftover()
 
 
 def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
-    """Return a block in which the engine writes and reads, for FSDP the directories of DCP, too."""
+    """Return a context in which ptsave writes and reads; under FSDP also DCP's directories."""
     is_sharded = accelerator.distributed_type == "FSDP"
     return installed(safetensors=True, distributed=is_sharded or None, fsync=fsync)
 
@@ -170,7 +171,7 @@ def _load_state(
         input_dir = folder.left_behind() or input_dir
     elif accelerator.project_configuration.automatic_checkpoint_naming:
         directory = _directory_of(accelerator)
-        with raised_on_all(accelerator, directory):  # one of them might be taken for the latest
+        with raised_on_all(accelerator, directory):  # a leftover could be taken for the latest
             if accelerator.is_main_process:
                 _remove_leftovers(directory)
     with _engine(accelerator), _remembering_damage():
@@ -179,7 +180,7 @@ def _load_state(
 
 @contextmanager
 def _remembering_damage() -> Iterator[None]:
-    """Raise the error of a damaged file also if the block has swallowed it."""
+    """Raise a CorruptCheckpointError of ``torch.load`` even if the block has caught it."""
     load, errors = torch.load, list[CorruptCheckpointError]()
 
     def noting(*args: Any, **kwargs: Any) -> Any:

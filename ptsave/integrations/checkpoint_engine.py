@@ -1,4 +1,4 @@
-"""A checkpoint engine as DeepSpeed asks for it."""
+"""A checkpoint engine with the interface that DeepSpeed asks for."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["CheckpointEngine"]
 
 
 class CheckpointEngine:
-    """Lets DeepSpeed save and load by ptsave; one commit makes all files of a tag durable.
+    """Lets DeepSpeed save and load with ptsave; one commit makes all files of a tag durable.
 
-    DeepSpeed has no place to register one: ``engine.checkpoint_engine = CheckpointEngine()`` after
-    ``deepspeed.initialize``.  Its own writes torch's old format by default; this one writes zip
-    archives, which it reads.
+    DeepSpeed cannot register an engine: set ``engine.checkpoint_engine = CheckpointEngine()`` after
+    ``deepspeed.initialize``.  DeepSpeed's own engine writes torch's old format by default.  This
+    one writes zip archives, which DeepSpeed's engine also reads.
 
     Parameters
     ----------
     config_params : object, optional
-        DeepSpeed's configuration, which is not looked at.
+        DeepSpeed's configuration; ignored.
     in_background : bool, default False
-        Whether training goes on while the files are written: DeepSpeed calls such an engine
-        decoupled, and commits before the next step of the optimizer.
+        Whether training goes on while the files are written.  DeepSpeed calls such an engine
+        decoupled, and commits before the optimizer's next step.
     fsync : bool, default True
-        Whether the files of a tag survive power loss once it is committed, before DeepSpeed points
-        ``latest`` to it.
+        Whether the files of a tag survive power loss after the commit, before DeepSpeed points
+        ``latest`` to the tag.
     verify : bool, default True
         Whether loading compares checksums.
 
@@ -58,7 +58,7 @@ class CheckpointEngine:
         self._verify = verify
         self._commit_info: Any = None
         self._paths: list[str] = []
-        self._written: list[str] = []  # by futures, which sync the files themselves
+        self._written: list[str] = []  # the futures' files, which the futures sync
         self._futures: list[SaveFuture] = []
 
     def create(self, info: Any) -> None:
@@ -67,13 +67,13 @@ class CheckpointEngine:
         Raises
         ------
         SaveError
-            If one before it was not committed, and has failed.
+            If an earlier checkpoint was not committed and has failed.
         """
         self._finish()
         self._commit_info = info if self._in_background else None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save one file of it."""
+        """Save one file of the checkpoint."""
         if self._in_background:
             self._futures.append(async_save(state_dict, path, fsync=self._fsync))
             self._written.append(path)
@@ -82,22 +82,22 @@ class CheckpointEngine:
             self._paths.append(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file, with everything that it holds, as DeepSpeed's own engine does.
+        """Load a file with any objects (``weights_only=False``), as DeepSpeed's own engine does.
 
         Raises
         ------
         CorruptCheckpointError
-            If it is damaged.
+            If the file is damaged.
         """
         return load(path, map_location, weights_only=False, verify=self._verify)
 
     def commit(self, info: Any) -> bool:
-        """Return when all files of the checkpoint are there, and on the disk.
+        """Wait until all files of the checkpoint are written, and on the disk with `fsync`.
 
         Raises
         ------
         SaveError
-            If one of them could not be written.
+            If a file could not be written.
         """
         self._finish()
         self._commit_info = None
@@ -113,20 +113,20 @@ class CheckpointEngine:
         return self._commit_info
 
     def cleanup(self) -> None:
-        """Wait for files that are being written."""
+        """Wait for pending writes."""
         self._finish()
 
     def _finish(self) -> None:
         futures, self._futures = self._futures, []
         paths, self._paths = self._paths, []
         written, self._written = self._written, []
-        for future in futures:  # all of them, so that none is being written after an error
+        for future in futures:  # wait for all, so that none is being written after an error
             future.exception()
         for future in futures:
             future.result()
         if self._fsync:
             folders = {os.path.dirname(os.path.abspath(path)) for path in [*paths, *written]}
-            # DeepSpeed makes the directory of a tag, whose own name is in the one above it.
+            # DeepSpeed makes the tag's directory; its name is durable if the parent is synced.
             above = {os.path.dirname(folder) for folder in folders}
             for path in [*paths, *sorted(folders | above)]:
                 sync_path(path)

@@ -1,8 +1,7 @@
-"""Plug-ins for checkpoints as Lightning asks for them, for both of its packages.
+"""Checkpoint plug-ins for Lightning, without a base class.
 
 ``lightning`` and ``pytorch_lightning`` are the same code under two names, and each refuses the
-other's classes.  So `lightning` and `pytorch_lightning` beside this file make the classes of either
-over the library's own base class.
+other's classes.  So the modules of these names derive the plug-ins from each library's base class.
 """
 
 from __future__ import annotations
@@ -27,36 +26,35 @@ __all__ = ["AsyncCheckpointIO", "CheckpointIO"]
 
 
 class CheckpointIO:
-    """Lets Lightning save and load checkpoints by ptsave: no copy, whole or not at all, verified.
+    """Lets Lightning save and load checkpoints with ptsave: no copy, atomic, verified.
 
-    ``lightning.Trainer(plugins=[CheckpointIO()])``, and the same for ``lightning.Fabric``; take it
-    from :mod:`ptsave.integrations.lightning`, or, for ``import pytorch_lightning``, from
+    Pass it as ``lightning.Trainer(plugins=[CheckpointIO()])``, or to ``lightning.Fabric``.  Import
+    it from :mod:`ptsave.integrations.lightning`, or for ``import pytorch_lightning`` from
     :mod:`ptsave.integrations.pytorch_lightning`.
 
     Parameters
     ----------
     fsync : bool, default False
-        Whether a checkpoint survives power loss when the call has returned, which is before
-        Lightning removes the one before it.  Lightning's own does not wait for the disk either.
+        Whether a checkpoint survives power loss when the call returns, before Lightning removes the
+        older one.  Lightning's own plug-in does not wait for the disk either.
     atomic : bool, default True
         As for :func:`ptsave.save`.
     verify : bool, default True
         Whether loading compares checksums.
     storage_options : mapping, optional
-        For the file system of paths that are URLs.  Those that a call of ``save_checkpoint`` brings
-        go before them, also when that checkpoint is loaded or removed.
+        For the file system of URLs.  Options of a ``save_checkpoint`` call take precedence, also
+        when that checkpoint is loaded or removed.
     weights_only_check : bool, default False
         As for :func:`ptsave.save`.
 
     Notes
     -----
-    Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not ask the plug-in;
-    those of the first two are :mod:`ptsave.distributed`'s under
-    ``ptsave.install(distributed=True)``.  The whole checkpoint is in CPU memory when
-    ``load_checkpoint`` returns, as Lightning wants it; :func:`ptsave.load_checkpoint` loads a model
-    without that second copy.
-    ``weights_only=None`` means torch's default, also for a checkpoint at ``http://``, where
-    Lightning's own means False.
+    Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not use the plug-in.
+    For the first two there is :mod:`ptsave.distributed`, by ``ptsave.install(distributed=True)``.
+    The method ``load_checkpoint`` returns the whole checkpoint in CPU memory, as Lightning expects.
+    A model can be loaded without that second copy by :func:`ptsave.load_checkpoint`.
+    The default ``weights_only=None`` means torch's default, also at ``http://``, where Lightning's
+    own plug-in takes it for False.
 
     Examples
     --------
@@ -82,7 +80,7 @@ class CheckpointIO:
         self._atomic = atomic
         self._verify = verify
         self._storage_options = storage_options
-        # Of calls that brought their own, by path: removing and loading bring none.
+        # Options of save_checkpoint calls, by path, because loading and removing bring none.
         self._options_of: dict[str, Mapping[str, Any]] = {}
         self._weights_only_check = weights_only_check
 
@@ -92,12 +90,12 @@ class CheckpointIO:
         path: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Save a checkpoint; its directory is made.
+        """Save a checkpoint, and make its directory.
 
         Raises
         ------
         SaveError
-            An :class:`OSError`; the file that was there is unchanged.
+            An :class:`OSError`; an existing file is unchanged.
         TypeError
             If there are `storage_options` and the path is no URL.
         """
@@ -126,14 +124,14 @@ class CheckpointIO:
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint, to the CPU unless `map_location` says otherwise.
+        """Load a checkpoint, by default to the CPU.
 
         Raises
         ------
         CorruptCheckpointError
             If it is damaged: the error names the record and the entries that use it.
         FileNotFoundError
-            If it is not there.
+            If there is no such file.
         """
         checkpoint: dict[str, Any] = load(
             os.fspath(path),
@@ -145,7 +143,7 @@ class CheckpointIO:
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, a file or a directory, if it is there."""
+        """Remove a checkpoint, a file or a directory, if it exists."""
         remove_checkpoint(os.fspath(path), self._options_for(path))
         self._note_options(path, None)
 
@@ -153,7 +151,7 @@ class CheckpointIO:
         """Do nothing: nothing is pending."""
 
     def _staged(self, path: str | os.PathLike[str], options: Any) -> StagedFile | None:
-        """Return a place for a checkpoint of a SLURM job, whose leftovers Lightning would count."""
+        """Return a temporary place for a SLURM checkpoint: Lightning would count its leftovers."""
         return staged_file(resolve_file(path, options)) if self._atomic else None
 
     def _options_for(self, path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
@@ -167,26 +165,26 @@ class CheckpointIO:
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Lets Lightning go on while ptsave writes the checkpoint: the call copies the tensors once.
+    """Saves in the background: a call copies the tensors once, and training goes on.
 
-    As :class:`CheckpointIO`, and:
+    It differs from :class:`CheckpointIO`:
 
-    * Lightning removes an older checkpoint right after the call that saves the new one.  Here it
-      goes when the new one is durable, and stays if that fails.
-    * An error of a save is raised by the next call that saves, loads or removes, and by the end of
-      the Trainer's run (``teardown``).  Fabric has no such end: Python waits for unfinished saves
-      when it exits, and warns of those that failed; ``teardown()`` does both earlier.
+    * Lightning removes an older checkpoint right after the call that saves the new one.  This
+      class delays the removal until the new one is durable, and drops it if the save fails.
+    * The next call that saves, loads or removes raises the error of a failed save, as does the end
+      of the Trainer's run (``teardown``).  Fabric has no such end: call ``teardown()``, or Python
+      waits for unfinished saves when it exits, and warns of failed ones.
     * ``load_checkpoint`` waits for pending saves first.
 
     Parameters
     ----------
     fsync : bool, default True
-        Whether older checkpoints go only when the new one survives power loss.  With False it
-        survives the death of the process, not that of the machine.
+        Whether older checkpoints are removed only when the new one survives power loss.  With
+        False it survives the end of the process, but not of the machine.
     atomic, verify, storage_options, weights_only_check
         As for :class:`CheckpointIO`.
     max_staged_bytes, when_full
-        Room for the copies, as for :func:`ptsave.async_save`.
+        Limit of the copies, as for :func:`ptsave.async_save`.
 
     Examples
     --------
@@ -223,7 +221,7 @@ class AsyncCheckpointIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Begin to save a checkpoint; then raise the error of an earlier one, if there is any."""
+        """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
         options = self._storage_options if storage_options is None else storage_options
         self._saves.save(
             checkpoint,
@@ -245,16 +243,16 @@ class AsyncCheckpointIO(CheckpointIO):
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Wait for pending saves, and load a checkpoint as :class:`CheckpointIO` does."""
+        """Wait for pending saves, then load a checkpoint as :class:`CheckpointIO` does."""
         self._saves.wait()
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint when the saves that have begun are durable."""
+        """Remove a checkpoint when all saves begun before are durable."""
         self._saves.check()
         self._saves.remove(os.fspath(path), self._options_for(path))
         self._note_options(path, None)
 
     def teardown(self) -> None:
-        """Wait for pending saves and removals; raise the error of one that failed."""
+        """Wait for pending saves and removals, and raise the error of a failed one."""
         self._saves.wait()

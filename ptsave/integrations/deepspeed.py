@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed by ptsave: a checkpoint engine."""
+"""Checkpoints of DeepSpeed with ptsave: a checkpoint engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Resharding of torch_checkpointing with all pieces in one pipeline, straight into the targets.
+"""Resharding for torch_checkpointing: the engine reads the pieces of all files at once.
 
-The library's own resharder finds the pieces to read, and reads one by one, each file in a thread:
-of a piece of columns everything from its first element to its last.  Here the pieces of all files
-are handed to the engine at once, as rows with gaps.
+The library's own resharder reads piece by piece, with a thread for each file.  For a piece of
+columns it reads everything from the first element to the last; the engine skips the gaps.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 # The library's method that reads the planned pieces.
 _METHOD = "_execute_load_plans_with_read_strategy"
-# Pieces that are brought to their targets by a copy are read so many bytes at a time.
+# Bytes to read before copying them to targets that cannot be read into directly.
 _STAGED_NBYTES = 256 << 20
 _CHECKED_NBYTES = 32 << 20
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A part of a stored tensor, and the part of a target that gets it."""
+    """A part of a stored tensor, and its target."""
 
     box: Box
     target: Tensor
@@ -49,31 +48,31 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A stored tensor, and the record that it is in, as bytes."""
+    """A stored tensor, and its whole record as a tensor of bytes."""
 
     tensor: StoredTensor
     record: StoredTensor
 
 
 class Resharder:
-    """Loads checkpoints of another sharding; pieces of all files are read at once.
+    """Loads checkpoints of another sharding; the pieces of all files are read at once.
 
-    It plans as the library's ``DefaultResharder``, and takes its arguments.  Files that are no
-    plain archives of strided tensors, and storages other than ptsave's, are read by the library.
+    It plans like the library's ``DefaultResharder``, and takes its arguments.  The library itself
+    reads files that are no plain archives of strided tensors, and storages other than ptsave's.
 
     Parameters
     ----------
     verify_parts : bool, default False
-        Whether records of which a part is wanted are read as a whole, to compare them with their
-        checksums.  Records that are wanted whole are compared in any case; a part has no checksum
-        of its own, and is logged as unverified.
+        Whether a record that is needed only in part is read whole, to compare it with its checksum.
+        Otherwise its parts are logged as unverified, because they have no checksums of their own.
+        ``StorageConfig(verify=False)`` turns all comparisons off.
     **options
-        The library's.
+        Arguments of ``DefaultResharder``.
 
     Raises
     ------
     CorruptCheckpointError
-        By a load, if a record does not match its checksum.
+        During a load, if a record does not match its checksum.
 
     Examples
     --------
@@ -149,10 +148,10 @@ def _stored_in(
     if not isinstance(layout.serialization_format, checkpoint_layout.TorchSerialization):
         return None
     try:
-        # Not verified while torch reads it in C++, which would hide the error in one of its own.
+        # Not verified, because torch's C++ reader would replace the error by one of its own.
         with ReadStream(folder / layout.file_path, verify=False) as stream:
             crcs = _crcs_in(stream)
-            # As the library does: its files hold DTensors, and whatever else was saved.
+            # weights_only=False as in the library: its files hold DTensors and other objects.
             tree = torch.load(stream, map_location="meta", weights_only=False)  # type: ignore[arg-type]
         flat = library._flatten_state_dict(item_key, tree)
         return {
@@ -165,7 +164,7 @@ def _stored_in(
 
 
 def _crcs_in(stream: Any) -> list[tuple[int, int]]:
-    """Return where the headers of an archive's records begin, in order, and their checksums."""
+    """Return the header offset and CRC-32 of each record, sorted by offset."""
     try:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
@@ -178,7 +177,7 @@ def _crcs_in(stream: Any) -> list[tuple[int, int]]:
 
 
 def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) -> _Source:
-    """Return where a tensor on the device "meta", which torch has loaded, is in its file."""
+    """Return where a tensor that torch has loaded to the device "meta" is in its file."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         raise NotImplementedError(f"{name} is no plain tensor")
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -189,7 +188,7 @@ def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) 
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     offset = (begin or 0) + int(tensor.storage_offset()) * tensor.itemsize
     nbytes = tensor.untyped_storage().nbytes()
-    # The record's header is the last one before its payload.  Some write 0 for none.
+    # The record's header is the last one before its payload.  A CRC of 0 means none.
     at = bisect_left(crcs, (begin or 0, 0))
     of_record = (crcs[at - 1][1] or None) if at else None
     record = StoredTensor(
@@ -201,7 +200,7 @@ def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) 
 
 
 def _check_parts(files: RankFiles, pieces: Sequence[_Piece], *, is_wanted: bool) -> None:
-    """Verify the records of which a part is wanted, or say that nobody has."""
+    """Verify records that are needed only in part, if `is_wanted`; log the unverified ones."""
     parts = [each for each in pieces if each.box.crc is None and each.box.target.numel()]
     records = {(each.record.file, each.record.offset): each.record for each in parts}
     unverified = dict(records)
@@ -249,7 +248,7 @@ def _pieces(
     found: Mapping[int, dict[str, _Source] | None],
     targets: Mapping[Any, Any],
 ) -> Iterator[_Piece]:
-    """Yield the pieces of files whose tensors have places."""
+    """Yield the pieces of the files that the engine can read."""
     for rank, plans in plans_by_rank.items():
         stored = found.get(rank)
         if stored is None:
@@ -274,7 +273,7 @@ def _pieces(
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield pieces to be read at once, of which so many bytes are staged."""
+    """Yield batches of pieces to read at once; each stages about `_STAGED_NBYTES` bytes."""
     batch: list[_Piece] = []
     nbytes = 0
     for piece in pieces:

@@ -1,10 +1,7 @@
-"""Storage as torch_checkpointing asks for it: files, streams and directories of this machine.
+"""Storage for torch_checkpointing: files, streams and directories of this machine.
 
-* Its writer opens a stream for an object and calls ``torch.save(object, stream)``.  The stream is a
-  path, too, which torch.save asks for first; so the object goes to the engine, and nothing of it
-  through torch's own writer.
-* Its reader fills one buffer with a whole file.  It gets the bytes from the engine, which compares
-  them with the file's checksums.  Parts of files, which resharding reads, have none.
+The library calls ``torch.save(object, stream)``.  The stream is also a path, which torch.save asks
+for first, so the engine saves the object.  The engine also reads whole files, and verifies them.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ class StorageConfig:
     fsync : bool, default True
         Whether a checkpoint survives power loss once it has its name.
     verify : bool, default True
-        Whether files of tensors that are read whole are compared with their checksums.
+        Whether files of tensors are compared with their checksums when they are read whole.
 
     Examples
     --------
@@ -64,13 +61,7 @@ class StorageConfig:
 
 
 class Storage:
-    """Files and directories of this machine, written and read by the engine.
-
-    Parameters
-    ----------
-    config : StorageConfig
-        Whether to sync and to verify.
-    """
+    """Files and directories of this machine, written and read by the engine."""
 
     def __init__(self, config: StorageConfig) -> None:
         self._fsync = config.fsync
@@ -78,33 +69,18 @@ class Storage:
 
     @property
     def verifies(self) -> bool:
-        """Whether what has checksums is compared with them."""
+        """Whether files that have checksums are compared with them."""
         return self._verify
 
     @property
     def mmap_fill_workers(self) -> int:
-        """Number of streams that read one file: the engine has threads of its own."""
+        """Number of streams that read one file: one, as the engine has its own threads."""
         return 1
 
     # ------------------------------------------------------------------------------- reading
 
     def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase | io.BytesIO:
-        """Open a file.
-
-        Parameters
-        ----------
-        path : Path
-            The file.
-        read_args : ReadArgs, optional
-            Whether the file is read whole first.
-
-        Raises
-        ------
-        OSError
-            If it cannot be read.
-        CorruptCheckpointError
-            If it has checksums, is read whole, and differs from them.
-        """
+        """Open a file; read it whole first, and verify it, unless `read_args` says otherwise."""
         stream = ReadStream(path, verify=self._verify)
         if read_args is not None and not read_args.pre_read_full_file:
             return stream
@@ -112,42 +88,36 @@ class Storage:
             return io.BytesIO(stream.readall())
 
     def read(self, path: Path, read_args: Any = None) -> bytes:
-        """Return the bytes of a file; errors are those of `stream_read`."""
+        """Return the verified bytes of a file."""
         with ReadStream(path, verify=self._verify) as stream:
             return stream.readall()
 
     # ------------------------------------------------------------------------------- writing
 
     def stream_write(self, path: Path) -> io.RawIOBase:
-        """Return a stream whose file appears, whole, when the stream is closed."""
+        """Return a stream whose file appears, complete, when the stream is closed."""
         return WriteStream(path, fsync=self._fsync)
 
     def get_write_stream(self, path: Path, data: object) -> io.RawIOBase:
-        """Return a stream for an object that torch.save is given next."""
+        """Return a stream that saves `data` when torch.save gets the stream next."""
         return ObjectStream(path, data, fsync=self._fsync)
 
     def write(self, path: Path, data: Buffer) -> None:
-        """Write a file, which appears whole or not at all.
-
-        Raises
-        ------
-        SaveError
-            If it cannot be written.
-        """
+        """Write a file, which appears complete or not at all."""
         with WriteStream(path, fsync=self._fsync) as stream:
             stream.write(memoryview(data).cast("B"))
 
     # --------------------------------------------------------------------------- directories
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a directory, by default with its parents, unless it is there."""
+        """Make a directory, by default with its parents and only if it is missing."""
         if recursive:
             os.makedirs(path, exist_ok=True)
         else:
             os.mkdir(path)
 
     def rmdir(self, path: Path) -> None:
-        """Remove a directory and all that is in it."""
+        """Remove a directory and its contents."""
         shutil.rmtree(path)
 
     def delete(self, path: Path) -> None:
@@ -161,15 +131,10 @@ class Storage:
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Give a file or a directory its name: all in it is durable then.
+        """Rename a file or a directory, durably with `fsync`.
 
-        A directory takes the place of an empty one, and a file that of a file; nothing else is
-        replaced, and nothing is copied from one file system to another.
-
-        Raises
-        ------
-        OSError
-            If the name is taken, or is on another file system.
+        A file replaces a file, and a directory an empty directory; all else is an OSError, as is
+        another file system.
         """
         if self._fsync and os.path.isdir(src_path):
             for folder, _, _ in os.walk(src_path):
@@ -190,7 +155,7 @@ class Storage:
         return os.listdir(path)
 
     def exists(self, path: Path) -> bool:
-        """Return whether there is a file or a directory."""
+        """Return whether a path exists."""
         return os.path.exists(path)
 
     def getsize(self, path: Path) -> int:
@@ -202,5 +167,5 @@ class Storage:
         return os.path.isdir(path)
 
     def remap_path(self, path: Path) -> str:
-        """Return the name of a path for other programs: itself."""
+        """Return the path as other programs know it, which is the same."""
         return str(path)

@@ -1,8 +1,8 @@
-"""What each rank of a job writes into one staged folder, while training goes on.
+"""The parts of a staged folder that the ranks of a job write while training goes on.
 
-A collective call in the background would mix with the training's own.  So each rank locks a file
-beside the folder while it writes, and leaves in it what came of that; the one that publishes the
-folder reads these files.  A file that is not locked and says nothing is a dead process's.
+A collective call in the background would mix with those of the training.  So each rank locks a file
+beside the folder while it writes, and leaves its outcome there for the rank that publishes the
+folder.  An unlocked file without an outcome means that its process has died.
 """
 
 from __future__ import annotations
@@ -23,21 +23,10 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 class FolderParts:
-    """The parts of the ranks, seen from one of them; the folder is visible to all.
+    """The ranks' parts of a folder that all ranks see; `rank` is this process's.
 
-    Parameters
-    ----------
-    folder : StagedFolder
-        The folder; the directory around it is made.
-    rank, size : int
-        This process's number, and how many there are.
-
-    Raises
-    ------
-    RuntimeError
-        Another process writes as this rank.
-    OSError
-        The file cannot be made, or its file system has no locks.
+    A second process with the same rank is a RuntimeError.  A file system without locks is an
+    OSError.
     """
 
     def __init__(self, folder: StagedFolder, rank: int, size: int) -> None:
@@ -46,18 +35,12 @@ class FolderParts:
         self._lock = RankLock(Path(folder.root), rank, size)
 
     def tell(self, error: BaseException | None) -> None:
-        """Leave word that this rank's part is written, or why it is not."""
+        """Report that this rank's part is written, or its error."""
         text = _WRITTEN if error is None else f"{type(error).__name__}: {error}"
         self._lock.leave(text[:_MAX_N_CHARACTERS])
 
     def wait(self) -> None:
-        """Wait until the other ranks have written their parts.
-
-        Raises
-        ------
-        SaveError
-            One of them could not, has ended, or does not see the folder.
-        """
+        """Wait for the other ranks' parts; a rank that failed, or has died, is a SaveError."""
         words = {rank: self._word_of(rank) for rank in range(self._size) if rank != self._rank}
         self._lock.release()
         for rank, word in words.items():

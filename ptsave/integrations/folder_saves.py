@@ -1,6 +1,6 @@
-"""The checkpoints of one writer that are still being written in the background, as folders.
+"""Folders that are still being written in the background.
 
-The rank that publishes a folder does it when the saves of all ranks into it have ended.
+One rank publishes a folder when the saves of all ranks into it have ended.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _Errors = list[BaseException]
 
 
 class FolderSaves:
-    """The directories of one writer of checkpoints that are still being written.
-
-    A forked process begins without.
-    """
+    """The unfinished folders of one writer of checkpoints; a forked process begins with none."""
 
     def __init__(self) -> None:
         self._start_afresh()
@@ -42,16 +39,15 @@ class FolderSaves:
             self._start_afresh()
 
     def remove_leftovers(self, directory: str, prefix: str) -> None:
-        """Remove leftovers of killed processes in a directory of checkpoints.
+        """Remove leftovers of killed processes, but no folder that another process is writing.
 
-        Those that other processes are writing stay.  A checkpoint that had given up its name, and
-        whose successor did not get it, gets it back.
+        A checkpoint that gave up its name gets it back if no successor has it.
         """
         for folder in self._leftovers(directory, prefix):
             folder.discard_leftover()
 
     def restore_names(self, directory: str, prefix: str) -> None:
-        """Give checkpoints their names back, as `remove_leftovers`, and remove nothing."""
+        """Give checkpoints their names back as `remove_leftovers` does, and remove nothing."""
         for folder in self._leftovers(directory, prefix):
             folder.restore()
 
@@ -68,16 +64,16 @@ class FolderSaves:
         afterwards: Callable[[], object],
         parts: FolderParts | None = None,
     ) -> None:
-        """Publish a folder when the saves into it have ended, and call a function after that.
+        """Publish a folder when its saves and other ranks' `parts` have ended; call `afterwards`.
 
-        If one of them has failed the folder is removed, and `check` and `wait` raise its error.
-        Without futures all of this happens now.  `parts` are those of other ranks.
+        If a save fails, the folder is removed, and `check` raises the error.  Without futures all
+        of this happens now, and the call raises the error.
         """
 
         def end(errors: _Errors) -> None:
             try:
                 if parts is not None:
-                    parts.wait()  # also after an error: they may be writing into the folder
+                    parts.wait()  # also after an error: other ranks may be writing into the folder
             except Exception as error:
                 errors.append(error)
             if errors:
@@ -89,7 +85,7 @@ class FolderSaves:
         self._when_written(folder, futures, end)
 
     def tell(self, folder: StagedFolder, futures: Sequence[SaveFuture], parts: FolderParts) -> None:
-        """Tell the rank that publishes a folder when the saves into it have ended, and how."""
+        """Report the outcome of this rank's saves to the rank that publishes the folder."""
 
         def end(errors: _Errors) -> None:
             parts.tell(errors[0] if errors else None)
@@ -99,7 +95,7 @@ class FolderSaves:
         self._when_written(folder, futures, end)
 
     def check(self) -> None:
-        """Raise the error of a folder that has failed; each is raised once."""
+        """Raise the first error of failed folders, with the others as notes; each once."""
         self._check_process()
         with self._changed:
             failures = list(self._failures)
@@ -110,13 +106,13 @@ class FolderSaves:
             raise failures[0]
 
     def forget_failures(self) -> None:
-        """Wait until nothing is pending, and forget the errors of what has failed."""
+        """Wait until nothing is pending, and drop all errors."""
         self.settle()
         with self._changed:
             self._failures.clear()
 
     def settle(self, final: str | None = None) -> None:
-        """Wait until nothing is pending, or no folder that will have a name; raises nothing."""
+        """Wait until no folder is pending, or none with the name `final`; raise no error."""
 
         def is_awaited(folder: StagedFolder) -> bool:
             return final is None or folder.final == final
@@ -151,7 +147,7 @@ class FolderSaves:
         end: Callable[[_Errors], None],
         future: Future[None],
     ) -> None:
-        """Count a save that has ended; runs on the thread that wrote."""
+        """Count an ended save, and end the folder after the last; runs on the writing thread."""
         error = CancelledError() if future.cancelled() else future.exception()
         if error is not None:
             errors.append(error)

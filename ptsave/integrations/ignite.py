@@ -1,4 +1,4 @@
-"""Checkpoints of ignite by ptsave: save handlers for its ``Checkpoint``."""
+"""Checkpoints of ignite with ptsave: save handlers for its ``Checkpoint``."""
 
 from __future__ import annotations
 

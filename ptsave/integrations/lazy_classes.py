@@ -1,6 +1,6 @@
-"""Classes over a base class of another library, made when somebody asks for them.
+"""Makes classes over another library's base class at their first use.
 
-So a module of this room can be imported, documented and checked where its library is missing.
+So the modules of this room can be imported, documented and checked without that library.
 """
 
 from __future__ import annotations
@@ -16,29 +16,11 @@ __all__ = ["class_over"]
 def class_over(
     module: str, name: str, parts: Mapping[str, type], base: str, *, package: str
 ) -> Any:
-    """Make a class of `module` that also is a base class's, and keep it there.
+    """Derive a class from ``parts[name]`` and `base`, and keep it in `module`, where pickles look.
 
-    For the ``__getattr__`` of a module: pickles name the class by that.
-
-    Parameters
-    ----------
-    module : str
-        The module that asks, ``__name__``.
-    name : str
-        The attribute that it is asked for.
-    parts : mapping of str to type
-        The parts of its classes that are the module's own, by their names.
-    base : str
-        Path of the library's class, such as ``"ignite.handlers.checkpoint.BaseSaveHandler"``.
-    package : str
-        The package to install for it.
-
-    Raises
-    ------
-    AttributeError
-        If `parts` has no such name.
-    ImportError
-        If the library is not installed, or has no such class.
+    `base` is the full path of the library's class, as in
+    ``"ignite.handlers.checkpoint.BaseSaveHandler"``.  A missing one is an ImportError that names
+    the `package` to install.
     """
     part = parts.get(name)
     if part is None:

@@ -1,4 +1,4 @@
-"""Checkpoints of ``import lightning`` by ptsave: plug-ins for its Trainer and Fabric."""
+"""Checkpoints of ``import lightning`` with ptsave: plug-ins for its Trainer and Fabric."""
 
 from __future__ import annotations
 

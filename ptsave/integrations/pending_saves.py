@@ -1,8 +1,7 @@
-"""Saves in the background for libraries that save, and remove older checkpoints, by path.
+"""Background saves for libraries that remove an old checkpoint right after saving a new one.
 
-A library removes its old checkpoint as soon as the call that saves the new one has returned.  Here
-that one is not written by then.  So a removal waits for the saves that were begun before it: if one
-of them fails, the old checkpoint stays.
+The new one is not written by then.  So a removal waits for the saves that began before it, and does
+not happen if one of them fails.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["PendingSaves", "make_parent", "path_key", "remove_checkpoint"]
 class PendingSaves:
     """The unfinished saves of one writer of checkpoints, and removals that wait for them.
 
-    Safe to use from any thread.  A copy, a pickle and a forked process begin without saves.
+    Any thread may use it.  A copy, a pickle and a forked process begin without saves.
     """
 
     def __init__(self) -> None:
@@ -44,11 +43,10 @@ class PendingSaves:
         staged: Callable[[], StagedFile | None] = lambda: None,
         **options: Any,
     ) -> SaveFuture:
-        """Begin a save; `options` are those of :func:`ptsave.async_save`.
+        """Make the directory, and begin a save with the `options` of :func:`ptsave.async_save`.
 
-        Its directory is made.  Then `staged` may make a place to write the file in, which gets its
-        own on the thread that writes.  A removal of the same path that is still to come is dropped,
-        as the save replaces the file.
+        `staged` may return a temporary place; the writing thread then gives the file its name.  A
+        pending removal of the same path is dropped, because the save replaces the file.
         """
         self._check_process()
         make_parent(path, options.get("storage_options"))
@@ -68,15 +66,15 @@ class PendingSaves:
             raise
         with self._changed:
             self._pending.add(future)
-        # Not the future's own method: then somebody would count as knowing the outcome.
+        # Not the future's own method, which would mark the outcome as observed.
         fsync = bool(options.get("fsync"))
         Future.add_done_callback(future, lambda _: self._finish(future, place, fsync=fsync))
         return future
 
     def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Remove a checkpoint once the saves that have begun are durable; now if there are none.
+        """Remove a checkpoint when all pending saves are durable, or now if there are none.
 
-        A relative path means the current directory of now.
+        A relative path is resolved now.
         """
         self._check_process()
         with self._changed:
@@ -87,7 +85,7 @@ class PendingSaves:
         remove_checkpoint(path, storage_options)
 
     def check(self) -> None:
-        """Raise the error of an earlier save or removal that nobody has learned of yet."""
+        """Raise the first unobserved error of a save or removal, with the others as notes."""
         self._check_process()
         errors: list[BaseException] = []
         with self._changed:
@@ -116,7 +114,7 @@ class PendingSaves:
     # ------------------------------------------------------------------------- on the other thread
 
     def _finish(self, future: SaveFuture, place: StagedFile | None, *, fsync: bool) -> None:
-        """Do the removals that have waited for a save; runs on the thread that wrote."""
+        """Publish a save's file, and do the removals that waited; runs on the writing thread."""
         failed = future.cancelled() or Future.exception(future) is not None
         if failed and not future.cancelled():
             with self._changed:
@@ -126,7 +124,7 @@ class PendingSaves:
         while True:
             with self._changed:
                 due = self._due_removals(future, failed=failed)
-                if not due:  # nor can there be others from here on
+                if not due:  # and under the lock none can be added
                     self._pending.discard(future)
                     self._changed.notify_all()
                     return
@@ -138,7 +136,7 @@ class PendingSaves:
                         self._failures.append(error)
 
     def _publish(self, place: StagedFile, *, failed: bool, fsync: bool) -> bool:
-        """Give a file its name if its save has not failed; return whether it has it."""
+        """Give a file its name unless its save failed; return whether it has the name."""
         if failed:
             place.discard()
             return False
@@ -183,13 +181,7 @@ class PendingSaves:
 
 
 def make_parent(path: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Make the directory that a file is to be saved in, with its parents.
-
-    Raises
-    ------
-    SaveError
-        If it cannot be made.
-    """
+    """Make the directory of a file to save, with its parents; a failure is a SaveError."""
     target = resolve_file(path, storage_options)
     if isinstance(target, UrlTarget):
         target.make_parent()
@@ -201,7 +193,7 @@ def make_parent(path: str, storage_options: Mapping[str, Any] | None = None) -> 
 
 
 def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove a file or a directory, if it is there; it may be at a URL."""
+    """Remove a file or a directory, by path or URL, if it exists."""
     target = resolve_file(path, storage_options)
     if isinstance(target, UrlTarget):
         with suppress(FileNotFoundError), save_errors(path, "it cannot be removed"):
@@ -217,5 +209,5 @@ def _absolute(path: str) -> str:
 
 
 def path_key(path: str) -> str:
-    """Return a key that is the same for all names of a path, as far as they tell."""
+    """Return the absolute path, or the URL, as a key."""
     return path if is_url_target(path) else os.path.abspath(path)

@@ -1,4 +1,4 @@
-"""Lets all ranks of an accelerate job raise if one does: otherwise the others would wait for it."""
+"""Raises an error of one rank on all ranks of an accelerate job, which would wait for it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ __all__ = ["raised_on_all"]
 
 @contextmanager
 def raised_on_all(accelerator: Any, place: str) -> Iterator[None]:
-    """Run the block on all ranks at once; all of them leave it when all have ended it.
+    """Run the block on all ranks; all leave it together, and if it raises on one, all raise.
 
-    An interruption (KeyboardInterrupt, SystemExit) leaves it at once.
-
-    Parameters
-    ----------
-    accelerator : accelerate.Accelerator
-        This process's.
-    place : str
-        What is being written, for messages.
-
-    Raises
-    ------
-    Exception
-        The block's own, on the ranks where it raises.
-    SaveError
-        On the other ranks then; it quotes that error.
+    The other ranks raise a SaveError that quotes the error and names `place`.  KeyboardInterrupt
+    and SystemExit leave the block without waiting.
     """
     own: Exception | None = None
     try:
@@ -42,7 +29,7 @@ def raised_on_all(accelerator: Any, place: str) -> Iterator[None]:
     failed = [rank for rank, each in enumerate(texts) if each is not None]
     if not failed:
         return
-    with suppress(RuntimeError):  # a process that ends now would take its message along
+    with suppress(RuntimeError):  # a rank that exits before the others took its message loses it
         accelerator.wait_for_everyone()
     if own is not None:
         raise own
@@ -55,7 +42,7 @@ def _texts_of_all(accelerator: Any, text: str | None) -> list[str | None]:
     if n_ranks == 1:
         return [text]
     utils = importlib.import_module("accelerate.utils")
-    if accelerator.distributed_type == utils.DistributedType.XLA:  # which gathers tensors only
+    if accelerator.distributed_type == utils.DistributedType.XLA:  # gathers only tensors
         return [utils.broadcast_object_list([text], rank)[0] for rank in range(n_ranks)]
     texts: list[str | None] = utils.gather_object([text])
     return texts

@@ -1,4 +1,4 @@
-"""Handlers that save checkpoints as ignite asks for them."""
+"""Save handlers with the interface that ignite asks for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AsyncSaveHandler", "SaveHandler"]
 
 
 class _UrlFolder(str):
-    """A directory at a URL, to which ignite adds the names of files as it does to a `Path`."""
+    """A directory at a URL, which ignite joins with file names by ``/`` as a `Path`."""
 
     __slots__ = ()
 
@@ -26,33 +26,33 @@ class _UrlFolder(str):
 
 
 class SaveHandler:
-    """Lets ignite's ``Checkpoint`` save by ptsave: a ``DiskSaver`` that writes another way.
+    """A ``DiskSaver`` that lets ignite's ``Checkpoint`` save with ptsave.
 
     Parameters
     ----------
     dirname : str or os.PathLike
-        Directory of the checkpoints; or a URL.
+        Directory of the checkpoints, or a URL.
     atomic : bool, default True
         As for :func:`ptsave.save`.
     create_dir, require_empty : bool, default True
-        As for a ``DiskSaver``: whether the directory is made, and whether ``.pt`` files in it are
-        an error.  Neither is asked of a URL, which is made.
+        As for a ``DiskSaver``: whether to make the directory, and whether ``.pt`` files in it are
+        an error.  A URL is always made, and its files are not checked.
     save_on_rank : int, default 0
         The rank that saves.
     fsync : bool, default False
-        Whether a checkpoint survives power loss when the call has returned.
+        Whether a checkpoint survives power loss when the call returns.
     storage_options : mapping, optional
         For the file system of a URL.
     weights_only_check : bool, default False
         As for :func:`ptsave.save`.
     **kwargs : object
-        Further options of :func:`torch.save`, such as ``pickle_protocol``.
+        More options of :func:`torch.save`, such as ``pickle_protocol``.
 
     Raises
     ------
     ValueError
-        If there are ``.pt`` files in the directory, and `require_empty`; or no directory, and not
-        `create_dir`.
+        If `require_empty` and the directory has ``.pt`` files, or if it does not exist and
+        `create_dir` is False.
 
     Examples
     --------
@@ -93,8 +93,8 @@ class SaveHandler:
             "weights_only_check": weights_only_check,
             **kwargs,
         }
-        inspect.signature(save).bind(None, "", **self._options)  # now, not when it is to save
-        # What a DiskSaver is made of; it also makes a local directory, and looks into it.
+        inspect.signature(save).bind(None, "", **self._options)  # raises now, not at the first save
+        # The DiskSaver makes a local directory and checks its files.
         initialize: Any = super().__init__
         initialize(
             "." if is_url else folder,
@@ -134,11 +134,11 @@ class SaveHandler:
 
 
 class AsyncSaveHandler(SaveHandler):
-    """Lets ignite go on while ptsave writes: the call copies the tensors once.
+    """Saves in the background: a call copies the tensors once, and training goes on.
 
-    As :class:`SaveHandler`, and: a checkpoint that ignite removes goes when the saves that were
-    begun before are durable, and stays if one of them fails.  Such an error is raised by the next
-    call, or by :meth:`wait`, for the end of the run (``trainer.add_event_handler(Events.COMPLETED,
+    It differs from :class:`SaveHandler`: a checkpoint that ignite removes is deleted when all saves
+    begun before are durable, and stays if one of them fails.  The next call raises that error, or
+    :meth:`wait` at the end of the run (``trainer.add_event_handler(Events.COMPLETED,
     lambda: handler.wait())``).  Python waits for unfinished saves when it exits.
 
     Parameters
@@ -147,7 +147,7 @@ class AsyncSaveHandler(SaveHandler):
     storage_options, weights_only_check, **kwargs
         As for :class:`SaveHandler`.
     fsync : bool, default True
-        Whether older checkpoints go only when the new one survives power loss.
+        Whether older checkpoints are removed only when the new one survives power loss.
 
     Examples
     --------
@@ -187,17 +187,17 @@ class AsyncSaveHandler(SaveHandler):
         filename: str,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to save a checkpoint; then raise the error of an earlier one, if there is any."""
+        """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
         if self._saves_here():
             self._saves.save(checkpoint, self._path_of(filename), **self._options)
             self._saves.check()
 
     def remove(self, filename: str) -> None:
-        """Remove a checkpoint when the saves that have begun are durable."""
+        """Remove a checkpoint when all saves begun before are durable."""
         if self._saves_here():
             self._saves.check()
             self._saves.remove(self._path_of(filename), self._options["storage_options"])
 
     def wait(self) -> None:
-        """Wait for pending saves and removals; raise the error of one that failed."""
+        """Wait for pending saves and removals, and raise the error of a failed one."""
         self._saves.wait()

@@ -1,4 +1,4 @@
-"""Weights for inference engines: found or downloaded, and read ahead in bounded memory."""
+"""Finds or downloads weights for inference engines, and reads them ahead in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def local_model(
     download_dir: str | None,
     ignore_patterns: str | list[str] | None,
 ) -> str:
-    """Return where a model is; one of the Hugging Face hub is downloaded."""
+    """Return the path or URL of a model; download it if it is on the Hugging Face hub."""
     if os.path.exists(model) or is_url(model):
         return model
     from huggingface_hub import snapshot_download
@@ -39,14 +39,14 @@ def local_model(
             ignore_patterns=ignore_patterns,
         )
         suffixes = tuple(each.removeprefix("*") for each in patterns)
-        # Nothing is made where no file of the model matches.
+        # If no file of the model matches, there is no folder.
         if os.path.isdir(folder) and any(name.endswith(suffixes) for name in os.listdir(folder)):
             break
     return folder
 
 
 class _Part:
-    """Methods that the loaders of both engines have."""
+    """Methods that the loaders for both engines share."""
 
     load_config: Any
 
@@ -66,10 +66,10 @@ class _Part:
 
 
 class ModelLoaderPart(_Part):
-    """Loads the weights of a vLLM model by ptsave: ``--load-format ptsave``.
+    """Loads the weights of a vLLM model with ptsave: ``--load-format ptsave``.
 
-    The shards are read by :func:`ptsave.iter_weights`: by several threads, in large requests, ahead
-    of their use and in bounded memory, so nothing waits for page faults.
+    :func:`ptsave.iter_weights` reads the shards ahead with several threads, in large requests and
+    bounded memory.  So no access waits for page faults.
 
     Parameters
     ----------
@@ -83,25 +83,25 @@ class ModelLoaderPart(_Part):
     """
 
     def download_model(self, model_config: Any) -> None:
-        """Download the model, if it is one of the hub."""
+        """Download the model, if it is on the hub."""
         self._local(_weights_name(model_config), model_config.revision)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Fill a model with its weights; the model says where each goes."""
+        """Fill a model with its weights, by the model's own ``load_weights``."""
         path = self._local(_weights_name(model_config), model_config.revision)
         load_weights: Any = model.load_weights
         load_weights(iter_weights(path))
 
 
 def _weights_name(model_config: Any) -> str:
-    """Return the path or the hub's name of a model; its weights may be elsewhere than the rest."""
+    """Return the path or hub name of the weights, which may differ from the model's."""
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
 class DefaultLoaderPart(_Part):
-    """Loads the weights of an SGLang model by ptsave: ``LoadConfig(load_format=ModelLoader)``.
+    """Loads the weights of an SGLang model with ptsave: ``LoadConfig(load_format=ModelLoader)``.
 
-    It is SGLang's default loader, but for the reading: as of vLLM's.
+    It is SGLang's default loader, except that :func:`ptsave.iter_weights` reads the shards.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class DefaultLoaderPart(_Part):
         super().__init__(load_config)
 
     def download_model(self, model_config: Any) -> None:
-        """Download the model, if it is one of the hub."""
+        """Download the model, if it is on the hub."""
         self._local(model_config.model_path, model_config.revision)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Models of SGLang loaded by ptsave: ``LoadConfig(load_format=ModelLoader)``."""
+"""Loads models of SGLang with ptsave: ``LoadConfig(load_format=ModelLoader)``."""
 
 from __future__ import annotations
 

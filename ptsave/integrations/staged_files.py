@@ -1,9 +1,8 @@
-"""Checkpoints whose library counts every file that has a part of their name: `StagedFile`.
+"""Writes a checkpoint in a directory of its own until it is complete: `StagedFile`.
 
-A save writes ``.<name>.<16 hex digits>.ptsave`` beside the file, and a process that is killed
-leaves that.  Lightning takes all digits of any name with ``hpc_ckpt_`` in it for the number of a
-checkpoint, and so would resume from one that is not there.  The files of such a checkpoint are
-therefore in a directory whose name has nothing of theirs until they are complete.
+A killed save leaves ``.<name>.<16 hex digits>.ptsave`` beside the file.  Lightning takes the digits
+of any name with ``hpc_ckpt_`` for a checkpoint's number, and would resume from one that does not
+exist.  So the directory's name contains nothing of the file's.
 """
 
 from __future__ import annotations
@@ -28,25 +27,10 @@ _N_ATTEMPTS = 16
 
 
 class StagedFile(HeldLock):
-    """A file that is being written in a directory of its own, beside the place that it will have.
+    """A file that is written at `path`, in a locked directory beside its `final` path.
 
-    The directory is locked while the process lives that has made it; those of dead ones go when
-    the next is made.
-
-    Parameters
-    ----------
-    final : str
-        Path of the file, absolute and without links.
-
-    Attributes
-    ----------
-    path : str
-        Where it is to be written.
-
-    Raises
-    ------
-    SaveError
-        If the directory cannot be made.
+    `final` is absolute and without links.  The next StagedFile there removes directories of dead
+    processes.
     """
 
     def __init__(self, final: str) -> None:
@@ -59,12 +43,9 @@ class StagedFile(HeldLock):
         self.path = os.path.join(self._folder, name)
 
     def publish(self, *, fsync: bool) -> None:
-        """Give the complete file its name, durably with `fsync`; it was synced by its save.
+        """Give the complete file its name, durably with `fsync` if the save synced the file.
 
-        Raises
-        ------
-        SaveError
-            If it cannot be renamed; the file that had the name before still has it.
+        After a SaveError the file that had the name keeps it.
         """
         try:
             with save_errors(self._final):
@@ -78,16 +59,16 @@ class StagedFile(HeldLock):
             self.discard()
 
     def discard(self) -> None:
-        """Remove all that is not published; once more does nothing, nor in a forked process."""
+        """Remove an unpublished file; do nothing the second time, or in a forked process."""
         if self._descriptor is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._close()
 
 
 def staged_file(target: object) -> StagedFile | None:
-    """Return a place to write a local file in whose name libraries count; None for all others.
+    """Return a place to write a local file whose name Lightning counts; None for all others.
 
-    A file that can only be overwritten in place has none: its save needs no other name.
+    A file that can only be overwritten in place needs no temporary name, and has no such place.
     """
     if not isinstance(target, str) or not os.path.basename(target).startswith("hpc_ckpt_"):
         return None
@@ -105,7 +86,7 @@ def _make_locked(parent: str) -> tuple[str, int]:
         os.mkdir(folder)
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another save has taken it for a leftover
+        except FileNotFoundError:  # another save took it for a leftover
             if attempt == _N_ATTEMPTS - 1:
                 raise
             continue
@@ -116,7 +97,7 @@ def _make_locked(parent: str) -> tuple[str, int]:
 
 
 def _remove_leftovers(parent: str) -> None:
-    """Remove the directories of dead processes; without locks nobody can tell, and they stay."""
+    """Remove the directories of dead processes; on a file system without locks they stay."""
     for name in filter(_STAGED.fullmatch, os.listdir(parent)):
         folder = os.path.join(parent, name)
         with suppress(OSError):

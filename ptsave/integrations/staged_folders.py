@@ -1,11 +1,8 @@
-"""Checkpoints that are directories: complete under their name, or not there.
+"""Checkpoints that are directories: complete under their name, or absent.
 
-The files are written into ``.<name>.ptsave/<name>`` beside it, which no library takes for a
-checkpoint.  When all of them are there it gets its place, by a rename; a directory of that name is
-exchanged for it, where the file system can do that in one step, and removed afterwards.
-
-A directory that cannot be exchanged, or that the process works in, gets the files one by one; if
-the process is killed meanwhile, the next one that saves or loads there goes on with that.
+The files are written into ``.<name>.ptsave/<name>``, which no library takes for a checkpoint.  Then
+a rename gives the directory its name; an existing directory is exchanged in one step where the file
+system can, and removed.  A directory that cannot be renamed gets the files one by one.
 """
 
 from __future__ import annotations
@@ -37,39 +34,23 @@ from ptsave.support.syncing import sync_path
 __all__ = ["StagedFolder", "give_up", "in_place_of", "staged_folders_in", "writes_in_background"]
 
 _SUFFIX = ".ptsave"
-# Beside the new folder, which may have any other name: the one that it replaces, a note of which
-# directory is the new one, and one that its files are being moved.
+# Entries of the root beside the new folder, whose name differs from these: the replaced folder,
+# the new folder's inode number, and a sign that the files are being moved.
 _OLD, _MARK, _FILLING = ".old", ".new", ".filling"
 _LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_NAME_BYTES = 255
-# Errors of renaming a directory whose files can be renamed all the same: it is mounted, another
-# user's in a directory like /tmp, or of a lower layer of a container's file system.
+# Errors of renaming a directory whose files can still be renamed.  It is a mount point, another
+# user's directory in /tmp, or in a lower layer of a container's file system.
 _FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM)
 
 
 class StagedFolder:
-    """A directory that is being written, and the name that it will have.
+    """A directory that is written at `path`, the same on all ranks, until it is named `final`.
 
-    Parameters
-    ----------
-    final : str
-        Path of the directory; a symbolic link is followed.
-    fsync : bool
-        Whether its files and its name are on the disk when it has that name.
-    keeps_others : bool, default False
-        Whether entries of a directory of that name go into the new one, if that has none of theirs.
-        Then that directory may also be one that cannot be renamed.
-    above : bool, default False
-        Whether to write beside the directory that it will be in, if that is no other file system:
-        for libraries that take all names in there for checkpoints.
-
-    Attributes
-    ----------
-    root : str
-        A directory around it, which goes afterwards.
-    path : str
-        Where its files are written.  The same for all processes of a job.
+    With `keeps_others` entries that only the replaced directory has are moved into the new one, and
+    a directory that cannot be renamed may be replaced.  With `above` the temporary `root` is beside
+    the parent of `final`, for libraries that take all names in the parent for checkpoints.
     """
 
     def __init__(
@@ -90,32 +71,27 @@ class StagedFolder:
         self.path = os.path.join(self.root, name)
 
     def claim(self) -> None:
-        """Keep other processes from writing it until `discard`, and put in order what is there.
+        """Lock the folder until `discard`, and clear up leftovers; one rank of a job calls it.
 
-        Of the ranks that write into it one does.
-
-        Raises
-        ------
-        SaveError
-            Another process is writing it.
+        Raises SaveError if another process is writing the folder.
         """
         self._lock = FolderLock(self.root, _LOCK, self.final)
         self._put_in_order()
 
     @property
     def is_claimed(self) -> bool:
-        """Whether this object has it for itself."""
+        """Whether this object holds the folder's lock."""
         return self._lock is not None
 
     def discard_leftover(self) -> None:
-        """Remove it as `discard`, unless a process is writing it or nothing can be changed."""
+        """Discard the folder unless another process is writing it, or it cannot be locked."""
         with suppress(OSError):
             self._lock = FolderLock(self.root, _LOCK, self.final)
         if self.is_claimed:
             self.discard()
 
     def check_name(self) -> None:
-        """Raise FileExistsError if the name is a file's, which a rename would silently replace."""
+        """Raise FileExistsError if a file has the name."""
         if os.path.lexists(self.final) and not os.path.isdir(self.final):
             raise FileExistsError(
                 errno.EEXIST,
@@ -124,13 +100,7 @@ class StagedFolder:
             )
 
     def publish(self) -> None:
-        """Give it its name.
-
-        Raises
-        ------
-        OSError
-            If it cannot be renamed; the folder that had the name before still has it.
-        """
+        """Give the folder its name; after an OSError the folder that had the name keeps it."""
         self.check_name()
         if self._fsync:
             _sync_tree(Path(self.path))
@@ -138,12 +108,12 @@ class StagedFolder:
         self._take_name()
         if self._fsync:
             _sync(Path(self.final).parent)
-        self.discard()  # the folder that had the name before
+        self.discard()  # removes the replaced folder
 
     def discard(self) -> None:
-        """Remove the new folder, or the replaced one; also leftovers of a killed process.
+        """Remove the unpublished folder, or the replaced one, and clear up after killed processes.
 
-        A folder that had the name before a killed process gets it back, if no successor has it.
+        A folder that lost its name to a killed process gets it back if no successor has it.
         """
         self._put_in_order()
         if self._lock is not None:
@@ -153,14 +123,9 @@ class StagedFolder:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def complete(self) -> None:
-        """Move the rest of the files that a killed process was moving.
+        """Move the rest of the files that a killed process was moving; after an OSError they stay.
 
-        Raises
-        ------
-        SaveError
-            Another process is writing there.
-        OSError
-            They cannot be moved, and stay.
+        Raises SaveError if another process is writing the folder.
         """
         if os.path.lexists(self._filling):
             self.claim()
@@ -176,21 +141,20 @@ class StagedFolder:
         _remove_all_but(_LOCK, self.root)
 
     def restore(self) -> None:
-        """Give a folder its name back that a killed process has taken, if no successor has it.
+        """Give a folder its name back that a killed process took, if no successor has it.
 
-        For whoever is going to write here: another process that does might just be between its two
-        renames.
+        Only a process that writes here may call it: another writer could be between its renames.
         """
         if self.left_behind() is not None:
             os.rename(self._old, self.final)
 
     def left_behind(self) -> str | None:
-        """Return where the complete folder is if a process was killed between its two renames."""
+        """Return the old folder's path if a process was killed between its two renames."""
         return self._old if os.path.isdir(self._old) and not os.path.lexists(self.final) else None
 
     @property
     def _is_inside(self) -> bool:
-        """Whether the files are written into the directory that has the name."""
+        """Whether the root is inside the directory that has the name."""
         return os.path.dirname(self.root) == self.final
 
     @property
@@ -206,7 +170,7 @@ class StagedFolder:
         return os.path.join(self.root, _FILLING)
 
     def _note_which_is_new(self) -> None:
-        """Write down which of two directories is the new one: they are about to change names."""
+        """Note the new directory's inode number, before the directories exchange their names."""
         if self._keeps_others:
             Path(self._mark).write_text(str(os.stat(self.path).st_ino))
             if self._fsync:
@@ -214,7 +178,7 @@ class StagedFolder:
                 _sync(Path(self.root))
 
     def _replaced(self) -> list[str]:
-        """Return where the directory is that the new one has taken the name from, if it has."""
+        """Return the path of the directory that the new one has replaced, if it has."""
         with suppress(FileNotFoundError):
             mark = Path(self._mark).read_text()
             if mark == str(os.stat(self.final).st_ino):
@@ -235,7 +199,7 @@ class StagedFolder:
                 self._fill()
 
     def _fill(self) -> None:
-        """Move the files into the directory that has the name, one by one."""
+        """Move the files one by one into the directory that has the name."""
         Path(self._filling).touch()
         if self._fsync:
             _sync(Path(self.root))
@@ -256,7 +220,7 @@ class StagedFolder:
 def staged_folders_in(
     directory: str, prefix: str, *, keeps_others: bool = False
 ) -> list[StagedFolder]:
-    """Return the folders in a directory whose names will begin so, also of dead processes."""
+    """Return the staged folders in a directory, also of dead processes, by their final prefix."""
     folders = []
     with suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
@@ -267,7 +231,7 @@ def staged_folders_in(
 
 
 def _move_missing(old: str, new: str, *, fsync: bool) -> None:
-    """Move the entries of a directory that another one lacks into that, of subdirectories, too."""
+    """Move the entries that `new` lacks from `old` into it, also in subdirectories."""
     for name in os.listdir(old):
         source, target = os.path.join(old, name), os.path.join(new, name)
         if not os.path.lexists(target):
@@ -279,7 +243,7 @@ def _move_missing(old: str, new: str, *, fsync: bool) -> None:
 
 
 def _move_over(new: str, old: str, *, fsync: bool) -> None:
-    """Move the entries of a directory into another one, in the place of its own."""
+    """Move the entries of `new` into `old`, where they replace files of the same names."""
     for name in sorted(os.listdir(new)):
         source, target = os.path.join(new, name), os.path.join(old, name)
         if _is_directory(source) and os.path.isdir(target):
@@ -301,7 +265,7 @@ def _remove_all_but(name: str, folder: str) -> None:
 
 
 def _root_name(name: str) -> str:
-    """Return the name of the directory around one that is being written."""
+    """Return the root's name; a digest shortens one that is too long."""
     whole = f".{name}{_SUFFIX}"
     if len(os.fsencode(whole)) <= _MAX_NAME_BYTES:
         return whole
@@ -310,7 +274,7 @@ def _root_name(name: str) -> str:
 
 
 def _is_fixed(folder: str) -> bool:
-    """Return whether a directory cannot be renamed: a mount point, or of another's directory."""
+    """Return whether a directory is a mount point, or its parent is not writable."""
     if not os.path.isdir(folder):
         return False
     parent = os.path.dirname(folder)
@@ -320,7 +284,7 @@ def _is_fixed(folder: str) -> bool:
 
 
 def _mount_of(folder: str) -> str | None:
-    """Return the number of what is mounted there; it differs also if a directory is bound."""
+    """Return the number of a directory's mount, which also tells bind mounts apart."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -333,8 +297,8 @@ def _mount_of(folder: str) -> str | None:
 
 
 def _is_at_work_in(folder: str) -> bool:
-    """Return whether a directory is the current one, or one above that."""
-    with suppress(OSError):  # the current one has been removed
+    """Return whether a directory is or contains the current directory."""
+    with suppress(OSError):  # the current directory has been removed
         current = Path.cwd()
         return any(os.path.samefile(folder, each) for each in (current, *current.parents))
     return False
@@ -345,7 +309,7 @@ def _is_directory(path: str) -> bool:
 
 
 def _exchange(path: str, other: str) -> bool:
-    """Exchange two names in one step; returns False where the system cannot."""
+    """Exchange two names in one step; return False where the system cannot."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -372,12 +336,11 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[SaveFuture]]:
-    """Let ``torch.save`` and ``save_file`` into a folder return when they have copied the tensors.
+    """Let ``torch.save`` and ``save_file`` into a folder only copy the tensors; yield the futures.
 
-    The files are written after the block, unless there is no memory for copies of all of them.
-    Files elsewhere, and tensors that the library has to look at, are written by the call.  Yields
-    the futures of the others.  After an error in the block none of them is being written: they are
-    cancelled, or have ended.
+    The files are written after the block, or within it if memory for the copies runs out.  Calls
+    for files elsewhere, or with tensors that safetensors has to check, write at once.  After an
+    error in the block each save is cancelled or has ended.
     """
     futures: list[SaveFuture] = []
     try:
@@ -389,7 +352,7 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
 
 
 def give_up(futures: Sequence[SaveFuture]) -> None:
-    """Cancel saves; returns when none of them is being written."""
+    """Cancel saves, and wait for those that cannot be cancelled."""
     for future in [each for each in futures if not each.cancel()]:
         future.exception()
 
@@ -402,7 +365,7 @@ def _held_back(folder: StagedFolder, futures: list[SaveFuture], *, fsync: bool) 
         def begin(function: Callable[..., SaveFuture], *args: Any) -> None:
             try:
                 future = function(*args, fsync=fsync, when_full="raise")
-            except StagingFullError:  # until some of them are written
+            except StagingFullError:  # earlier saves have to be written first
                 release()
                 future = function(*args, fsync=fsync, when_full="wait")
             futures.append(future)
@@ -425,7 +388,7 @@ def _held_back(folder: StagedFolder, futures: list[SaveFuture], *, fsync: bool) 
 
 @contextmanager
 def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of ``torch.save`` or ``torch.load`` in the block."""
+    """Replace ``torch.save`` or ``torch.load`` in the block."""
     _substitute(old, new)
     try:
         yield

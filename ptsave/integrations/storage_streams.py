@@ -1,4 +1,4 @@
-"""Streams of files for torch_checkpointing: verified ones, atomic ones, and one for an object."""
+"""Streams for torch_checkpointing: for verified reads, atomic writes, and one saved object."""
 
 from __future__ import annotations
 
@@ -25,20 +25,12 @@ from ptsave.support.syncing import sync_path
 
 __all__ = ["ObjectStream", "ReadStream", "WriteStream"]
 
-# From here on several threads read faster than one.
+# From this size on several threads read faster than one.
 _MIN_PARALLEL_NBYTES = 8 << 20
 
 
 class ReadStream(io.RawIOBase):
-    """Reads a file; whole archives are compared with their checksums.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    verify : bool
-        Whether they are.
-    """
+    """Reads a file; `verify` compares an archive that is read at once with its checksums."""
 
     def __init__(self, path: Path, *, verify: bool) -> None:
         super().__init__()
@@ -60,17 +52,9 @@ class ReadStream(io.RawIOBase):
         return self._file.tell()
 
     def readinto(self, buffer: Buffer) -> int:
-        """Fill a buffer from where the stream is, up to the end of the file.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be read.
-        CorruptCheckpointError
-            If it is an archive, all of it was read, and it differs from its checksums.
-        """
-        # Views are let go of before an error is raised, whose traceback would keep them: who owns
-        # the memory may want to unmap it then.
+        """Fill a buffer up to the end of the file, and verify an archive that is read whole."""
+        # The views are released before an error is raised.  Its traceback would keep them, and the
+        # buffer's owner may want to unmap the memory.
         with memoryview(buffer) as whole, whole.cast("B") as view:
             begin = self._file.tell()
             nbytes = min(view.nbytes, max(self._nbytes - begin, 0))
@@ -109,7 +93,7 @@ class ReadStream(io.RawIOBase):
         try:
             engine = _C.Reader.open_memory(data, self._path)
         except _C.FormatError:
-            return None  # cut off, or a zip file of another kind: for torch to say, or to hand out
+            return None  # truncated, or another kind of zip file: the caller decides
         reader = RecordReader(engine, self._path, limits, verify=True)
         if not (engine.has_crcs and engine.storages_have_crcs and engine.all_stored):
             return None
@@ -129,15 +113,7 @@ class ReadStream(io.RawIOBase):
 
 
 class WriteStream(io.RawIOBase):
-    """Writes a file that appears, whole, when the stream is closed without an error.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    fsync : bool
-        Whether it survives power loss then.
-    """
+    """Writes a file that appears, complete, when the stream is closed without an error."""
 
     def __init__(self, path: Path, *, fsync: bool) -> None:
         super().__init__()
@@ -164,13 +140,13 @@ class WriteStream(io.RawIOBase):
     def _opened(self) -> io.BufferedWriter:
         if self._file is None:
             folder, name = os.path.split(self._path)
-            # Of the engine's form, so that leftovers of a killed process are known as such.
+            # The engine's form of temporary names, which marks leftovers of killed processes.
             self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.ptsave")
             self._file = open(self._temporary, "xb")  # noqa: SIM115
         return self._file
 
     def close(self) -> None:
-        """Give the file its name."""
+        """Publish the file under its name."""
         if self.closed:
             return
         try:
@@ -212,27 +188,18 @@ class WriteStream(io.RawIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        """Do not commit a stream that nobody has closed."""
+        """Abort a stream that was not closed."""
         self.abort()
 
 
 class _ObjectSavedError(Exception):
-    """Ends the torch.save that asked a stream for its path."""
+    """Ends the torch.save call that asked a stream for its path."""
 
 
 class ObjectStream(WriteStream):
-    """Saves one object by the engine when it is given to torch.save, in a ``with`` block.
+    """Saves `data` with the engine when torch.save gets the stream, in a ``with`` block.
 
-    Bytes that are written to it go to the file as with any stream.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    data : object
-        The object.
-    fsync : bool
-        Whether the file survives power loss when the block ends.
+    Bytes that are written to the stream go to the file as usual.
     """
 
     def __init__(self, path: Path, data: object, *, fsync: bool) -> None:
@@ -240,12 +207,9 @@ class ObjectStream(WriteStream):
         self._data = data
 
     def __fspath__(self) -> str:
-        """Save the object, where torch.save asks for the path to write to.
+        """Save the object when torch.save asks for the path, then end torch.save by an error.
 
-        Raises
-        ------
-        Exception
-            Which the ``with`` block takes back; or those of :func:`ptsave.save`.
+        The ``with`` block catches that error.
         """
         save(self._data, self._path, fsync=self._fsync)
         raise _ObjectSavedError

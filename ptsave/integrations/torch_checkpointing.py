@@ -1,4 +1,4 @@
-"""Storage and resharding for torch_checkpointing by ptsave, in the place of its own."""
+"""Storage and resharding with ptsave for torch_checkpointing, in place of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer by ptsave."""
+"""Checkpoints of transformers' Trainer with ptsave."""
 
 from __future__ import annotations
 
@@ -23,31 +23,29 @@ _STATE_NAME = "trainer_state.json"
 
 
 class CheckpointMixin:
-    """Saves and loads all of a Trainer's checkpoints by ptsave: model, optimizer, scheduler, RNG.
+    """Saves and loads a Trainer's checkpoints with ptsave: model, optimizer, scheduler, RNG.
 
-    ``class MyTrainer(CheckpointMixin, transformers.Trainer)``; or take
-    :class:`ptsave.integrations.transformers.Trainer`, which is just that.
+    Use it as ``class MyTrainer(CheckpointMixin, transformers.Trainer)``, or use
+    :class:`ptsave.integrations.transformers.Trainer`, which is the same.
 
-    * Everything that the Trainer writes with torch or safetensors goes through the engine: the same
+    * All that the Trainer writes with torch or safetensors goes through the engine, in the same
       files, which ``from_pretrained`` and a stock Trainer read.
-    * ``checkpoint-<step>`` is complete, or not there: it is written under another name and renamed
-      when all its files are.  A killed process leaves ``.checkpoint-<step>.ptsave``, which the next
-      one removes.
-    * Loading compares checksums (of the files that have any: not of safetensors).
+    * ``checkpoint-<step>`` is complete or absent: it gets its name when all its files are written.
+      A killed process leaves ``.checkpoint-<step>.ptsave``, which the next process removes.
+    * Loading verifies checksums; safetensors files have none.
     * Older checkpoints are removed (``save_total_limit``) when the new one has its name.
-    * Two processes cannot write one checkpoint: the second one's is an error.
-    * An error of one rank is raised on all, which quote it: none waits for the others.
+    * Two processes cannot write one checkpoint: the second one raises an error.
+    * An error of one rank is raised on all ranks, and quoted there.  No rank waits in vain.
 
     Parameters
     ----------
     *args : object
         For the Trainer.
     async_checkpoints : bool, default False
-        Whether training goes on while the files are written: the call copies the tensors.  Its
-        errors are raised by the next checkpoint, or at the end of ``train()``; until then the
-        directory may not have its name, also not in the callback ``on_save``.  With several ranks
-        it gets that when all have written their files; they tell each other by locks on files
-        beside it.
+        Whether training goes on while the files are written: the call copies the tensors.  The next
+        checkpoint, or the end of ``train()``, raises errors.  The directory gets its name when all
+        ranks have written their files, which may be after the callback ``on_save``.  Ranks report
+        to each other through locked files beside the directory.
     fsync_checkpoints : bool, default False
         Whether a checkpoint survives power loss when it gets its name.
     **kwargs : object
@@ -55,10 +53,10 @@ class CheckpointMixin:
 
     Notes
     -----
-    Files that DeepSpeed and XLA write by themselves are theirs; the directory is renamed when they
-    have.  Those that FSDP writes by ``torch.distributed.checkpoint`` are
-    :mod:`ptsave.distributed`'s, and written by the call.  All ranks have to see the same file
-    system, or each node its own (``save_on_each_node``).
+    DeepSpeed and XLA write some files themselves; the directory is renamed after that.  Files that
+    FSDP writes with ``torch.distributed.checkpoint`` go through :mod:`ptsave.distributed`, and are
+    written before the call returns.  All ranks must see the same file system, or each node its own
+    (``save_on_each_node``).
 
     Examples
     --------
@@ -83,9 +81,9 @@ class CheckpointMixin:
         self._in_background = async_checkpoints
         self._fsync = fsync_checkpoints
         self._saves = FolderSaves()
-        # Where the Trainer makes the directory of the checkpoint that is being written.
+        # The directory in which the Trainer makes the checkpoint that is being written.
         self._staged_run_dir: str | None = None
-        # Errors of the steps of that checkpoint, where several ranks take them.
+        # Errors of the steps of that checkpoint, if there are several ranks.
         self._step_errors: list[Exception] | None = None
 
     # -------------------------------------------------------------------------------------- saving
@@ -126,7 +124,7 @@ class CheckpointMixin:
         self._check_saves()
         try:
             with self._on_all_ranks(folder.final):
-                self._saves.settle(folder.final)  # an earlier one of that name
+                self._saves.settle(folder.final)  # an earlier checkpoint of that name
                 folder.check_name()
                 if self.args.should_save:
                     self._saves.remove_leftovers(run_dir, f"{_PREFIX}-")
@@ -136,7 +134,7 @@ class CheckpointMixin:
                 with self._writing(folder, futures):
                     self._write(folder, model, trial)
                 self._name_best_checkpoint(folder, os.path.join(run_dir, name))
-            with self._on_all_ranks(folder.final):  # all have written, or begun to
+            with self._on_all_ranks(folder.final):  # all ranks have written, or begun to
                 if self.args.should_save:
                     self._saves.commit(folder, futures, self._rotation(run_dir), parts)
                 elif parts is not None:
@@ -145,7 +143,7 @@ class CheckpointMixin:
             give_up(futures)
             if isinstance(error, Exception):
                 with suppress(RuntimeError):  # a rank has ended
-                    self.accelerator.wait_for_everyone()  # nobody writes into the folder
+                    self.accelerator.wait_for_everyone()  # then no rank writes into the folder
             if folder.is_claimed:
                 folder.discard()
             raise
@@ -154,7 +152,7 @@ class CheckpointMixin:
             super()._push_from_checkpoint(folder.final)  # type: ignore[misc]
 
     def _write(self, folder: StagedFolder, model: Any, trial: Any) -> None:
-        """Let the Trainer write into a folder, or begin to."""
+        """Let the Trainer write into a folder, or begin to write."""
         self._staged_run_dir = folder.root
         self._step_errors = [] if self.accelerator.num_processes > 1 else None
         try:
@@ -165,7 +163,7 @@ class CheckpointMixin:
             self._staged_run_dir = self._step_errors = None
 
     def _parts_of(self, folder: StagedFolder) -> FolderParts | None:
-        """Return the parts of the ranks that write into a folder in the background, if any do."""
+        """Return the parts of the ranks if several write into a folder in the background."""
         if not self._in_background or self.accelerator.num_processes == 1:
             return None
         if self.args.save_on_each_node:
@@ -177,22 +175,22 @@ class CheckpointMixin:
         return raised_on_all(self.accelerator, place)
 
     def _check_saves(self) -> None:
-        """Raise the error of an earlier checkpoint, on all ranks that of any."""
+        """Raise an earlier checkpoint's error of any rank on all ranks."""
         try:
             with self._on_all_ranks(self.args.output_dir):
                 self._saves.check()
         except Exception:
-            self._saves.forget_failures()  # what another rank's error means for this one
+            self._saves.forget_failures()  # errors here that follow from another rank's
             raise
 
     def _wait_for_saves(self) -> None:
-        """Wait until no rank has anything to write; then `_check_saves`."""
+        """Wait for this rank's writes; then `_check_saves`, which waits for all ranks."""
         self._saves.settle()
         self._check_saves()
 
     @contextmanager
     def _writing(self, folder: StagedFolder, futures: list[SaveFuture]) -> Iterator[None]:
-        """Let the engine write what the block saves; adds the saves that go on after it."""
+        """Let the engine write what the block saves; add unfinished saves to `futures`."""
         with self._engine():
             if not self._in_background:
                 yield
@@ -202,7 +200,7 @@ class CheckpointMixin:
         futures.extend(begun)
 
     def _engine(self) -> AbstractContextManager[None]:
-        """Return a block in which the engine writes and reads, for FSDP DCP's directories, too."""
+        """Return a context in which ptsave writes and reads; under FSDP also DCP's directories."""
         return installed(
             safetensors=True, distributed=self.is_fsdp_enabled or None, fsync=self._fsync or None
         )
@@ -214,10 +212,10 @@ class CheckpointMixin:
         return directory
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing yet: the folder is pushed when it has its name."""
+        """Do nothing: the folder is pushed later, when it has its name."""
 
     def _name_best_checkpoint(self, folder: StagedFolder, final: str) -> None:
-        """Note the name that the best checkpoint will have, if this is it."""
+        """Record the final name as the best checkpoint's, if `folder` is the best."""
         best = self.state.best_model_checkpoint
         if best is None or os.path.abspath(best) != folder.path:
             return
@@ -240,14 +238,14 @@ class CheckpointMixin:
     # ------------------------------------------------------------------------------------ resuming
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; parameters as of ``transformers.Trainer.train``.
+        """Train as ``transformers.Trainer.train``, which has the same parameters.
 
         Raises
         ------
         SaveError
             If a checkpoint could not be written in the background.
         """
-        self._saves.settle()  # of an earlier call: this one may resume from it
+        self._saves.settle()  # this call may resume from an earlier call's checkpoint
         if self.args.should_save:
             self._saves.restore_names(self.args.output_dir, f"{_PREFIX}-")
         self._check_saves()
@@ -256,7 +254,7 @@ class CheckpointMixin:
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._saves.settle()  # the best one is loaded, and older ones are removed
+        self._saves.settle()  # the Trainer loads the best checkpoint, and removes older ones
         self.accelerator.wait_for_everyone()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer by ptsave: a mixin for it, and a Trainer with that."""
+"""Checkpoints of transformers' Trainer with ptsave: a mixin, and a Trainer that has it."""
 
 from __future__ import annotations
 

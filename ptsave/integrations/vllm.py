@@ -1,7 +1,6 @@
-"""Models of vLLM loaded by ptsave: ``vllm serve MODEL --load-format ptsave``.
+"""Loads models of vLLM with ptsave: ``vllm serve MODEL --load-format ptsave``.
 
-vLLM calls `register` in each of its processes, because the package has an entry point of the group
-``vllm.general_plugins``.
+vLLM calls `register` in each process, by the package's entry point in ``vllm.general_plugins``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["ModelLoader", "register"]
 
 
 def register() -> None:
-    """Make ``ptsave`` a load format of vLLM; called by vLLM, and harmless if it is called again."""
+    """Make ``ptsave`` a load format of vLLM; vLLM may call it several times."""
     loaders = importlib.import_module("vllm.model_executor.model_loader")
     loaders.register_model_loader("ptsave")(__getattr__("ModelLoader"))
 
