@@ -18,8 +18,6 @@ from ptsave.support.text import size_text
 if TYPE_CHECKING:
     from ptsave.bench.disk import Measurement, Plan
 
-__all__ = ["command"]
-
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _EXAMPLES = """
 ptsave bench                                # in this directory

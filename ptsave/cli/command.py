@@ -21,35 +21,19 @@ from ptsave.errors import MINIZ_ADVICE, CheckpointWarning, CorruptCheckpointErro
 from ptsave.sources.urls import is_url
 from ptsave.support.text import printable
 
-__all__ = [
-    "FAILED",
-    "NEGATIVE",
-    "Command",
-    "Settings",
-    "exits_if_unwritable",
-    "note",
-    "one_line",
-    "report_error",
-    "result",
-    "shows_progress",
-    "with_json",
-    "with_recovery",
-    "with_trust",
-]
-
-# Exit codes, as of diff and grep: the answer is no, and there is no answer.
+# Exit codes of diff and grep: the answer is no, and there is no answer.
 NEGATIVE = 1
 FAILED = 2
-_PIPE_CLOSED = 141  # as of programs that SIGPIPE ends
+_PIPE_CLOSED = 141  # the code of a program that SIGPIPE ends
 
 _MAX_LENGTH = 700
-_MAX_SCANNED = 100 * _MAX_LENGTH  # before blanks are taken out, and torch's C++ frames
+_MAX_SCANNED = 100 * _MAX_LENGTH  # before blanks and torch's C++ frames are removed
 _WEIGHTS_ONLY = "Weights only load failed"
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
-# Advice of the functions; --no-verify, which `ptsave extract` has in its place, is kept.
+# Advice for Python callers.  The advice --no-verify of `ptsave extract` stays.
 _NO_OPTION_HERE = re.compile(r",? or pass verify=False to (?:load|read) it as it is")
-_CPP_FRAMES = "\nException raised from "  # behind the messages of torch's C++ part
+_CPP_FRAMES = "\nException raised from "  # follows the messages of torch's C++ part
 
 
 @dataclass
@@ -61,12 +45,9 @@ class Settings:
 
 
 class Command(click.Command):
-    """A command with ``--quiet`` and ``--debug``, of which any error is one line.
+    """A command with ``--quiet`` and ``--debug``, which prints an error as one line.
 
-    Parameters
-    ----------
-    examples : str
-        Lines for the end of ``--help``.
+    The lines of `examples` end its ``--help``.
     """
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
@@ -95,10 +76,10 @@ class Command(click.Command):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except SaveError as error:  # also of a pipe that was to be written to
+        except SaveError as error:  # also for a closed pipe as the target
             report_error(ctx, error)
             ctx.exit(FAILED)
-        except BrokenPipeError:  # click would exit with 1, which is an answer
+        except BrokenPipeError:  # click would exit with 1, which means a negative answer
             _discard_unwritten()
             ctx.exit(_PIPE_CLOSED)
         except KeyboardInterrupt:
@@ -112,9 +93,9 @@ class Command(click.Command):
 
 @contextmanager
 def exits_if_unwritable() -> Iterator[None]:
-    """Exit as `Command` does if standard output cannot be written, whatever writes to it.
+    """Exit as `Command` does if standard output cannot be written.
 
-    Python itself, which flushes it at exit, would say so in more lines and exit with 120.
+    Python flushes it at exit, and would print several lines and exit with 120.
     """
     try:
         try:
@@ -136,7 +117,7 @@ def _flush_output() -> None:
 
 
 def _discard_unwritable() -> None:
-    """Drop output that cannot be written, after the error has been reported."""
+    """Drop output that cannot be written."""
     try:
         _flush_output()
     except OSError:
@@ -144,7 +125,7 @@ def _discard_unwritable() -> None:
 
 
 def _discard_unwritten() -> None:
-    """Let the rest of standard output vanish, also when Python exits."""
+    """Send the rest of standard output to /dev/null, also what Python flushes at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
@@ -158,10 +139,10 @@ def _flag(*names: str, help: str) -> click.Option:  # noqa: A002 - as click call
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error, in one line."""
+    """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    elif isinstance(error, OSError) and error.strerror:  # of standard output
+    elif isinstance(error, OSError) and error.strerror:  # from standard output
         text = error.strerror
     elif isinstance(error, UnpicklingError) and _WEIGHTS_ONLY in str(error):
         text = _short_refusal(str(error), getattr(error, "path", "the file"))
@@ -182,17 +163,17 @@ def one_line(error: BaseException) -> str:
 
 
 def _short_refusal(message: str, path: str) -> str:
-    """Return the refusal of torch's restricted unpickler, without its advice."""
+    """Return the refusal of torch's restricted unpickler without its advice."""
     needs = f"{path} needs more than torch.load(weights_only=True) allows"
     found = _REFUSED.search(message)
     if found:
         return f"{needs}: {found[1]} (`ptsave globals FILE` lists what, and runs nothing)"
-    reason = _REASON.search(message)  # no global would help
+    reason = _REASON.search(message)  # allowing a global would not help
     return f"{needs}: {reason[1]}" if reason else needs
 
 
 def report_error(ctx: click.Context, error: Exception) -> None:
-    """Print an error in one line; ``--debug`` prints the traceback."""
+    """Print an error as one line, or its traceback with ``--debug``."""
     if ctx.ensure_object(Settings).debug:
         import traceback
 
@@ -207,7 +188,7 @@ def _say(text: str, color: str | None = None) -> None:
 
 
 def note(ctx: click.Context, text: str) -> None:
-    """Print a remark on standard error; ``--quiet`` leaves it out."""
+    """Print a remark on standard error, unless ``--quiet``."""
     if not ctx.ensure_object(Settings).quiet:
         _say(text)
 
@@ -215,8 +196,7 @@ def note(ctx: click.Context, text: str) -> None:
 def _remark_of(ctx: click.Context) -> Callable[..., None]:
     """Return a hook that shows warnings about the file as remarks.
 
-    Warnings to programmers, such as torch's about storages and quantized tensors that it makes,
-    are for ``--debug``.
+    Only ``--debug`` shows warnings for programmers, such as torch's about TypedStorage.
     """
 
     def show(message: Warning | str, category: type[Warning], *place: object) -> None:
@@ -227,7 +207,7 @@ def _remark_of(ctx: click.Context) -> Callable[..., None]:
 
 
 def result(ctx: click.Context, text: str) -> None:
-    """Print the result of a command; ``--quiet`` leaves it out."""
+    """Print the result of a command, unless ``--quiet``."""
     if not ctx.ensure_object(Settings).quiet:
         click.echo(printable(text))
 
@@ -244,7 +224,7 @@ with_recovery = click.option(
 
 
 def _trust(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
-    """Let classes be built until the command ends."""
+    """Allow the named classes until the command ends."""
     if names:
         from torch.serialization import safe_globals
 
@@ -270,5 +250,5 @@ with_trust = click.option(
 
 
 def shows_progress(ctx: click.Context) -> bool:
-    """Whether progress bars are shown: on a terminal, without ``--quiet``."""
+    """Return whether standard error is a terminal, and ``--quiet`` is not given."""
     return sys.stderr.isatty() and not ctx.ensure_object(Settings).quiet

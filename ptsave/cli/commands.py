@@ -1,4 +1,4 @@
-"""The group that the commands belong to."""
+"""The group of all commands."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import ptsave
 import ptsave.cli.shells  # the shells' completion
 from ptsave.cli.terminal import colors_by_environment
 
-__all__ = ["commands"]
-
-# A command, and what it is for: so help and completion import none of the modules that have them.
+# Each command's purpose is here, so that help and completion import no command's module.
 _COMMANDS = {
     "ls": "What a file holds.",
     "show": "One entry: a value, or a tensor's numbers.",
@@ -32,7 +30,7 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """A group that imports a command's module when the command is used."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         return super().make_context(*args, **{"color": colors_by_environment(), **kwargs})
@@ -45,8 +43,8 @@ class _Commands(click.Group):
             return None
         command = importlib.import_module(f"ptsave.cli.{name}").command
         assert isinstance(command, click.Command)
-        # Python looks for garbage among all objects, while it imports more and at exit: not among
-        # those of modules, of which torch has many.
+        # The garbage collector visits all objects, during imports and at exit.  This exempts the
+        # many objects of torch's modules.
         gc.freeze()
         return command
 

@@ -1,4 +1,4 @@
-"""``ptsave compact``: a checkpoint without the bytes that no tensor uses."""
+"""``ptsave compact``: removes bytes that no tensor uses."""
 
 from __future__ import annotations
 

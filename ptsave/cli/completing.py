@@ -1,4 +1,4 @@
-"""Arguments that are files, and completions for shells: their names, and entries in them."""
+"""Arguments that are files, and shell completions of their names and their entries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from click.shell_completion import CompletionItem
 
 from ptsave.cli.standard_input import path_of_standard_input
 
-__all__ = ["FILE", "SOURCE", "complete_names", "names_in"]
-
 _MAX_NAMES = 1000
 
 
 class _File(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """The name of a file, a directory or a URL; as it is, since not all of them are paths."""
+    """The name of a file, directory or URL, unchanged, because a URL is no path."""
 
     name = "file"
 
@@ -42,9 +40,9 @@ SOURCE = _Source()
 def complete_names(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the names of entries of the command's file that begin so."""
+    """Return the entries of the command's file whose names begin with `incomplete`."""
     found: dict[str, None] = {}
-    of_modules = ctx.params.get("stats", False) is not False  # of ls alone: None is as the file is
+    of_modules = ctx.params.get("stats", False) is not False  # only ls has it; None is a default
     try:
         for name in names_in(ctx.params["file"], ctx.params.get("storage_options"), of_modules):
             if name.startswith(incomplete) and name.isprintable():
@@ -57,7 +55,7 @@ def complete_names(
 def names_in(
     file: str, storage_options: Mapping[str, Any] | None, of_modules: bool
 ) -> Iterator[str]:
-    """Yield the names of the entries of a file, or of a capture's modules."""
+    """Yield the names of a file's entries, or with `of_modules` of a capture's modules."""
     from ptsave.contents.checkpoint_files import find_files
     from ptsave.inspection.listing import list_files
     from ptsave.tree.capture_schema import HEADER, is_capture

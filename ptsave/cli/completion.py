@@ -1,4 +1,4 @@
-"""``ptsave completion``: prints the script that makes a shell complete the command."""
+"""``ptsave completion``: prints a shell's completion script."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import click
 
 from ptsave.cli.command import Command
 from ptsave.cli.shells import script_of
-
-__all__ = ["command"]
 
 _EXAMPLES = """
 ptsave completion bash > ~/.ptsave.bash; echo '. ~/.ptsave.bash' >> ~/.bashrc

@@ -1,4 +1,4 @@
-"""``ptsave convert``: a checkpoint in another format."""
+"""``ptsave convert``: writes a checkpoint in another format."""
 
 from __future__ import annotations
 

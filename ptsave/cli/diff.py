@@ -1,4 +1,4 @@
-"""``ptsave diff``: the differences of two checkpoints."""
+"""``ptsave diff``: shows the differences of two checkpoints, or of two captured runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ptsave.support.text import printable
 if TYPE_CHECKING:
     from ptsave.comparison.captures import CaptureComparison
     from ptsave.comparison.entries import Detail
-
-__all__ = ["command"]
 
 _COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}
 _EXAMPLES = """
@@ -143,7 +141,7 @@ def command(
 
 
 def _refuse(ctx: click.Context, given: bool, capture: str) -> None:
-    """Refuse options of the other kind of comparison."""
+    """Raise a UsageError if options for the other kind of comparison are given."""
     if given and capture:
         raise click.UsageError(
             "--names-only, --shapes, --ignore-dtype and --only are not for --capture", ctx

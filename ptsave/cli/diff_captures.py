@@ -1,4 +1,4 @@
-"""``ptsave diff --capture``: the differences of two captured runs, as text, JSON and a picture."""
+"""Shows the differences of two captured runs as text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from ptsave.comparison.measures import TensorDifference
 from ptsave.support.text import count_text, cut, printable, shape_text, size_text
 from ptsave.tree.capture_schema import Statistics, parse_name
 
-__all__ = ["capture_json", "capture_lines", "check_plot", "plot_errors"]
-
 _WIDTH = 80
 _NAME_WIDTH = 34
 _SIZES_WIDTH = 19  # max abs and max rel
 _N_MODULES = 20
 _N_ALONE = 10
-_TINY = 1e-12  # where equal values are drawn
+_TINY = 1e-12  # equal values are drawn here
 
 
 # -------------------------------------------------------------------------------------------- text
 
 
 def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> Iterator[str]:
-    """Yield lines for people: the first difference, then each module's largest ones."""
+    """Yield text lines: the first difference, then each module's largest ones."""
     first = found.first
     if first is not None:
         yield from _first_lines(found, first)
@@ -110,12 +108,12 @@ def _short(number: float) -> str:
 
 
 def _cosine_text(cosine: float, form: str) -> str:
-    """Return a cosine, or a dash where there is no angle."""
+    """Return a cosine as text, or a dash for NaN: there is no angle."""
     return "-" if math.isnan(cosine) else format(cosine, form)
 
 
 def _ulp_counts(numbers: TensorDifference) -> dict[str, int]:
-    """Return the counts that are not 0, by the distances that they are of."""
+    """Return the nonzero counts by their distances in ULPs: "0", "1", "3-4", ..., "more"."""
     found = {}
     for i, count in enumerate(numbers.ulps):
         if count:
@@ -126,7 +124,7 @@ def _ulp_counts(numbers: TensorDifference) -> dict[str, int]:
 
 
 def _ulps_text(numbers: TensorDifference) -> str:
-    """Return the histogram in one line: small distances, and the sum of all larger ones."""
+    """Return the first four counts, and the sum of the rest."""
     counts = _ulp_counts(numbers)
     shown = dict([*counts.items()][:4])
     rest = sum(counts.values()) - sum(shown.values())
@@ -155,7 +153,7 @@ def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
 
 
 def _module_line(module: str, differences: list[CapturedDifference]) -> str:
-    """Return the largest difference of each kind, which may be those of several values."""
+    """Return the largest figure of each column, which may come from different values."""
     name = cut(printable(module) or "(the model)", _NAME_WIDTH)
     error = max(each.relative_error for each in differences)
     numbers = [each.numbers for each in differences if each.numbers is not None]
@@ -191,7 +189,7 @@ def _summary(found: CaptureComparison) -> str:
 
 
 def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
-    """Return all differences as JSON has them; infinities and NaN are texts."""
+    """Return the JSON object for all differences; infinities and NaN are strings."""
     first = found.first
     return {
         "a": os.fspath(a),
@@ -242,13 +240,7 @@ def _number(number: float) -> float | str:
 
 
 def check_plot(path: str) -> None:
-    """Refuse a picture that cannot be written, before minutes of reading.
-
-    Raises
-    ------
-    ImportError, OSError, ValueError
-        As of `plot_errors`.
-    """
+    """Raise the errors of `plot_errors` now, before minutes of reading."""
     formats = require_matplotlib()().canvas.get_supported_filetypes()
     suffix = os.path.splitext(path)[1].removeprefix(".").lower()
     if suffix and suffix not in formats:
@@ -266,16 +258,9 @@ def check_plot(path: str) -> None:
 
 
 def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
-    """Write a picture of the relative errors along the network, in A's order of execution.
+    """Draw the relative errors along the network, in A's order of execution.
 
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    OSError
-        If the file cannot be written.
-    ValueError
-        If the format is none that matplotlib writes.
+    A missing matplotlib is an ImportError, and an unknown format a ValueError.
     """
     tensors = [each for each in found.compared if each.a.kind == "tensor"]
     figure = require_matplotlib()(figsize=(10, 4.5), layout="constrained")
@@ -299,7 +284,7 @@ def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
 
 
 def _drawn(error: float) -> float:
-    """Return an error at a place on a logarithmic axis: also none, and one without bounds."""
+    """Return an error within the limits of the logarithmic axis, as 0 and infinity are not."""
     return min(max(error, _TINY), 1e12)
 
 

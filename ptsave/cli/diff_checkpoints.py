@@ -1,4 +1,4 @@
-"""``ptsave diff``: the differences of two checkpoints, as text and JSON."""
+"""Shows the differences of two checkpoints as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from ptsave.comparison.moved_names import prefixes_of
 from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text
 from ptsave.tree.opaque import Opaque, type_name_of
 
-__all__ = ["comparison_json", "comparison_lines"]
-
 # -------------------------------------------------------------------------------------------- text
 
 
 def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iterator[str]:
-    """Yield lines for people: entries of one side alone, other types, other numbers."""
+    """Yield text lines: entries of one side only, other types, other numbers."""
     numbers = [each for each in found.differences if each.kind == "numbers"]
     others = [each for each in found.differences if each.kind != "numbers"]
     yield from _alone_lines(a, b, [each for each in others if each.kind.startswith("only")])
@@ -41,7 +39,7 @@ def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iter
 
 
 def _alone_lines(a: str, b: str, alone: list[EntryDifference]) -> Iterator[str]:
-    """Yield lines for entries that one side has alone, those that seem renamed first."""
+    """Yield lines for entries of one side only; entries that seem renamed come first."""
     moved = [each for each in alone if each.moved is not None]
     prefixes: dict[tuple[str, str], list[EntryDifference]] = {}
     for each in moved:
@@ -147,7 +145,7 @@ def _name(difference: EntryDifference) -> str:
 
 
 def _largest(numbers: list[EntryDifference], top: int | None) -> list[EntryDifference]:
-    """Return the largest differences first, or all in their order."""
+    """Return the `top` largest differences, largest first, or all in their order."""
     if top is None:
         return numbers
     return sorted(numbers, key=_size, reverse=True)[:top]
@@ -214,5 +212,5 @@ def _json_value(difference: EntryDifference, value: Any) -> Any:
 
 
 def _json_number(number: float | None) -> float | str | None:
-    """Return a number as JSON has it, which knows no infinity."""
+    """Return a number for JSON; infinities become strings."""
     return str(number) if number is not None and math.isinf(number) else number

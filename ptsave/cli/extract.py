@@ -1,4 +1,4 @@
-"""``ptsave extract``: a part of a checkpoint as a file of its own."""
+"""``ptsave extract``: writes a part of a checkpoint as a new file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ptsave.cli.completing import FILE, SOURCE, complete_names
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.text import count_text, printable, size_text, some_of
-
-__all__ = ["command"]
 
 _N_SHOWN = 8
 
@@ -113,7 +111,7 @@ def command(
     lost: list[str] = []
     if whole:
         rest, lost = read_whole(file, storage_options=storage_options)
-        entries, written = {"": rest}, [*rest]  # one is written as it is
+        entries, written = {"": rest}, [*rest]  # a single entry is not wrapped in a dict
     else:
         entries = _read_named(file, names, verify=verify, recover=recover, options=storage_options)
         written = [*entries]

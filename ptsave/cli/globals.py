@@ -17,8 +17,6 @@ from ptsave.contents.outline import plain_pickle
 from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS, globals_in_pickle
 from ptsave.support.text import count_text, printable
 
-__all__ = ["command"]
-
 _EXAMPLES = """
 ptsave globals checkpoint.pt
 ptsave globals --all checkpoint.pt  # those that torch allows by default, too
@@ -106,7 +104,7 @@ def _nothing(n_globals: int) -> str:
 
 
 def _ordinary_globals(file: str, storage_options: dict[str, Any] | None) -> set[str] | None:
-    """Return the globals of files that have ordinary ones only, which takes no torch to tell."""
+    """Return the globals if all are ordinary, else None; this does not import torch."""
     found: set[str] = set()
     for source in find_files(file, storage_options).open():
         if source.kind == "safetensors":

@@ -2,23 +2,28 @@
 
 A file is an object with
 
-- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, its facts about itself;
-- ``tensors``: a list of objects with ``name`` (dotted), ``path`` (the keys; a tuple's, dict's or
-  other object's as text), ``dtype``, ``shape`` (-1 where the parts of a nested tensor differ) and
-  ``stride`` (in elements; none if it is nested or not strided), ``nbytes`` (elements times their
-  size), ``location`` (the device it was saved from), ``record`` and ``offset`` (where its first
-  byte lies in the file), ``storage`` (a number; tensors with the same one share a storage) and
-  ``storage_nbytes``; of a distributed checkpoint also ``chunks``, the parts that ranks have
-  written: a list of objects with ``offsets`` (index of the first element), ``sizes`` (a shape),
-  ``file`` (its name in the directory), ``offset`` and ``nbytes`` (where in it the item lies);
-- ``values``: the other leaves, with ``name``, ``path``, ``type`` and, where JSON has it,
-  ``value``;
-- ``totals`` of the whole file, whatever names were asked for: ``tensors``, ``tensor_nbytes``,
+- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, the file's own;
+- ``tensors``, a list of objects;
+- ``values``, the other leaves: objects with ``name``, ``path``, ``type`` and, if JSON can express
+  it, ``value``;
+- ``totals`` of the whole file, even if names were given: ``tensors``, ``tensor_nbytes``,
   ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``;
-- ``listed``: the first four of these for the tensors in the list.
+- ``listed``: the first four totals for the listed tensors.
+
+A tensor is an object with
+
+- ``name`` (dotted) and ``path``, the keys; a key that JSON cannot express is text;
+- ``dtype``, ``shape`` (-1 where the parts of a nested tensor differ), ``nbytes`` (elements times
+  their size) and ``stride`` in elements, null for nested tensors and other layouts;
+- ``location``: the device that the tensor was saved from;
+- ``record`` and ``offset``, the first byte's position in the file;
+- ``storage`` (tensors with the same number share a storage) and ``storage_nbytes``;
+- ``chunks`` in a distributed checkpoint, the parts of ranks: objects with ``offsets`` (index of
+  the first element), ``sizes`` (a shape), ``file`` (its name in the directory), ``offset`` and
+  ``nbytes`` (the item's place in that file).
 
 Unknown facts are null.  A directory is an object with ``path``, ``index`` (the path of the
-index, or null), ``files`` (a list of such objects), ``totals`` and ``listed``.
+index, or null), ``files`` (a list of file objects), ``totals`` and ``listed``.
 """
 
 from __future__ import annotations
@@ -32,11 +37,9 @@ from ptsave.support.text import dtype_text
 from ptsave.tree.opaque import type_name_of
 from ptsave.tree.tree import Node, is_plain
 
-__all__ = ["directory_json", "file_json"]
-
 
 def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the JSON object for some nodes of a file."""
+    """Return the JSON object for the numbered nodes of a file."""
     nodes = listing.tree.nodes
     tensors = [number for number in numbers if nodes[number].tensor >= 0]
     values = [

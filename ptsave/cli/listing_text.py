@@ -1,4 +1,4 @@
-"""Formats the entries of a file for people: a line each, in columns."""
+"""Formats the entries of a file as text: one line each, in columns."""
 
 from __future__ import annotations
 
@@ -28,28 +28,19 @@ if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo
     from ptsave.contents.tensor_info import Facts
 
-__all__ = ["Style", "lines_by_size", "parts_text", "totals_lines", "tree_lines"]
-
 _MAX_VALUE_LENGTH = 60
-_MAX_NAME_WIDTH = 72  # a longer name moves the rest of its line, not all lines
+_MAX_NAME_WIDTH = 72  # a longer name shifts only its own line
 _N_SHOWN = 3  # from each end of a long list
 _INDENT = _GAP = "  "
 _MIN_NAME_WIDTH = 16
-_MIN_REMARK_WIDTH = 12  # of which less would say nothing
+_MIN_REMARK_WIDTH = 12  # a shorter remark would say nothing
 _AT_HOME = {None, "cpu"}
 
 
 class Style(NamedTuple):
-    """How entries are shown.
+    """How entries are shown: `with_places` in the file, and `with_chunks`, the parts of ranks.
 
-    Attributes
-    ----------
-    terminal : Terminal
-        Lines are cut to its width: long names in their middle, all else at the end.
-    with_places : bool
-        Whether the place of each tensor in the file is shown.
-    with_chunks : bool
-        Whether each part of a tensor that ranks have written has a line of its own.
+    Lines are cut to the terminal's width, names in their middle and all else at the end.
     """
 
     terminal: Terminal = PLAIN
@@ -60,19 +51,7 @@ class Style(NamedTuple):
 def tree_lines(
     listing: FileListing, numbers: Sequence[int], max_depth: int | None, style: Style
 ) -> list[str]:
-    """Return the lines for some nodes, each container in front of its contents.
-
-    Parameters
-    ----------
-    listing : FileListing
-        The file.
-    numbers : sequence of int
-        Numbers of the nodes to show, in order.
-    max_depth : int or None
-        Number of levels to show.
-    style : Style
-        How they are shown.
-    """
+    """Return the lines for the numbered nodes, each container before its contents."""
     nodes = listing.tree.nodes
     if max_depth is not None:
         numbers = [number for number in numbers if nodes[number].depth < max_depth]
@@ -85,12 +64,12 @@ def tree_lines(
 
 
 def _key_text(key: str) -> str:
-    """Return a key; quoted if its beginning or end could not be seen."""
+    """Return a key as text, quoted if it is empty or has blanks at an end."""
     return printable(key) if key and key == key.strip(" ") else f"'{printable(key)}'"
 
 
 def lines_by_size(listing: FileListing, numbers: Sequence[int], style: Style) -> list[str]:
-    """Return the lines for the tensors among some nodes, the largest first."""
+    """Return the lines for the tensors among the numbered nodes, the largest first."""
     nodes, facts = listing.tree.nodes, listing.facts
     numbers = [number for number in numbers if nodes[number].tensor >= 0]
     numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
@@ -100,7 +79,7 @@ def lines_by_size(listing: FileListing, numbers: Sequence[int], style: Style) ->
 
 
 def _with_chunks(listing: FileListing, numbers: Sequence[int], lines: Sequence[str]) -> list[str]:
-    """Return lines for nodes, and behind each tensor one for each of its parts."""
+    """Insert a line for each part of a tensor after the tensor's line."""
     result: list[str] = []
     for number, line in zip(numbers, lines, strict=True):
         result.append(line)
@@ -117,7 +96,7 @@ def _with_chunks(listing: FileListing, numbers: Sequence[int], lines: Sequence[s
 
 
 def parts_text(chunks: Sequence[ChunkInfo]) -> str:
-    """Return in how many parts a tensor is, and along which dimensions it was cut.
+    """Describe how many parts a tensor has, and along which dimensions it was cut.
 
     >>> from ptsave.contents.contents import ChunkInfo
     >>> parts_text([ChunkInfo((i, 0), (1, 4), f"__{i}_0.distcp", 0, 16) for i in range(2)])
@@ -132,7 +111,7 @@ def parts_text(chunks: Sequence[ChunkInfo]) -> str:
 
 
 class _Table:
-    """The columns behind the names; facts that many tensors share are written once."""
+    """The columns after the names; tensors of the same facts are formatted once."""
 
     def __init__(self, listing: FileListing, style: Style) -> None:
         self._listing = listing
@@ -156,7 +135,7 @@ class _Table:
         widths = [max((len(row[i]) for row in rows.values()), default=0) for i in range(3)]
         texts = {key: _joined(row, widths) for key, row in rows.items()}
         stripped = {key: text.rstrip() for key, text in texts.items()}
-        is_ascii = "".join(names).isascii()  # the usual case, in which len() will do
+        is_ascii = "".join(names).isascii()  # usual, and then len() is the width
         width = min(max(map(len if is_ascii else n_columns, names), default=0), _MAX_NAME_WIDTH)
         pad = str.ljust if is_ascii else padded
         if self._terminal != PLAIN:
@@ -177,7 +156,7 @@ class _Table:
         name_width: int,
         widths: Sequence[int],
     ) -> list[str]:
-        """Return lines for a terminal: of its width, and in colours."""
+        """Return lines with the terminal's width and colours."""
         nodes, terminal = self._tree.nodes, self._terminal
         remarkable = self._remarkable([nodes[number].tensor for number in numbers])
         remarks = {at: self._remarks(nodes[numbers[at]]) for at in remarkable}
@@ -201,7 +180,7 @@ class _Table:
         return lines
 
     def _with_remark(self, text: str, cut_text: str, remark: str, name_width: int) -> str:
-        """Return the columns of a tensor and as much of its remark as there is room for."""
+        """Return the columns of a tensor, and as much of its remark as fits."""
         if self._terminal.width is None:
             return f"{text}{remark}"
         free = self._terminal.width - name_width - len(_GAP) - n_columns(text)
@@ -210,7 +189,7 @@ class _Table:
         return f"{text}{cut(remark, free)}"
 
     def _remarkable(self, tensors: Sequence[int]) -> list[int]:
-        """Return where in a list are tensors with a remark: shared, in parts, of a device."""
+        """Return the positions of tensors that are shared, in parts, or from a device."""
         if self._with_places:
             return [at for at, i in enumerate(tensors) if i >= 0]
         places, sharing, chunks = self._listing.places, self._listing.sharing, self._listing.chunks
@@ -221,7 +200,7 @@ class _Table:
         return [at for at, i in enumerate(tensors) if i in sharing or i in away]
 
     def _columns_of(self, number: int) -> tuple[str, str, str, str]:
-        """Return the columns of a container or another value."""
+        """Return the columns of a container or other value."""
         node = self._tree.nodes[number]
         if node.again is not None:
             return type_text(node.value), "", "", f"the same as {printable(node.again)}"
@@ -244,7 +223,7 @@ class _Table:
         return "".join(f"  {remark}" for remark in remarks)
 
     def _place_text(self, tensor: int) -> str:
-        """Return the size and place of a tensor in bytes, and its storage if that is larger."""
+        """Return a tensor's size and place in bytes, and its storage's size if that is larger."""
         _, _, _, begin, nbytes, storage_nbytes = self._listing.facts[tensor]
         _, record, offset, _ = self._listing.places[tensor]
         text = f"{nbytes} B" if offset is None else f"{nbytes} B at {offset + begin}"
@@ -262,14 +241,14 @@ def _columns_of_tensor(facts: Facts) -> tuple[str, str, str, str]:
 
 
 def _sizes_before(tree: EntryTree, facts: Sequence[Facts]) -> list[int]:
-    """Return how many bytes of tensors there are in front of each node, and in all."""
+    """Return the bytes of tensors before each node, then their total."""
     sizes = (0 if node[5] < 0 else facts[node[5]][4] for node in tree.nodes)
     return [*accumulate(sizes, initial=0)]
 
 
 def _joined(row: tuple[str, str, str, str], widths: Sequence[int]) -> str:
     kind, shape, size, rest = row
-    if not shape and not size:  # a value: there are no columns behind it
+    if not shape and not size:  # a value has no more columns
         return f"{kind.ljust(widths[0])}  {rest}"
     columns = (kind.ljust(widths[0]), shape.ljust(widths[1]), size.rjust(widths[2]), rest)
     return "  ".join(columns)
@@ -277,7 +256,7 @@ def _joined(row: tuple[str, str, str, str], widths: Sequence[int]) -> str:
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     expected = 1
-    if 0 in shape or len(stride) != len(shape):  # the latter is not strided at all
+    if 0 in shape or len(stride) != len(shape):  # the latter is no strided tensor
         return True
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1 and step != expected:
@@ -287,7 +266,7 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def type_text(value: Any) -> str:
-    """Return the name of a type, and how many there are in a container."""
+    """Return the name of a value's type, with a container's length."""
     name = printable(type_name_of(value))
     if _is_storage(value):
         return name
@@ -295,7 +274,7 @@ def type_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a short form of a value; empty for types that only name themselves.
+    """Return a short form of a value, empty if only its type can be shown.
 
     >>> value_text([*range(1000)]), value_text((0.9, 0.999)), value_text("text")
     ('[0, 1, 2, ..., 997, 998, 999]', '(0.9, 0.999)', "'text'")
@@ -323,13 +302,13 @@ def _is_storage(value: Any) -> bool:
 
 
 def _text_of_torchs(value: Any) -> str | None:
-    """Return a short form of a value of torch's types; None for another."""
+    """Return a short form of a storage, dtype or device; None for other values."""
     import torch
 
     from ptsave.support.torch_tensors import untyped_of
 
     if isinstance(value, torch.TypedStorage):
-        value = untyped_of(value)  # asking itself would warn
+        value = untyped_of(value)  # a TypedStorage's own methods warn
     if isinstance(value, torch.UntypedStorage):
         return size_text(value.nbytes())
     return str(value) if isinstance(value, (torch.dtype, torch.device)) else None
@@ -347,7 +326,7 @@ def _cut(text: str) -> str:
 def totals_lines(
     listings: Sequence[FileListing], chosen: Sequence[Sequence[int]], terminal: Terminal = PLAIN
 ) -> list[str]:
-    """Return the lines with the totals of some nodes of each file."""
+    """Return the lines with the totals of the chosen nodes of all files."""
     pairs = zip(listings, chosen, strict=True)
     totals = sum((totals_of(listing, numbers) for listing, numbers in pairs), Totals())
     n_tensors = sum(listing.totals.n_tensors for listing in listings)

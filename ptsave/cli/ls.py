@@ -31,8 +31,6 @@ from ptsave.sources.urls import is_url
 from ptsave.support.text import count_text, printable, some_of
 from ptsave.tree.capture_schema import is_capture
 
-__all__ = ["command"]
-
 _EXAMPLES = """
 ptsave ls checkpoint.pt
 ptsave ls checkpoint.pt optimizer '*.bias'  # only these
@@ -52,7 +50,7 @@ ptsave ls run.pt --step 3 'layers.*.mlp'
 
 
 class _Options(NamedTuple):
-    """What is asked of each file."""
+    """The options of one call, for each file."""
 
     names: tuple[str, ...]
     depth: int | None
@@ -60,7 +58,7 @@ class _Options(NamedTuple):
     long: bool
     chunks: bool
     as_json: bool
-    stats: bool | None  # None: those of a capture
+    stats: bool | None  # None: only for a capture
     step: int | None
     recover: bool
     storage_options: dict[str, Any] | None
@@ -132,7 +130,7 @@ def command(
     With statistics, NAMEs of a capture are paths of modules, with all that is in them. Lines are
     cut to the terminal; mean, std, min, max and norm are of the finite elements.
     """
-    if gc.isenabled():  # all objects live until the end, so the collector would search in vain
+    if gc.isenabled():  # all objects live until the end, so collecting finds nothing
         gc.disable()
         ctx.call_on_close(gc.enable)
     stats = True if step is not None and stats is None else stats
@@ -172,7 +170,7 @@ def command(
 def _places_and_names(
     file: str, others: Sequence[str], of_modules: bool, options: dict[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return those of the other arguments that are files, and those that name entries."""
+    """Split the other arguments into files and names of entries."""
     places = {each for each in others if _is_place(each)}
     if places:
         with suppress(Exception):  # reported when the file is listed
@@ -191,7 +189,7 @@ def _is_place(text: str) -> bool:
 
 
 def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
-    """Return the text about one file."""
+    """Return the listing of one file as text."""
     files = find_files(file, asked.storage_options, distributed=True)
     listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
     _keep_until_exit(listings)
@@ -216,7 +214,7 @@ def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
 
 
 def _note_others(ctx: click.Context, folder: Folder, files: ShardFiles) -> None:
-    """Name the checkpoints of a directory that are not listed."""
+    """Print a remark that names the directory's checkpoints that are not listed."""
     others = look_into(folder, distributed=True).sets
     names = [
         each.name_of(each.index_path or each.paths[0])
@@ -229,7 +227,7 @@ def _note_others(ctx: click.Context, folder: Folder, files: ShardFiles) -> None:
 
 
 def _write(text: str) -> None:
-    """Print text that may be long: click would look for colours in it."""
+    """Print text without click, which would search long text for colours."""
     if sys.stdout is not None:  # None if it was closed before Python started
         sys.stdout.write(f"{text}\n")
 
@@ -244,14 +242,14 @@ def _check_options(is_entries: bool, step: int | None, stats: bool | None) -> No
 
 
 def _keep_until_exit(listings: list[FileListing]) -> None:
-    """Leave objects to the end of the process, which is faster than freeing each of 100,000."""
+    """Keep objects until the process ends, which is faster than to free 100,000 of them."""
     cycle: list[object] = [listings]
     cycle.append(cycle)
     gc.freeze()
 
 
 def _headings(files: ShardFiles) -> dict[str, str]:
-    """Return what is said of each file behind its name."""
+    """Return the text after each file's name in its heading: the keys of a rank's file."""
     keys = files.ranks or ((),) * len(files.paths)
     return {
         path: f" ({'.'.join(names)})" if names else ""

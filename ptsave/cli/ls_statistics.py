@@ -1,4 +1,4 @@
-"""``ptsave ls --stats``: statistics of a checkpoint's tensors, or of a capture's modules."""
+"""``ptsave ls --stats``: shows statistics of a checkpoint's tensors, or of a capture's modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from ptsave.inspection.statistics import ModuleStatistics, entry_statistics, mod
 from ptsave.support.text import count_text, printable
 from ptsave.tree.capture_schema import is_capture
 from ptsave.tree.captured_run import CapturedRun
-
-__all__ = ["statistics_text"]
 
 
 def statistics_text(  # noqa: PLR0917
@@ -73,7 +71,7 @@ def _totals_of_run(run: CapturedRun) -> str:
 
 
 def _totals_of(modules: list[ModuleStatistics], step: int | None) -> str:
-    """Return the totals of what is listed: some modules, or one step."""
+    """Return the totals of the listed modules or step."""
     where = "" if step is None else f" in step {step}"
     n_calls = sum(module.n_calls for module in modules)
     n_tensors = sum(value.n_tensors for module in modules for value in module.values)

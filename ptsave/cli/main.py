@@ -6,8 +6,6 @@ import sys
 
 from ptsave.cli.interrupts import exit_when_interrupted
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line."""
@@ -19,6 +17,6 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may be in any script
+            stream.reconfigure(errors="backslashreplace")  # names may have any character
     with exits_if_unwritable():
         commands(prog_name="ptsave")

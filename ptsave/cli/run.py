@@ -1,4 +1,4 @@
-"""``ptsave run``: runs a program with ptsave behind its torch.save and torch.load."""
+"""``ptsave run``: runs a program whose torch.save and torch.load are ptsave's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import click
 
 import ptsave.startup
 from ptsave.cli.command import Command
-
-__all__ = ["command"]
 
 _EXAMPLES = """
 ptsave run train.py --epochs 3

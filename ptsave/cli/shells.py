@@ -1,8 +1,8 @@
-"""Completion in bash, zsh and fish: the scripts, and what they are answered.
+"""Completion in bash, zsh and fish: the scripts, and the answers that they get.
 
 click's own scripts need a set-up that a fresh account does not have, and lose names with commas,
-blanks or colons.  Here a shell passes the line up to the cursor, and quotes the answers itself: a
-line for each, of kind, value and description with tabs between them.
+blanks or colons.  These scripts pass the line up to the cursor, and quote the answers themselves.
+An answer is a line of kind, value and description, separated by tabs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-__all__ = ["LINE", "script_of"]
-
 LINE = "_PTSAVE_LINE"  # the variable with the line
 
-# bash takes a word apart at colons, and replaces only what is behind the last one.
+# bash splits a word at colons, and replaces only the part after the last one.
 _BASH = r"""_ptsave_completion() {
     local kind value rest line=${COMP_LINE:0:COMP_POINT}
     local word=${COMP_WORDS[COMP_CWORD]}
@@ -87,7 +85,7 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def script_of(shell: str) -> str:
-    """Return the script that makes a shell complete the command."""
+    """Return the completion script of a shell."""
     return _SCRIPTS[shell]
 
 
@@ -95,14 +93,14 @@ class _Shell(ShellComplete):
     source_template: ClassVar[str] = ""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words behind the command's name, and the one that is being typed."""
-        # With one character more the last word is never empty, nor ends in a blank.
+        """Return the complete words after the command's name, and the word being typed."""
+        # With one more character the last word is never empty, and never ends in a blank.
         words = split_arg_string(os.environ.get(LINE, "") + "x")
         return words[1:-1], words[-1][:-1]
 
     def format_completion(self, item: CompletionItem) -> str:
         line = f"{item.type}\t{item.value}\t{item.help or ''}"
-        return line.encode(errors="replace").decode()  # what is no text cannot be completed
+        return line.encode(errors="replace").decode()  # surrogates cannot be completed
 
 
 for _name in _SCRIPTS:

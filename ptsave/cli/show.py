@@ -1,4 +1,4 @@
-"""``ptsave show``: one entry of a checkpoint."""
+"""``ptsave show``: prints one entry of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import click
 from ptsave.cli.command import Command, with_json, with_recovery, with_trust
 from ptsave.cli.completing import SOURCE, complete_names
 from ptsave.cli.storage_options import with_storage_options
-
-__all__ = ["command"]
 
 _EXAMPLES = """
 ptsave show checkpoint.pt epoch

@@ -1,4 +1,4 @@
-"""One entry of a checkpoint for ``ptsave show``: as lines for people, and as JSON."""
+"""One entry of a checkpoint for ``ptsave show``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ from ptsave.tree.containers import is_container
 from ptsave.tree.entry_reading import read_entry, tensors_over
 from ptsave.tree.names import EntryNames
 
-__all__ = ["shown_entry"]
-
 _WIDTH = 80
-_MAX_VALUES = 1000  # of which more are summarised by torch, too
+_MAX_VALUES = 1000  # torch also summarises a tensor with more elements
 
 
 class _Shown(Protocol):
@@ -40,10 +38,7 @@ class _Shown(Protocol):
 def shown_entry(
     file: str, name: str, *, recover: bool, storage_options: Mapping[str, Any] | None
 ) -> _Shown:
-    """Read an entry; raises as `ptsave.inspection.extraction.read_entries`.
-
-    A container of tensors is not read.
-    """
+    """Read an entry, with the errors of `read_entries`; a container of tensors is not read."""
     contents = open_contents(file, storage_options, recover=recover)
     entry = find_entry(EntryNames(contents.obj, contents.path).find, name)
     tensors = tensors_over(entry)
@@ -58,7 +53,7 @@ def shown_entry(
 
 
 class _ShownContainer:
-    """A container that holds tensors, as it is listed."""
+    """A container that holds tensors; it is listed as ``ptsave ls`` does."""
 
     def __init__(self, contents: Contents, name: str) -> None:
         self._listing = listing_of(contents)
@@ -88,13 +83,13 @@ class _ShownValue:
     def as_json(self) -> dict[str, Any]:
         try:
             json.dumps(self._value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):  # a set, NaN, a list in itself
+        except (TypeError, ValueError, RecursionError):  # a set, NaN, a list that contains itself
             return {**self._facts, "value": None, "text": repr(self._value)}
         return {**self._facts, "value": self._value}
 
 
 class _ShownTensor:
-    """A tensor, or one over a storage."""
+    """A tensor, or a storage as a tensor."""
 
     def __init__(self, tensor: Tensor, location: str | None, facts: dict[str, Any]) -> None:
         self._tensor = tensor
@@ -110,7 +105,7 @@ class _ShownTensor:
         yield f"{facts}{where}"
         try:
             text = str(tensor)
-        except NotImplementedError as error:  # of a dtype whose elements torch cannot read
+        except NotImplementedError as error:  # torch cannot read elements of this dtype
             text = f"no numbers: {error}"
         yield from map(printable, text.splitlines())
         yield statistics_line(self._statistics)
@@ -133,7 +128,7 @@ def _numbers_json(tensor: Tensor) -> Any:
         return None
     try:
         return _as_json(tensor.tolist())
-    except RuntimeError:  # of a sparse tensor, or a dtype that Python does not have
+    except RuntimeError:  # a sparse tensor, or a dtype that Python does not have
         return None
 
 

@@ -12,34 +12,18 @@ import click
 
 from ptsave.sources.kinds import is_safetensors
 
-__all__ = ["STANDARD_INPUT", "copy_header", "path_of_standard_input"]
-
-STANDARD_INPUT = "/dev/stdin"  # which the system opens as whatever descriptor 0 is
+STANDARD_INPUT = "/dev/stdin"  # the system opens descriptor 0
 _TAKEN = "ptsave.standard_input"
 _COPIED_NBYTES = 4 << 20  # at once
-_HEAD_NBYTES = 9  # of a safetensors file: the length of its header, and a brace
+_HEAD_NBYTES = 9  # a safetensors file begins with its header's length (8 bytes) and a brace
 
 
 def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> str:
     """Return a path for a file that holds all of standard input.
 
-    A checkpoint is read at its end first, so a pipe is copied to a temporary file without a name,
-    which takes the place of standard input.
-
-    Parameters
-    ----------
-    ctx : click.Context
-        That of the command.
-    needs_values : bool, default True
-        Whether tensors are read.  If not, only the header of a safetensors file is read from a
-        pipe, and a hole stands for the rest.
-
-    Raises
-    ------
-    click.UsageError
-        If it is a terminal, closed, or taken by another argument.
-    OSError
-        If it cannot be read, or the disk has no room for it.
+    A checkpoint is read at its end first, so a pipe is copied to an unnamed temporary file, which
+    replaces descriptor 0.  Without `needs_values` only the header of a safetensors file is copied,
+    and a hole stands for the tensors.
     """
     if ctx.meta.get(_TAKEN):
         raise click.UsageError("Standard input can be one argument only.", ctx)
@@ -64,12 +48,9 @@ def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> 
 
 
 def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
-    """Copy the beginning of a stream: all that there is to know about a sound safetensors file.
+    """Copy the header of a safetensors file, and extend the copy to the file's size.
 
-    Returns
-    -------
-    bool
-        Whether it is one, whose size the copy has; if not, the rest is to be copied, too.
+    Return False if it is no such file, or damaged: then the caller copies the rest.
     """
     head = stream.read(_HEAD_NBYTES)
     copy.write(head)
@@ -83,6 +64,6 @@ def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if end >= 0:
             copy.truncate(copy.tell() + end)
-    except Exception:  # a damaged header, which its reader reports
+    except Exception:  # the reader will report the damaged header
         return False
     return bool(end >= 0)

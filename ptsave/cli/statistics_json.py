@@ -2,16 +2,16 @@
 
 A capture, also without ``--stats``, is an object with
 
-- ``path``, ``format`` (``"capture"``), ``model`` (the full name of its class), ``steps`` (those of
-  which there are records) and ``finished`` (false if the process was killed);
+- ``path``, ``format`` (``"capture"``), ``model`` (the full name of its class), ``steps`` (the
+  recorded ones) and ``finished`` (false if the process was killed);
 - ``modules``: a list of objects with ``path``, ``class``, ``calls`` (how many) and ``values``, a
   list of objects with ``name``, ``phase``, ``tensors`` (how many), ``dtypes``, ``shapes``,
   ``nbytes``, ``note`` and ``statistics``.
 
-A checkpoint is the object of ``ptsave ls --json``, whose tensors have ``note`` and ``statistics``,
-too.  ``statistics`` is null, or an object with ``numel``, ``n_nan``, ``n_inf``, ``n_zero``,
-``mean``, ``std``, ``min``, ``max`` and ``norm``; NaN is null, and a complex number the list of its
-parts.
+A checkpoint is the object of ``ptsave ls --json``, whose tensors also have ``note`` and
+``statistics``.  ``statistics`` is null, or an object with ``numel``, ``n_nan``, ``n_inf``,
+``n_zero``, ``mean``, ``std``, ``min``, ``max`` and ``norm``.  NaN and infinities are null, and a
+complex number is the list of its parts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from typing import Any
 from ptsave.inspection.statistics import ModuleStatistics, ValueStatistics
 from ptsave.tree.captured_run import CapturedRun
 from ptsave.tree.pooled_statistics import PooledStatistics
-
-__all__ = ["add_statistics", "number_json", "run_json", "statistics_json"]
 
 _FIELDS = ("numel", "n_nan", "n_inf", "n_zero", "mean", "std", "min", "max", "norm")
 
@@ -80,7 +78,7 @@ def statistics_json(found: PooledStatistics | None) -> dict[str, Any] | None:
 
 
 def number_json(number: Any) -> Any:
-    """Return a number as JSON has it: null for NaN and infinities."""
+    """Return a number for JSON; NaN and infinities are None."""
     if isinstance(number, complex):
         return [number_json(number.real), number_json(number.imag)]
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""Formats statistics of tensors for people: a line each, in columns that fit the terminal."""
+"""Formats statistics of tensors as text: one line each, in columns that fit the terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from ptsave.support.text import (
 )
 from ptsave.tree.pooled_statistics import PooledStatistics
 
-__all__ = ["entry_lines", "module_lines", "statistics_line"]
-
 _INDENT = "  "
 _MIN_NAME_WIDTH = 16
 _COLUMNS = ("dtype", "shape", "mean", "std", "min", "max", "norm")
 _TEXTS = {"dtype", "shape"}  # aligned to the left
-_DISPENSABLE = ("norm", "dtype", "shape", "std")  # in this order, where there is no room
+_DISPENSABLE = ("norm", "dtype", "shape", "std")  # left out in this order if there is no room
 
 
 class _Line(NamedTuple):
@@ -39,16 +37,9 @@ class _Line(NamedTuple):
 def module_lines(
     modules: Sequence[ModuleStatistics], max_depth: int | None, terminal: Terminal
 ) -> list[str]:
-    """Return the lines of modules with their values.
+    """Return the lines of modules and their values; each module comes before its children.
 
-    Parameters
-    ----------
-    modules : sequence of ModuleStatistics
-        Each in front of those in it.
-    max_depth : int or None
-        Number of levels of modules to show.
-    terminal : Terminal
-        Where its columns do not suffice, some statistics are left out.
+    If the terminal is too narrow, some statistics are left out.
     """
     lines: list[_Line] = []
     for module in modules:
@@ -74,19 +65,7 @@ def entry_lines(
     statistics: Mapping[int, ValueStatistics],
     terminal: Terminal,
 ) -> list[str]:
-    """Return the lines of some entries of a checkpoint: containers, and tensors in them.
-
-    Parameters
-    ----------
-    listing : FileListing
-        The file.
-    numbers : sequence of int
-        Numbers of nodes, in order.
-    statistics : mapping
-        Those of the tensors among them.
-    terminal : Terminal
-        As of `module_lines`.
-    """
+    """Return the lines of the numbered nodes: containers, and tensors with statistics."""
     lines = []
     for number in numbers:
         node = listing.tree.nodes[number]
@@ -116,7 +95,7 @@ def _line_of(name: str, value: ValueStatistics) -> _Line:
 
 
 def statistics_line(value: ValueStatistics) -> str:
-    """Return the statistics of one tensor, or why there are none."""
+    """Return the statistics of one tensor, or the reason why it has none."""
     found = value.statistics
     if found is None:
         return printable(value.note)
@@ -136,7 +115,7 @@ def _remarks(found: PooledStatistics) -> list[str]:
 
 
 def _number_text(number: complex) -> str:
-    """Return a number in up to nine characters, but for complex ones.
+    """Return a real number in up to nine characters, or a complex one in more.
 
     >>> _number_text(12345), _number_text(0.1234567), _number_text(-1.5e-7)
     ('12345', '0.123', '-1.5e-07')
@@ -162,7 +141,7 @@ def _table(lines: Sequence[_Line], terminal: Terminal) -> Iterator[str]:
     }
     name_width = max(n_columns(line.name) for line in lines)
     if width is not None:
-        # A remark stands behind the columns, or behind the name where there are none.
+        # A remark follows the columns, or the name of a line without columns.
         remarks = max((n_columns(line.remark) + 2 for line in lines if line.cells), default=2) - 2
         name_width = _fitted(widths, name_width, width - (remarks and remarks + 2))
     for line in (head, *lines):
@@ -177,7 +156,7 @@ def _table(lines: Sequence[_Line], terminal: Terminal) -> Iterator[str]:
 
 
 def _fitted(widths: dict[str, int], name_width: int, width: int) -> int:
-    """Leave out columns until there is room; return how much of it is for the names."""
+    """Leave out columns until the names fit; return the width of the names."""
     for name in _DISPENSABLE:
         free = width - sum(widths.values()) - 2 * len(widths)
         if free >= name_width:

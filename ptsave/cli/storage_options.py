@@ -1,4 +1,4 @@
-"""The option ``--storage-options`` of commands: arguments for the file systems of URLs, as JSON."""
+"""The option ``--storage-options``: arguments for the file systems of URLs, as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-
-__all__ = ["with_storage_options"]
 
 
 class _JsonObject(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
@@ -19,7 +17,7 @@ class _JsonObject(click.ParamType):  # type: ignore[type-arg]  # not generic bef
     ) -> dict[str, Any]:
         try:
             found = json.loads(value)
-        except (ValueError, RecursionError) as error:  # the value may be a secret: it is not shown
+        except (ValueError, RecursionError) as error:  # not shown, as the value may be a secret
             self.fail(f"not JSON ({error}): {_EXPECTED}", param, ctx)
         if not isinstance(found, dict):
             self.fail(f"{_EXPECTED}, not a {type(found).__name__}", param, ctx)
@@ -30,15 +28,7 @@ _EXPECTED = "pass an object such as '{\"anon\": true}'"
 
 
 def with_storage_options(argument: str, prefix: str = "") -> Callable[[Any], Any]:
-    """Give a command the option for an argument's file system.
-
-    Parameters
-    ----------
-    argument : str
-        The argument, as the help calls it.
-    prefix : str
-        Begins the name of the option: that of Python's is ``<prefix>_storage_options`` then.
-    """
+    """Give a command the option for an argument's file system; `prefix` begins its name."""
     return click.option(
         f"--{prefix}-storage-options" if prefix else "--storage-options",
         type=_JsonObject(),

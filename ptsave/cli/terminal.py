@@ -1,4 +1,4 @@
-"""The terminal that text is for: how wide it is, and whether it has colours."""
+"""The width and colours of the terminal that shows text."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ from dataclasses import dataclass
 
 import click
 
-__all__ = ["PLAIN", "Terminal", "colors_by_environment", "terminal"]
-
 _MIN_WIDTH = 20
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """The place where lines are shown.
-
-    Attributes
-    ----------
-    width : int or None
-        Number of columns that lines may take; None if they are not cut, as in a file.
-    has_colors : bool
-        Whether text is coloured.
-    """
+    """A terminal, or a file, where `width` is None and lines are not cut."""
 
     width: int | None = None
     has_colors: bool = False
 
     def paint(self, text: str, color: str | None = None, *, bold: bool = False) -> str:
-        r"""Return text in a colour, if there are colours.
+        r"""Return text in a colour if the terminal has colours.
 
         >>> Terminal(has_colors=True).paint("whole", "green")
         '\x1b[32mwhole\x1b[0m'
@@ -43,8 +33,8 @@ PLAIN = Terminal()
 def colors_by_environment() -> bool | None:
     """Return whether the user wants colours; None if that depends on where the text goes.
 
-    NO_COLOR (https://no-color.org) comes first, then FORCE_COLOR, then TERM; set to nothing they
-    count as not set.
+    NO_COLOR (https://no-color.org) comes first, then FORCE_COLOR, then TERM; an empty variable
+    counts as not set.
     """
     if os.environ.get("NO_COLOR"):
         return False
@@ -58,7 +48,7 @@ def terminal() -> Terminal:
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     wanted = colors_by_environment()
     has_colors = is_terminal if wanted is None else wanted
-    # Whoever sets COLUMNS for a pipe means it.
+    # COLUMNS also counts for a pipe.
     if not is_terminal and not os.environ.get("COLUMNS"):
         return Terminal(None, has_colors)
     import shutil

@@ -1,4 +1,4 @@
-"""``ptsave verify``: checks that files are whole, and names the parts that are not."""
+"""``ptsave verify``: checks that files are whole, and names the damaged parts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from ptsave.inspection.whole_files import whole_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
 from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
-
-__all__ = ["command"]
 
 _EXAMPLES = """
 ptsave verify checkpoint.pt
@@ -66,7 +64,7 @@ def command(
         try:
             checkpoints = checkpoint_files(file, storage_options)
             for each in checkpoints.sets:
-                each.close()  # of many files each descriptor counts
+                each.close()  # many files would use up the descriptors
             found.append((argument, checkpoints, _sizes_of(checkpoints)))
         except Exception as error:
             report.fail(argument, error)
@@ -80,7 +78,7 @@ def command(
 
 
 def _sizes_of(found: CheckpointFiles) -> list[list[int]]:
-    """Return the size of each file of each set: of a remote one it is asked once."""
+    """Return the size of each file of each set; a remote file is asked once."""
     return [[_file_nbytes(files, path) for path in files.paths] for files in found.sets]
 
 
@@ -114,7 +112,7 @@ def _verify_all(  # noqa: PLR0917
 def _verify(
     path: str, files: ShardFiles, recover: bool, progress: ProgressCallback | None
 ) -> Verification:
-    """Verify one file: without torch, which takes a second to import, if it is plain and whole."""
+    """Verify one file; a plain and whole one needs no torch, which takes a second to import."""
     found = None if recover else whole_file(path, progress)
     if found is not None:
         return found
@@ -124,7 +122,7 @@ def _verify(
 
 
 def _rest_of(files: CheckpointFiles) -> list[str]:
-    """Return the names of files and folders in a directory that are not looked at."""
+    """Return the names in a directory that are not verified, with reasons."""
     ignored = [f"{name} ({what})" if what else name for name, what in files.ignored.items()]
     return ignored + [f"{name}/" for name in files.directories]
 
@@ -135,4 +133,4 @@ def _file_nbytes(files: ShardFiles, path: str) -> int:
             return FsspecFile(path, dict(files.storage_options)).nbytes
         return os.stat(path).st_size + nbytes_of_ranks(path)
     except OSError:
-        return 0  # which is said when it is read
+        return 0  # reading the file reports the error

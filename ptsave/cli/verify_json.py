@@ -4,17 +4,17 @@ An object with
 
 - ``whole``: whether nothing is damaged, and all could be read;
 - ``arguments``: a list of objects, one for each FILE, with ``path``, ``files``, ``problems`` (texts
-  about shards and indices that do not fit together), ``not_looked_at`` (names in a directory) and
-  ``error`` (a text if it could not be read, or null).
+  about inconsistent shards and indices), ``not_looked_at`` (names in a directory) and ``error`` (a
+  text, or null if it could be read).
 
 An object of ``files`` has
 
 - ``path``, ``nbytes``, ``records`` (how many; 0 for a file that is no archive), ``tensors`` (how
-  many, or null) and ``unfinished`` (whether it has no end);
+  many, or null) and ``unfinished`` (whether its end is missing);
 - ``state``: ``"whole"``, ``"damaged"``, ``"no checksums"`` or ``"unreadable"``;
 - ``problems``: objects with ``reason``, ``record``, ``offset`` and ``entries``, the damaged
-  tensors; and ``readable``, the names of those that can still be read, or null;
-- ``remarks``, and ``error`` (a text if it is unreadable, or null).
+  tensors; and ``readable``, the names of tensors that can still be read, or null;
+- ``remarks``, and ``error`` (a text, or null if the file is readable).
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from typing import Any
 
 from ptsave.inspection.findings import Problem, Verification
 
-__all__ = ["argument_json", "file_json", "unreadable_json"]
-
 
 def argument_json(path: str, error: str | None = None) -> dict[str, Any]:
-    """Return the JSON object for one argument, to which files and problems are added."""
+    """Return the JSON object for one argument, without its files and problems yet."""
     return {"path": path, "files": [], "problems": [], "not_looked_at": [], "error": error}
 
 

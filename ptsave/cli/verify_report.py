@@ -1,4 +1,4 @@
-"""The report of ``ptsave verify``: findings are printed as text, or kept for JSON."""
+"""The report of ``ptsave verify``, which prints findings as text or keeps them for JSON."""
 
 from __future__ import annotations
 
@@ -14,21 +14,9 @@ from ptsave.cli.verify_text import damage_line, file_lines, rest_line
 from ptsave.inspection.findings import Problem, Verification
 from ptsave.support.text import printable
 
-__all__ = ["Report"]
-
 
 class Report:
-    """The findings about all arguments, and the exit code.
-
-    Parameters
-    ----------
-    ctx : click.Context
-        That of the command.
-    list_all : bool
-        Whether all names are printed.
-    as_json : bool
-        Whether nothing is printed before the end, and one object then.
-    """
+    """The findings about all arguments, and the exit code; JSON is printed at the end."""
 
     def __init__(self, ctx: click.Context, list_all: bool, as_json: bool) -> None:
         self._ctx = ctx
@@ -39,7 +27,7 @@ class Report:
         self._arguments: list[dict[str, Any]] = []
 
     def begin(self, path: str) -> dict[str, Any]:
-        """Begin with an argument; return its report, to which the other methods add."""
+        """Begin with an argument; return its JSON object, to which the other methods add."""
         self._arguments.append(argument_json(path))
         return self._arguments[-1]
 
@@ -63,7 +51,7 @@ class Report:
             note(self._ctx, f"{printable(found.path)}: {printable(remark)}")
 
     def add_problems(self, argument: dict[str, Any], path: str, problems: list[Problem]) -> None:
-        """Report on files that do not fit together."""
+        """Report files that are inconsistent with each other."""
         for problem in problems:
             self._codes.append(NEGATIVE)
             argument["problems"].append(problem.reason)
@@ -71,7 +59,7 @@ class Report:
                 click.echo(damage_line(path, problem.reason, self._terminal))
 
     def add_rest(self, argument: dict[str, Any], path: str, names: list[str]) -> None:
-        """Report which files are not looked at."""
+        """Report the names that are not verified."""
         argument["not_looked_at"] += names
         if names and not self._as_json:
             click.echo(rest_line(path, names, self._list_all))

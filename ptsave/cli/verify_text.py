@@ -1,4 +1,4 @@
-"""The findings of ``ptsave verify`` as text."""
+"""Formats the findings of ``ptsave verify`` as text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from ptsave.cli.terminal import Terminal
 from ptsave.inspection.findings import Verification
 from ptsave.support.text import count_text, printable, size_text
 
-__all__ = ["damage_line", "file_lines", "rest_line"]
-
 _N_SHOWN = 5
 
 
 def file_lines(found: Verification, list_all: bool, terminal: Terminal) -> Iterator[str]:
-    """Yield the lines about one file: that it is whole, or all that is damaged."""
+    """Yield the lines about one file: its state, and all damage."""
     path = printable(found.path)
     records = [count_text(found.n_records, "record")] if found.n_records else []
     n_tensors = [] if found.tensors is None else [count_text(len(found.tensors), "tensor")]
@@ -30,13 +28,13 @@ def file_lines(found: Verification, list_all: bool, terminal: Terminal) -> Itera
 
 
 def damage_line(path: str, reason: str, terminal: Terminal) -> str:
-    """Return the line about damage of a directory or a set of shards."""
+    """Return the line about a damaged directory or set of shards."""
     damaged = terminal.paint("DAMAGED", "red", bold=True)
     return f"{printable(path)}: {damaged}: {printable(reason)}"
 
 
 def rest_line(path: str, names: Sequence[str], list_all: bool) -> str:
-    """Return the line about files that nobody looks at."""
+    """Return the line about names that are not verified."""
     shown = names if list_all else names[:_N_SHOWN]
     more = f" and {len(names) - len(shown):,} more (--list shows all)" if names != shown else ""
     return f"{printable(path)}: not looked at: {', '.join(map(printable, shown))}{more}"
