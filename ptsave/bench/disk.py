@@ -1,4 +1,4 @@
-"""`measure_disk`: saves and loads in a directory, beside torch, safetensors and the hardware."""
+"""Measures saves and loads in a directory, and compares torch, safetensors and the hardware."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ from ptsave.bench.system import AS_FOUND, available_states, filesystem_of, make_
 from ptsave.sources.urls import refuse_url_target
 from ptsave.support.memory_limits import available_nbytes
 
-__all__ = ["MIN_NBYTES", "Measurement", "Plan", "measure_disk", "plan_disk"]
-
 MIB = 1 << 20
 MIN_NBYTES = 32 * MIB  # the smallest model that the worker makes
 _DEFAULT_NBYTES = 1 << 30
 _MARGIN_NBYTES = 64 * MIB
 _N_LIMIT_WRITES = len(limits.THREAD_COUNTS)
-# Tensors, and the pages and the file that a worker has beside them.
+# A worker's tensors, its other pages, and the file.
 _MEMORY_FACTOR = 3
 
 WORKLOADS = {
@@ -78,24 +76,10 @@ _IN_MEMORY = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Measurements to make.
+    """Measurements to make with `nbytes` of tensors in each file.
 
-    Attributes
-    ----------
-    directory : Path
-        Directory of the files.
-    nbytes : int
-        Bytes of tensors in each file.
-    rounds : int
-        Number of rounds.
-    contenders : list of str
-        Those that can be imported.
-    workloads : dict of str to Workload
-        By short names; a file system in memory has fewer.
-    remarks : list of str
-        Measurements that are left out, and why.
-    state : str
-        The state of processes and memory: one of `ptsave.bench.system.STATES`.
+    `remarks` say which measurements are left out, and why.  `state` is one of
+    `ptsave.bench.system.STATES`.
     """
 
     directory: Path
@@ -108,7 +92,7 @@ class Plan:
 
     @property
     def n_files(self) -> int:
-        """Number of files at once: those that are loaded, and the one that is saved."""
+        """Number of files that exist at once: the loaded ones, and the saved one."""
         return 2 + (SAFETENSORS in self.contenders)
 
     @property
@@ -117,7 +101,7 @@ class Plan:
 
     @property
     def nbytes_written(self) -> int:
-        """Bytes that are written in all."""
+        """Bytes that all rounds together write."""
         n_saves = sum(workload.action == "save" for workload in self.workloads.values())
         each_round = n_saves * (len(self.contenders) + _N_LIMIT_WRITES)
         return (self.n_files - 1 + self.rounds * each_round) * self.nbytes
@@ -125,17 +109,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results of the measurements.
-
-    Attributes
-    ----------
-    workloads : dict of str to Workload
-        Those that could be.
-    results : dict of str to Results
-        Figures of each of them.
-    remarks : list of str
-        Measurements that were left out, and why.
-    """
+    """The measured workloads, their figures, and remarks on measurements that were left out."""
 
     workloads: dict[str, Workload]
     results: dict[str, Results]
@@ -145,29 +119,10 @@ class Measurement:
 def plan_disk(
     directory: str, nbytes: int | None = None, rounds: int = 3, state: str = AS_FOUND
 ) -> Plan:
-    """Plan the measurements that a directory allows, without writing anything.
+    """Plan the measurements that a directory allows, and raise errors before any data is written.
 
-    Parameters
-    ----------
-    directory : str
-        One that exists.
-    nbytes : int, optional
-        Bytes of tensors to save and load: 1 GiB by default, but at most a quarter of the free
-        memory, and of the free space in the directory.
-    rounds : int, default 3
-        Number of rounds.
-    state : str
-        The state of processes and memory: one of `ptsave.bench.system.STATES`.
-
-    Raises
-    ------
-    OSError
-        If the directory is not there, cannot be written to, or has not enough room, or if memory
-        cannot be brought into the state.
-    MemoryError
-        If there is not enough memory.
-    ValueError
-        If `nbytes` is less than `MIN_NBYTES`.
+    The default of `nbytes` is 1 GiB, but at most a quarter of the free memory, and of the free
+    space in the directory.
     """
     refuse_url_target(directory)
     if not available_states([state]):
@@ -195,7 +150,7 @@ def plan_disk(
 def _require_writable(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:  # its name is that of a file in the directory
+    except OSError as error:  # which names a temporary file
         raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
@@ -217,22 +172,7 @@ def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memo
 
 
 def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
-    """Carry out a plan; everything that is written is removed, whatever happens.
-
-    Parameters
-    ----------
-    plan : Plan
-        A plan from `plan_disk`.
-    progress : bool, default False
-        Whether to show a progress bar.
-
-    Raises
-    ------
-    OSError
-        If files cannot be written.
-    RuntimeError
-        If one of the processes that measure fails.
-    """
+    """Carry out a plan, and always remove the files; a failed worker is a RuntimeError."""
     workloads, remarks = dict(plan.workloads), [*plan.remarks]
     with _scratch_folder(plan.directory) as folder:
         bench = Bench(
@@ -250,13 +190,13 @@ def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
 
 @contextmanager
 def _scratch_folder(directory: Path) -> Iterator[Path]:
-    """Yield a folder that is gone afterwards, also after SIGTERM."""
+    """Yield a folder that is removed afterwards, also after SIGTERM."""
 
     def terminate(*_: object) -> None:
         sys.exit(128 + signal.SIGTERM)
 
     before = None
-    with suppress(ValueError):  # only the main thread may
+    with suppress(ValueError):  # not in the main thread
         before = signal.signal(signal.SIGTERM, terminate)
     try:
         with tempfile.TemporaryDirectory(prefix=".ptsave-bench-", dir=directory) as scratch:

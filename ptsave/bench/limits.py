@@ -1,16 +1,16 @@
-"""Measures the hardware's limits, by threads that do nothing but read or write.
+"""Measures the hardware's limits with threads that only read or write.
 
 ``python -m ptsave.bench.limits MODE PATH NBYTES THREADS...`` prints JSON.  MODE is one of
 
-* ``direct-write``: a fresh, preallocated file, past the page cache, then fdatasync;
-* ``buffered-write``: a fresh, preallocated file, into the page cache;
+* ``direct-write``: write a new, preallocated file with direct I/O, then fdatasync;
+* ``buffered-write``: write a new, preallocated file into the page cache;
 * ``tmpfs-write``: the same without preallocation, which on tmpfs is a write of its own;
-* ``direct-read``: the file at PATH, past the page cache, which it is dropped from first;
-* ``cached-read``: the cached file at PATH into fresh memory made of huge pages.
+* ``direct-read``: drop the file at PATH from the page cache, and read it with direct I/O;
+* ``cached-read``: read the cached file at PATH into new memory made of huge pages.
 
-Where the file system has no direct I/O, its files go through the page cache.  Python is fast enough
-for that, as each call moves 8 MiB, and needs no compiler where ptsave is installed from a wheel.
-The limits that take one (mapped pages, memcpy) are in ``benchmarks/cpp/io_limits.cpp`` alone.
+Without direct I/O in the file system, all modes use the page cache.  Python is fast enough, because
+each call moves 8 MiB, and it needs no compiler.  Limits that need one (mapped pages, memcpy) are in
+``benchmarks/cpp/io_limits.cpp``.
 """
 
 from __future__ import annotations
@@ -31,37 +31,18 @@ from typing import TypeAlias
 from ptsave.bench.system import fetch_free_memory, make_cold
 from ptsave.support.thread_pool import ThreadPool
 
-__all__ = ["THREAD_COUNTS", "measure"]
-
 THREAD_COUNTS = (1, 2, 4)
 _CHUNK_NBYTES = 8 << 20
 _ROOT = Path(__file__).resolve().parents[2]
 
-# Moves the bytes of a file from a position on: the thread's number, the position, how many.
+# Moves bytes of a file.  Gets the thread's number, the position, and the number of bytes.
 _Move: TypeAlias = Callable[[int, int, int], None]
 
 
 def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
-    """Measure a mode in a fresh process.
+    """Measure a mode in a fresh process; return the bytes moved, and seconds by thread count.
 
-    Parameters
-    ----------
-    mode : str
-        See the module.
-    path : Path
-        The file to read, or to write and remove.
-    nbytes : int
-        Bytes to write; a file is read as a whole.
-
-    Returns
-    -------
-    tuple of int and dict
-        The bytes that were moved, and the seconds that took, by the number of threads.
-
-    Raises
-    ------
-    RuntimeError
-        If that fails; the message is the last line that the process wrote.
+    `nbytes` counts for writes only, because a file is read whole.  A written file is removed.
     """
     command = [sys.executable, "-m", "ptsave.bench.limits", mode, str(path), str(nbytes)]
     command += map(str, THREAD_COUNTS)
@@ -74,7 +55,7 @@ def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure a mode with each number of threads."""
+    """Measure a mode with each number of threads, and print the result as JSON."""
     mode, path, nbytes = arguments[0], Path(arguments[1]), int(arguments[2])
     if mode.endswith("-read"):
         nbytes = path.stat().st_size
@@ -103,7 +84,7 @@ def _write(mode: str, path: Path, source: mmap.mmap, n_threads: int) -> float:
     start = time.perf_counter()
     with _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct) as fd:
         if mode != "tmpfs-write":
-            with suppress(OSError):  # file systems that cannot preallocate do without
+            with suppress(OSError):  # some file systems cannot preallocate
                 os.posix_fallocate(fd, 0, len(source))
 
         def write(thread: int, begin: int, nbytes: int) -> None:
@@ -144,7 +125,7 @@ def _read_cached(path: Path, nbytes: int, n_threads: int) -> float:
                     os.preadv(fd, [part], begin)
 
             _in_threads(nbytes, n_threads, read)
-        return time.perf_counter() - start  # the time to free the memory does not count
+        return time.perf_counter() - start  # without the time to free the memory
 
 
 @contextmanager
@@ -170,7 +151,7 @@ def _memory(nbytes: int) -> mmap.mmap:
 
 
 def _fill(memory: mmap.mmap) -> None:
-    """Fault memory in, with contents that no storage layer can compress or deduplicate."""
+    """Fill memory with random bytes, which no storage layer can compress or deduplicate."""
     with memoryview(memory) as view:
 
         def fill(thread: int, begin: int, nbytes: int) -> None:
@@ -180,13 +161,13 @@ def _fill(memory: mmap.mmap) -> None:
 
 
 def _in_threads(nbytes: int, n_threads: int, move: _Move) -> None:
-    """Move all chunks from some threads; raise the first error."""
+    """Move all chunks with `n_threads` threads; raise the first error."""
     begins = itertools.count(0, _CHUNK_NBYTES)
     errors: list[Exception] = []
 
     def work(thread: int) -> None:
         try:
-            for begin in begins:  # one call, which no other thread gets into
+            for begin in begins:  # each step is one C call, so threads share the iterator safely
                 if begin >= nbytes or errors:
                     return
                 move(thread, begin, min(_CHUNK_NBYTES, nbytes - begin))

@@ -1,4 +1,4 @@
-"""Plots of figures: bars of contenders in groups, and the hardware's limit as a line."""
+"""Plots figures: groups of contenders' bars, and the hardware's limit as a line."""
 
 from __future__ import annotations
 
@@ -10,30 +10,19 @@ from typing import Any
 
 from ptsave.bench.rounds import CONTENDERS, LIMIT, STOCK, Results, Workload
 
-__all__ = ["Bar", "Group", "draw_bars", "plot_speeds", "require_matplotlib"]
-
 _OURS, _SAFETENSORS, _OTHERS, _LINE = "#3d86bd", "#e0a458", "#9aa5b1", "#c0392b"
 _OTHER_NAMES = ("torch", "torch.save", "loop", "nothing", "empty", "clones", "references")
 _ROW_INCHES = 0.21
-# Groups whose longest bars differ by more are drawn in proportion to the longest bar of each.
+# If the groups' longest bars differ by a larger factor, each group has its own scale.
 _COMPARABLE = 10
-_TEXT = 0.15  # of the longest bar: the room that a figure's text takes
+_TEXT = 0.15  # the width of a figure's text, as a fraction of the longest bar
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The figure of one contender.
+    """One contender's median `value`, its `low` to `high` spread, and the `text` beside the bar.
 
-    Attributes
-    ----------
-    label : str
-        The contender, or the operation.
-    value, low, high : float
-        The median, and the least and the largest figure.
-    text : str
-        What stands beside the bar: the figure with its unit.
-    is_limit : bool
-        Whether it is the hardware's: a line across its group.
+    The hardware's limit is a line across its group.
     """
 
     label: str
@@ -46,25 +35,19 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Bars that are compared with each other, such as those of one workload."""
+    """Bars that are compared with each other, such as the bars of one workload."""
 
     title: str
     bars: Sequence[Bar]
 
     def longest(self) -> float:
-        """Return the value of the longest bar; the limit's only where there is no other."""
+        """Return the value of the longest bar; the limit counts only if it is alone."""
         values = [bar.value for bar in self.bars if not bar.is_limit]
         return max(values or [bar.value for bar in self.bars]) or 1.0
 
 
 def require_matplotlib() -> Any:
-    """Return the Figure class of matplotlib.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    """
+    """Return matplotlib's Figure class, or raise an ImportError with advice."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -75,23 +58,10 @@ def require_matplotlib() -> Any:
 
 
 def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: bool = False) -> Any:
-    """Return a figure of matplotlib with a bar for each figure.
+    """Return a matplotlib figure of the groups, from top to bottom.
 
-    Parameters
-    ----------
-    groups : sequence of Group
-        From top to bottom.
-    axis : str
-        Name and unit of the figures.
-    title : str
-        Title of the plot.
-    mixed : bool
-        Whether the groups have units of their own, so that only bars of one group compare.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
+    `axis` is the name and unit of the figures.  With `mixed` each group has its own scale, so that
+    only bars of one group compare.
     """
     longest = [group.longest() for group in groups]
     mixed = mixed or max(longest) > _COMPARABLE * min(longest)
@@ -129,7 +99,7 @@ def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: boo
 
 
 def _draw(axes: Any, bar: Bar, row: float, top: float, unit: float) -> float:
-    """Draw a bar and its spread, or the limit's line from the group's `top`; return the end."""
+    """Draw a bar and its spread, or the limit's line from the group's `top`; return its end."""
     value, low, high = (each / unit for each in (bar.value, bar.low, bar.high))
     if bar.is_limit:
         axes.plot([value, value], [top, row + 0.4], color=_LINE, linewidth=1.3, zorder=3)
@@ -141,7 +111,7 @@ def _draw(axes: Any, bar: Bar, row: float, top: float, unit: float) -> float:
 
 
 def _write(axes: Any, text: str, end: float, row: float) -> None:
-    """Write a figure behind its bar, and behind a limit's line that would cross it."""
+    """Write a figure's text to the right of `end`."""
     offset: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points"}
     axes.annotate(text, (end, row), **offset, va="center", fontsize=8, parse_math=False)
 
@@ -155,27 +125,9 @@ def _color(label: str) -> str:
 def plot_speeds(
     path: str, workloads: Mapping[str, Workload], results: Mapping[str, Results], title: str
 ) -> None:
-    """Write a picture of the median speeds, with lines from the slowest to the fastest round.
+    """Draw the median speeds, with lines from the slowest to the fastest round.
 
-    Parameters
-    ----------
-    path : str
-        A file; its ending chooses the format: ``.png``, ``.svg``, ``.pdf``.
-    workloads : mapping of str to Workload
-        By short names.
-    results : mapping of str to Results
-        Figures of each of them.
-    title : str
-        Title of the plot.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    OSError
-        If the file cannot be written.
-    ValueError
-        If the format is none that matplotlib writes.
+    The suffix of `path` chooses the format; one that matplotlib cannot write is a ValueError.
     """
     groups = [Group(each.title, _speeds(results[name])) for name, each in workloads.items()]
     draw_bars(groups, "GB/s (more is better)", title).savefig(Path(path), dpi=150)

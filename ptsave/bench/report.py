@@ -1,4 +1,4 @@
-"""Tables of figures, for terminals and markdown."""
+"""Formats figures as tables for terminals and markdown."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from statistics import median
 
 from ptsave.bench.rounds import CONTENDERS, LIMIT, STOCK, Results, Workload
 
-__all__ = ["SPEED_HEADER", "TIMES_STOCK", "aligned", "speed_rows", "table"]
-
 TIMES_STOCK = "\N{MULTIPLICATION SIGN} torch"
 SPEED_HEADER = ("workload", "contender", "s", "min - max", "GB/s", TIMES_STOCK, "of limit")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int = 1) -> str:
-    """Return a markdown table; columns behind the first `n_texts` are numbers."""
+    """Return a markdown table; columns after the first `n_texts` are numbers."""
     rule = ["---"] * n_texts + ["---:"] * (len(header) - n_texts)
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int = 1) -> str:
-    """Return a table for a terminal; columns behind the first `n_texts` are numbers.
+    """Return a table for a terminal; columns after the first `n_texts` are numbers.
 
-    Examples
-    --------
     >>> print(aligned(["call", "s"], [["save", "1.25"], ["load", "12.50"]]))
     call      s
     save   1.25

@@ -19,66 +19,31 @@ from typing import TypeAlias
 from ptsave.bench.system import AS_FOUND, MIB, REST_SECONDS, make_warm
 from ptsave.bench.task import Figure, Task
 
-__all__ = [
-    "CONTENDERS",
-    "LIMIT",
-    "PTSAVE",
-    "SAFETENSORS",
-    "STOCK",
-    "Bench",
-    "MeasureLimit",
-    "Results",
-    "Workload",
-    "is_available",
-    "run_rounds",
-]
-
-# From here the package can be imported, installed or not.
+# The package can be imported from this directory, even if it is not installed.
 _ROOT = Path(__file__).resolve().parents[2]
 STOCK, SAFETENSORS, PTSAVE, LIMIT = "torch", "safetensors", "ptsave", "limit"
 CONTENDERS = (STOCK, SAFETENSORS, PTSAVE)
 
-# Takes a mode, a path and a number of bytes; returns the bytes moved, and the seconds by number of
-# threads.
+# Takes a mode, a path and a number of bytes; returns the bytes moved, and seconds by thread count.
 MeasureLimit: TypeAlias = Callable[[str, Path, int], tuple[int, Mapping[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A task that users have, such as a durable save.
-
-    Attributes
-    ----------
-    title : str
-        Its name in tables.
-    action : str
-        ``"save"`` or ``"load"``.
-    limit_mode, limit_title : str
-        The hardware's limit, as a mode of `MeasureLimit` and as words for tables.
-    fsync : bool
-        Whether a save has to be on the disk when it ends.
-    page_cache : str
-        ``"warm"`` or ``"cold"``, for a load.
-    mmap : bool
-        Whether a load maps the file.
-    on_tmpfs : bool
-        Whether a save goes to the folder in memory.
-    replaces : bool
-        Whether a save replaces an older file of the same size.
-    """
+    """A task that users have, such as a durable save, and the hardware's limit for it."""
 
     title: str
-    action: str
+    action: str  # "save" or "load"
     limit_mode: str
     limit_title: str
     fsync: bool = False
-    page_cache: str = "warm"
+    page_cache: str = "warm"  # or "cold", for a load
     mmap: bool = False
     on_tmpfs: bool = False
-    replaces: bool = False
+    replaces: bool = False  # a save replaces an older file of the same size
 
     def limit_label(self) -> str:
-        """Return the label of the row with the limit."""
+        """Return the label of the limit's row."""
         return f"limit: {self.limit_title}"
 
 
@@ -86,8 +51,8 @@ class Workload:
 class Results:
     """All figures of one workload, by contender, one per round.
 
-    The limit's are those of the number of threads whose median is best.  The best of each round
-    would be the luckiest of several draws, where a contender has one.
+    The limit has the figures of the thread count with the best median.  The best of each round
+    would be the luckiest of several draws, while a contender has only one.
     """
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)
@@ -97,21 +62,21 @@ class Results:
         self.figures.setdefault(contender, []).append(figure)
 
     def add_limit(self, nbytes: int, seconds: Mapping[str, float]) -> None:
-        """Keep a round's seconds by number of threads."""
+        """Keep a round's seconds by thread count."""
         for n_threads, figure in seconds.items():
             self.limits.setdefault(n_threads, []).append(Figure(figure, nbytes, 0, 0))
         self.figures[LIMIT] = self.limits[self.best_threads()]
 
     def best_threads(self) -> str:
-        """Return the number of threads that the limit's figures are of."""
+        """Return the thread count with the best median."""
         return min(self.limits, key=lambda n: median(f.seconds for f in self.limits[n]))
 
     def speeds(self, contender: str) -> list[float]:
-        """Return GB/s of every round."""
+        """Return the GB/s of every round."""
         return [figure.nbytes / figure.seconds / 1e9 for figure in self.figures[contender]]
 
     def ratio(self, contender: str, reference: str) -> float:
-        """Return the median over the rounds of how many times faster the contender is."""
+        """Return how many times faster the contender is: the median of the rounds' ratios."""
         pairs = zip(self.speeds(contender), self.speeds(reference), strict=True)
         return median(speed / reference_speed for speed, reference_speed in pairs)
 
@@ -123,13 +88,7 @@ class Results:
 
 
 def _run_worker(task: Task) -> Figure:
-    """Run one task in a fresh process.
-
-    Raises
-    ------
-    RuntimeError
-        If it fails, with the last line that it wrote.
-    """
+    """Run one task in a fresh process; a RuntimeError quotes the last line of a failed one."""
     result = subprocess.run(
         [sys.executable, "-m", "ptsave.bench.worker", json.dumps(asdict(task))],
         cwd=_ROOT,
@@ -144,7 +103,7 @@ def _run_worker(task: Task) -> Figure:
 
 
 def is_available(contender: str) -> bool:
-    """Whether a contender can be imported."""
+    """Return whether a contender can be imported."""
     try:
         _run_worker(Task("probe", contender))
     except RuntimeError:
@@ -153,25 +112,11 @@ def is_available(contender: str) -> bool:
 
 
 class Bench:
-    """Runs workloads on files in a directory on disk and one on tmpfs.
+    """Runs workloads on files in two empty folders, one on disk and one on tmpfs.
 
-    Parameters
-    ----------
-    disk, tmpfs : Path
-        Folders that are there, and empty.
-    nbytes : int
-        Bytes of tensors to move, at least.
-    contenders : sequence of str
-        Some of `CONTENDERS`; stock is always among them.
-    measure_limit : callable
-        Measures the hardware's limit.
-    drop_all : bool, default False
-        Whether all files may be dropped from the page cache, where one alone cannot be.
-    state : str
-        The state of processes and memory: one of `ptsave.bench.system.STATES`.  The memory of the
-        limit is there in all of them.
-    rest : float
-        Seconds that free memory rests before a call, unless it is warmed up.
+    With `drop_all` the page cache may drop all files if it cannot drop one alone.  `state` is one
+    of `ptsave.bench.system.STATES`, and free memory rests for `rest` seconds in the states that are
+    not warmed up.  The limit's memory is always fetched ahead.
     """
 
     def __init__(
@@ -197,7 +142,7 @@ class Bench:
         self._checksum = 0
 
     def prepare(self) -> None:
-        """Write the files that loads read, and the one that saves are compared with."""
+        """Write the files to load, which saved files are also compared with."""
         for contender in {STOCK, *self._contenders} - {PTSAVE}:
             path = self.loaded_file(contender)
             path.parent.mkdir(exist_ok=True)
@@ -205,8 +150,8 @@ class Bench:
             self._checksum = figure.checksum
 
     def run(self, workload: Workload, contender: str, results: Results) -> None:
-        """Run a workload once with one contender, or its limit, and keep the figure."""
-        os.sync()  # nothing that ran before may still be on its way to the disk
+        """Run a workload once with one contender or the limit, and keep the figure."""
+        os.sync()  # finishes earlier writes to the disk
         if contender == LIMIT:
             self._run_limit(workload, results)
         elif workload.action == "save":
@@ -216,7 +161,7 @@ class Bench:
 
     def loaded_file(self, contender: str) -> Path:
         """Return the file that a contender loads."""
-        # One name in several folders: a file's name is part of its bytes.
+        # Saved files have the same name in another folder, because the name is in a file's bytes.
         name = "model.safetensors" if contender == SAFETENSORS else "model.pt"
         return self._disk / "loaded" / name
 
@@ -282,18 +227,7 @@ def run_rounds(
 ) -> dict[str, Results]:
     """Run every workload once per round, its contenders and its limit in a shuffled order.
 
-    Parameters
-    ----------
-    bench : Bench
-        Prepared.
-    workloads : mapping of str to Workload
-        By short names.
-    contenders : sequence of str
-        Of `CONTENDERS`.
-    rounds : int
-        Number of rounds.
-    progress : bool, optional
-        Whether to show a progress bar; by default on a terminal.
+    The bench is prepared.  By default a terminal shows a progress bar.
     """
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""Linux interfaces for benchmarks: page cache, peak memory, a description of the machine."""
+"""Linux interfaces for benchmarks: the page cache, memory, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 # States of process and memory in which a call is measured.
 AS_FOUND = "as found"  # the first call of a process that has imported nothing ahead
 WARMED_UP = "warmed up"  # a later call, or one whose memory has been fetched
-COLD = "cold"  # as found, with free memory put together in blocks that a host takes back
+COLD = "cold"  # as found, with free memory compacted into blocks that a host takes back
 STATES = (AS_FOUND, WARMED_UP, COLD)
 REST_SECONDS = 4.0
 _COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
@@ -30,24 +30,21 @@ _COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
 
 
 def cached_fraction(path: Path) -> float:
-    """Return how much of the file is in the page cache now, from 0 to 1 (mincore)."""
+    """Return the fraction of a file that is in the page cache, from 0 to 1 (mincore)."""
     libc = ctypes.CDLL(None, use_errno=True)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
         resident = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
         first_byte = ctypes.c_char.from_buffer(mapping)
         address = ctypes.c_void_p(ctypes.addressof(first_byte))
         failed = libc.mincore(address, ctypes.c_size_t(len(mapping)), resident)
-        del first_byte  # or the mapping cannot be closed
+        del first_byte  # it would keep the mapping open
     if failed:
         raise OSError(ctypes.get_errno(), "mincore", str(path))
     return sum(page & 1 for page in resident) / len(resident)
 
 
 def make_cold(path: Path, *, drop_all: bool = True) -> None:
-    """Drop the file from the page cache; raise if it cannot be dropped.
-
-    With `drop_all`, root drops all files if need be.
-    """
+    """Drop a file from the page cache, or raise; with `drop_all` root drops all files if needed."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -62,9 +59,9 @@ def make_cold(path: Path, *, drop_all: bool = True) -> None:
 
 
 def make_warm(path: Path) -> None:
-    """Read the whole file into the page cache; raise if it does not stay there."""
+    """Read a whole file into the page cache; raise if it does not stay there."""
     buffer = bytearray(8 * MIB)
-    for _ in range(10):  # the kernel may drop a few pages that were read first
+    for _ in range(10):  # the kernel may drop a few of the first pages
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
@@ -87,7 +84,7 @@ def sync_file_and_directory(path: Path) -> None:
 
 
 def _status_nbytes(field: str) -> int:
-    """Return a size from this process's /proc status."""
+    """Return a size in bytes from this process's /proc status."""
     status = Path("/proc/self/status").read_text()
     match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
     if match is None:
@@ -96,12 +93,12 @@ def _status_nbytes(field: str) -> int:
 
 
 def fetch_free_memory(nbytes: int) -> None:
-    """Touch and free as much memory, so that the next measurement does not wait for the host.
+    """Touch and free `nbytes` of memory, so that the next measurement does not wait for the host.
 
     A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
-    times the measurement's own time.  The kernel hands out next the memory that was freed last.
+    times the measurement's own time.  The kernel first hands out the memory that was freed last.
     """
-    # Private, because only private memory comes in huge pages, which the host takes back.
+    # Private, because only private memory has huge pages, which the host takes back.
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with suppress(OSError):  # kernels without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -109,18 +106,12 @@ def fetch_free_memory(nbytes: int) -> None:
 
 
 def settle(state: str, nbytes: int = 0, *, rest: float = REST_SECONDS) -> None:
-    """Bring free memory into a state, right before the clock starts.
+    """Bring free memory into one of `STATES`, right before the clock starts.
 
-    Parameters
-    ----------
-    state : str
-        One of `STATES`.
-    nbytes : int
-        Memory to fetch where it is warmed up.
-    rest : float
-        Seconds to wait in the other states: a host takes back memory some time after it is free.
+    WARMED_UP fetches `nbytes`.  The other states wait for `rest` seconds, because a host takes
+    memory back some time after it is free.
     """
-    os.sync()  # nothing that ran before may still be on its way to the disk
+    os.sync()  # finishes earlier writes to the disk
     if state == WARMED_UP:
         if nbytes:
             fetch_free_memory(nbytes)
@@ -131,7 +122,7 @@ def settle(state: str, nbytes: int = 0, *, rest: float = REST_SECONDS) -> None:
 
 
 def available_states(states: Iterable[str]) -> list[str]:
-    """Return the states that this process can bring memory into: cold needs root."""
+    """Return the states that this process can set; COLD needs root."""
     can_compact = os.access(_COMPACT_MEMORY, os.W_OK)
     return [state for state in states if state != COLD or can_compact]
 
@@ -140,7 +131,7 @@ class PeakMemory:
     """The peak of this process's resident memory since construction."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts over from now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._baseline_nbytes = _status_nbytes("VmRSS")
 
     def above_baseline(self) -> int:
@@ -176,7 +167,7 @@ def filesystem_of(directory: Path) -> str:
 
 
 def describe_machine(directory: Path, command: list[str]) -> str:
-    """Return a markdown list of facts that figures depend on, without names of hosts or paths."""
+    """Return facts that figures depend on, as a markdown list without names of hosts or paths."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     facts = {

@@ -1,4 +1,4 @@
-"""Messages between the benchmark and its workers, apart so that neither imports the other."""
+"""Messages between the benchmark and its workers, so that neither imports the other."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ptsave.bench.system import REST_SECONDS, WARMED_UP
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement to make, sent to a worker."""
+    """One measurement, sent to a worker."""
 
     action: str  # "probe", "save" or "load"
     contender: str  # "torch", "ptsave" or "safetensors"
     path: str = ""
-    nbytes: int = 0  # at least so many bytes of tensors, for a save
+    nbytes: int = 0  # least bytes of tensors, for a save
     fsync: bool = False
     page_cache: str = "warm"  # or "cold", for a load
     mmap: bool = False
-    drop_all: bool = False  # from the page cache, if the file alone cannot be
+    drop_all: bool = False  # drop all files from the page cache if the file alone cannot be
     state: str = WARMED_UP  # of the process and of free memory
-    rest: float = REST_SECONDS  # before the call, unless it is warmed up
+    rest: float = REST_SECONDS  # before the call, unless the state is warmed up
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure, sent back."""
+    """One measured figure, sent back by a worker."""
 
     seconds: float
     nbytes: int  # of tensors

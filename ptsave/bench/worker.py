@@ -1,8 +1,7 @@
-"""Measures one figure, in a fresh process: ``python -m ptsave.bench.worker TASK`` prints JSON.
+"""Measures one figure in a fresh process: ``python -m ptsave.bench.worker TASK`` prints JSON.
 
-Only the call is timed: not the steps before it (``import torch`` and ``import ptsave``, faulting in
-the tensors to save, bringing the file into the page cache or out of it, and free memory into its
-state), nor those after it (checks, freeing memory).
+Only the call is timed.  Imports, making the tensors, preparing the page cache and the free memory,
+checks and freeing are not.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ StateDict = dict[str, torch.Tensor]
 VOCABULARY = 50257
 CONTEXT = 1024
 PAGE = mmap.PAGESIZE
-FREE_MEMORY_FACTOR = 2  # a file in the page cache, and tensors
+FREE_MEMORY_FACTOR = 2  # for a file in the page cache, and the tensors
 
 
 # -------------------------------------------------------------------------------------- the tensors
@@ -92,7 +91,7 @@ def touch_every_page(tensors: StateDict) -> int:
 
 
 def save_call(task: Task) -> Callable[[StateDict], None]:
-    """Return the call that the contender's user would make."""
+    """Return the save call that a user of the contender would make."""
     path = Path(task.path)
     if task.contender == "ptsave":
         import ptsave
@@ -112,7 +111,7 @@ def save_call(task: Task) -> Callable[[StateDict], None]:
 
 
 def load_call(task: Task) -> Callable[[], StateDict]:
-    """Return the call that the contender's user would make, with the contender's defaults."""
+    """Return the load call that a user of the contender would make, with its defaults."""
     path = Path(task.path)
     options: dict[str, Any] = {"mmap": True} if task.mmap else {}
     if task.contender == "ptsave":
@@ -130,7 +129,7 @@ def load_call(task: Task) -> Callable[[], StateDict]:
 
 
 def warm_up(task: Task) -> None:
-    """Save and load something small, so that no imports are measured."""
+    """Save and load a small tensor in the state WARMED_UP, so that no imports are measured."""
     if task.state == WARMED_UP:
         with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
             small = replace(task, path=f"{folder}/{Path(task.path).name}")
@@ -155,7 +154,7 @@ def measure_save(task: Task) -> Figure:
 
 
 def measure_load(task: Task) -> Figure:
-    """Load a file once, and touch every page."""
+    """Load a file once, and touch every page of its tensors."""
     warm_up(task)
     load = load_call(task)
     touch_every_page({"": torch.zeros(PAGE)})  # the operator's first call initialises torch

@@ -1,10 +1,8 @@
 """Compiles extension modules with CMake, against the torch and the Python that run this.
 
-Targets and flags are CMakeLists.txt's.  setup.py uses this, too, where ptsave cannot be imported
-yet.
-
-Environment: MAX_JOBS (compilers at once, default: usable cores), PTSAVE_CMAKE_ARGS (further CMake
-arguments, for example ``-DPTSAVE_WERROR=ON``).
+setup.py also uses it, before ptsave can be imported.  The variable MAX_JOBS sets the number of
+compilers (default: usable cores), and PTSAVE_CMAKE_ARGS adds CMake arguments, for example
+``-DPTSAVE_WERROR=ON``.
 """
 
 from __future__ import annotations
@@ -23,17 +21,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = [
-    "MINIMUM_TORCH",
-    "OF_PIP",
-    "build",
-    "check_platform",
-    "installed_torch",
-    "source_folder",
-]
-
 MINIMUM_TORCH = (2, 9)
-# To install ptsave from source; pip hides torch from a build in an environment of its own.
+# Advice for an install from source: pip builds in a separate environment, which has no torch.
 OF_PIP = (
     "this build sees none. pip hides it without --no-build-isolation: "
     "`pip install torch pybind11 ninja cmake setuptools wheel`, "
@@ -44,7 +33,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def source_folder() -> Path:
-    """Return where CMakeLists.txt and csrc are: in a wheel, or in a checkout."""
+    """Return the folder of CMakeLists.txt and csrc, in a wheel or a checkout."""
     for folder in (_PACKAGE / "engines" / "source", _PACKAGE.parent):
         if (folder / "CMakeLists.txt").is_file() and (folder / "csrc").is_dir():
             return folder
@@ -61,17 +50,9 @@ def check_platform() -> None:
 
 
 def installed_torch(remedy: str) -> str:
-    """Return the version of the torch to compile against.
+    """Return the version of the installed torch; raise SystemExit if it is missing or too old.
 
-    Parameters
-    ----------
-    remedy : str
-        The end of the message that there is none.
-
-    Raises
-    ------
-    SystemExit
-        There is none, or one that is too old.
+    `remedy` ends the message about a missing torch.
     """
     needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
     try:
@@ -89,12 +70,9 @@ def installed_torch(remedy: str) -> str:
 def build(
     build_dir: Path, targets: Sequence[str], option: str, version: str, jobs: int | None = None
 ) -> list[Path]:
-    """Configure with an option turned on, build modules, and return their files.
+    """Configure with `option` turned on, build the targets, and return their files.
 
-    Raises
-    ------
-    SystemExit
-        It cannot be built; its message says why.
+    A failure is a SystemExit that says why.
     """
     definitions = {
         "CMAKE_BUILD_TYPE": "Release",
@@ -122,7 +100,7 @@ def build(
 
 
 def _tool(name: str, bin_dir_attribute: str) -> str:
-    """Return the path of a program, from the Python package of that name or from PATH."""
+    """Return the path of a program, from the Python package of its name or from PATH."""
     search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     if importlib.util.find_spec(name) is not None:
         bin_dir = getattr(importlib.import_module(name), bin_dir_attribute, None)
@@ -143,7 +121,7 @@ def _check_python_headers() -> None:
 
 
 def _run(command: list[str], needs: str) -> None:
-    """Run a build command; what went wrong is on its own output, so no traceback adds to it."""
+    """Run a build command; a failure is a SystemExit, because the command prints the reason."""
     if subprocess.run(command, check=False).returncode != 0:
         raise SystemExit(
             f"ptsave: this command failed: {shlex.join(command)}\n"
@@ -152,7 +130,7 @@ def _run(command: list[str], needs: str) -> None:
 
 
 def _torch_definitions() -> dict[str, str]:
-    """Return the CMake definitions that say where torch and Python are."""
+    """Return the CMake definitions for the paths of torch and Python."""
     import torch
     from torch.utils import cpp_extension
 
@@ -168,7 +146,7 @@ def _torch_definitions() -> dict[str, str]:
 
 
 def _pybind11_include_dirs(torch_include_dirs: list[str]) -> list[str]:
-    """Return where pybind11 is: torch ships the version it was built with, which wins."""
+    """Return pybind11's folder if torch does not ship the version that it was built with."""
     if any((Path(folder) / "pybind11" / "pybind11.h").is_file() for folder in torch_include_dirs):
         return []
     if importlib.util.find_spec("pybind11") is None:

@@ -1,4 +1,4 @@
-"""Chooses the engine for the torch that is installed."""
+"""Chooses the engine for the installed torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from types import ModuleType
 from ptsave._built import VERSION
 from ptsave.engines.names import FILE_NAME, folder_name, series_of_folder
 
-__all__ = ["find", "load", "own_folders"]
-
 
 def own_folders() -> list[Path]:
-    """Return where engines are that are compiled here: below the environment, or the user's home.
+    """Return the folders of engines compiled here: in the environment, and in the user's home.
 
-    They are not beside the package's files, or they would outlive it there.
+    Beside the package's files, engines would stay there after the package is removed.
     """
     below = Path("share", "ptsave", "engines", VERSION)
     folders = [Path(sysconfig.get_path("data")) / below]
@@ -30,14 +28,9 @@ def own_folders() -> list[Path]:
 
 
 def find(torch_version: str) -> Path:
-    """Return the engine for this torch, the newest where there are several.
+    """Return the newest engine for this torch, so that one just compiled is used, wherever it is.
 
-    So one that was just compiled is used, wherever it is.
-
-    Raises
-    ------
-    ImportError
-        There is none.
+    If there is none, the ImportError names the remedy.
     """
     name = folder_name(torch_version)
     engines = [folder / name / FILE_NAME for folder in _folders()]
@@ -52,13 +45,7 @@ def find(torch_version: str) -> Path:
 
 
 def load(torch_version: str) -> ModuleType:
-    """Return ``ptsave._C`` out of the engine for this torch.
-
-    Raises
-    ------
-    ImportError
-        There is none, or it does not fit.
-    """
+    """Import ``ptsave._C`` from the engine for this torch; none that fits is an ImportError."""
     path = find(torch_version)
     loader = ExtensionFileLoader("ptsave._C", str(path))
     spec = spec_from_loader(loader.name, loader)
@@ -80,7 +67,7 @@ def _folders() -> list[Path]:
 
 
 def _series_there() -> list[str]:
-    """Return the minor series of torch for which there is an engine."""
+    """Return the minor series of torch that have an engine."""
     found = set()
     for folder in filter(Path.is_dir, _folders()):
         for name in os.listdir(folder):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from importlib.machinery import EXTENSION_SUFFIXES
 
-__all__ = ["FILE_NAME", "folder_name", "series_of", "series_of_folder"]
-
 FILE_NAME = f"_C{EXTENSION_SUFFIXES[0]}"
 _FOLDER = re.compile(r"torch_(\d+)_(\d+)")
 
@@ -17,7 +15,7 @@ def series_of(torch_version: str) -> str:
 
 
 def folder_name(torch_version: str) -> str:
-    """Return the name of the folder that has the engine for this torch."""
+    """Return the name of the engine's folder for this torch."""
     return f"torch_{series_of(torch_version).replace('.', '_')}"
 
 

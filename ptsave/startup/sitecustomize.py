@@ -1,8 +1,7 @@
 """Installs ptsave in a program, and in every process that it starts, once torch is imported.
 
-``ptsave run`` puts this folder in front of PYTHONPATH, and Python imports a module of this name
-when it starts.  Programs that never import torch pay nothing.  Whatever other `sitecustomize` there
-is gets its turn.
+``ptsave run`` puts this folder first in PYTHONPATH, and Python imports a module of this name at its
+start.  Programs that never import torch pay nothing, and another `sitecustomize` is imported, too.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch and ptsave as the others do; installs ptsave after the first import of either.
+    """Finds torch and ptsave by the other finders; installs ptsave after the first import of one.
 
-    A program may import ptsave first.  That imports torch, in the middle of which ptsave's own
-    modules are half made, so nothing can be installed until ptsave itself has been imported.
+    After ``import ptsave`` it does not wait for torch: ptsave's modules import torch, and are
+    incomplete at that moment.
     """
 
     def find_spec(
@@ -56,7 +55,7 @@ class _InstallingLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Not when the spec is found: libraries ask for torch's before anybody imports it.
+        # Not in find_spec: libraries look for torch's spec before they import it.
         is_first = self._finder in sys.meta_path
         if is_first:
             sys.meta_path.remove(self._finder)
@@ -81,7 +80,7 @@ def _install() -> None:
 
 
 def _import_the_next_one() -> None:
-    """Import the `sitecustomize` that this one stands before."""
+    """Import the `sitecustomize` that this one hides."""
     path = list(sys.path)
     sys.path[:] = [each for each in path if not each or Path(each).resolve() != _FOLDER]
     this = sys.modules.pop("sitecustomize", None)
