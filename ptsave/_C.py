@@ -1,4 +1,4 @@
-"""Gives way to the engine for the torch that is installed, which is imported by this name."""
+"""Replaces itself in ``sys.modules`` by the engine for the installed torch."""
 
 import sys
 

@@ -1,9 +1,9 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte.
 
-Importing this package imports nothing else, so that what needs no torch does not wait for it: the
-command line shows help and lists files in a tenth of the time.  A public name imports its module,
-and torch with it, when it is used first; `preload` imports all of them.  If torch is there already,
-one that ptsave has no engine for is refused at once.
+Importing this package does not import torch, so the command line shows help and lists files in a
+tenth of the time.  The first use of a public name imports its module, and torch with it; `preload`
+imports all of them.  If torch is already imported, and ptsave has no engine for it, that is an
+ImportError at once.
 """
 
 import sys as _sys
@@ -78,9 +78,9 @@ def __dir__() -> list[str]:
 
 
 def _refuse_another_torch() -> None:
-    """Raise ImportError under a torch for which there is no engine."""
+    """Raise ImportError if there is no engine for the installed torch."""
     _import_module("ptsave.support.torch_version")
 
 
-if hasattr(_sys.modules.get("torch"), "__version__"):  # it may be in the middle of its own import
+if hasattr(_sys.modules.get("torch"), "__version__"):  # not in the middle of torch's import
     _refuse_another_torch()

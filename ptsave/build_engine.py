@@ -1,4 +1,4 @@
-"""Compiles an engine for the torch that is installed: python -m ptsave.build_engine."""
+"""Compiles an engine for the installed torch: python -m ptsave.build_engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import click
 from ptsave.engines import building, choice
 from ptsave.engines.names import FILE_NAME, folder_name
 from ptsave.support.version import VERSION
-
-__all__ = ["main"]
-
 
 _HELP = """Compile an engine for the torch that is installed.
 
@@ -35,7 +32,7 @@ compiler, Python's headers, cmake and ninja. Nothing is fetched, and torch stays
     f"{Path('share', 'ptsave', 'engines', VERSION)} below the environment.  [default: there]",
 )
 def main(jobs: int | None, folder: Path | None) -> None:
-    """Compile, and print the path of the engine; raises SystemExit with the reason otherwise."""
+    """Compile an engine and print its path; a failure is a SystemExit with the reason."""
     building.check_platform()
     torch_version = building.installed_torch(f"{sys.prefix} has none: install torch first")
     target = _target(folder, torch_version)
@@ -48,7 +45,7 @@ def main(jobs: int | None, folder: Path | None) -> None:
 
 
 def _target(folder: Path | None, torch_version: str) -> Path:
-    """Return the file to write; its folder is there, and can be written to."""
+    """Return the file to write, in the first folder that can be made and is writable."""
     candidates = [folder] if folder is not None else choice.own_folders()
     refusals = []
     for candidate in candidates:
@@ -66,7 +63,7 @@ def _target(folder: Path | None, torch_version: str) -> Path:
 
 @contextmanager
 def _replacement(target: Path) -> Iterator[Path]:
-    """Yield a path beside a file, which becomes the file; others may be loading that."""
+    """Yield a path for a new file that replaces `target`, which processes may be loading."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""The exceptions and the warning that ptsave raises, and torch's types that they also have."""
+"""The exceptions and the warning that ptsave raises; many also have the type of torch's error."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-# torch's advice when miniz fails; people search for it.
 RECOVERY_ADVICE = "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
+# torch's advice when miniz fails; people search for it.
 MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
     "that your checkpoint file is corrupted. This can happen if the checkpoint was not saved "
@@ -33,7 +33,7 @@ MINIZ_ADVICE = (
 
 
 class CorruptCheckpointError(RuntimeError):
-    r"""A checkpoint's bytes are damaged: no archive, cut short, or not matching its checksums.
+    r"""A checkpoint is damaged: it is no archive, is cut short, or differs from its checksums.
 
     Attributes
     ----------
@@ -45,9 +45,9 @@ class CorruptCheckpointError(RuntimeError):
         Position of the damage in the archive, in bytes.
     entries : list of str
         The entries of the saved object that use the record, for example
-        ``["model.layers.0.weight"]``; empty where that cannot be told.
+        ``["model.layers.0.weight"]``; empty if they are unknown.
     rank : int or None
-        The rank that has found the damage, in a call that several make together.
+        The rank that found the damage, if several ranks called together.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class CorruptCheckpointError(RuntimeError):
 
 
 class NotCheckpointError(CorruptCheckpointError):
-    r"""A file is something else than a checkpoint: the message names the format, and a remedy.
+    r"""A file is not a checkpoint; the message names the file's format and a remedy.
 
     Examples
     --------
@@ -92,7 +92,7 @@ class NotCheckpointError(CorruptCheckpointError):
 
 
 class _NotCheckpointPickleError(NotCheckpointError, pickle.UnpicklingError):
-    """Also an UnpicklingError, which torch raises for most such files."""
+    """Also an UnpicklingError, which torch raises for most files of other formats."""
 
 
 class _NotCheckpointEOFError(NotCheckpointError, EOFError):
@@ -100,14 +100,14 @@ class _NotCheckpointEOFError(NotCheckpointError, EOFError):
 
 
 class _NotCheckpointKeyError(NotCheckpointError, KeyError):
-    """Also a KeyError, which torch raises for zeros, which it takes for a tar archive."""
+    """Also a KeyError, which torch raises for a file of zeros, as if it were a tar archive."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it
 
 
 def not_checkpoint(message: str, path: str, error: Exception | None = None) -> NotCheckpointError:
-    """Return the error for a file that is no checkpoint, of the type of torch's `error` as well."""
+    """Return the error for a file that is no checkpoint; it also has the type of `error`."""
     kind = NotCheckpointError
     if isinstance(error, pickle.UnpicklingError):
         kind = _NotCheckpointPickleError
@@ -119,33 +119,33 @@ def not_checkpoint(message: str, path: str, error: Exception | None = None) -> N
 
 
 class EntryNotFoundError(KeyError):
-    """A saved object has no entry of that name, or several."""
+    """A saved object has no entry of that name, or several of them."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it
 
 
 class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
-    """The damaged record is the pickle: also the error that torch raises when it runs into that."""
+    """The damaged record is the pickle; also the UnpicklingError that torch raises for it."""
 
 
 class CorruptRecordError(CorruptCheckpointError, ValueError):
-    """A small record does not hold what torch's loader expects, which is its ValueError."""
+    """A small record has unexpected contents; also the ValueError that torch's loader raises."""
 
 
 class MalformedPickleError(CorruptPickleError):
-    """The restricted unpickler could not go on, `offset` bytes into ``data.pkl``.
+    """The restricted unpickler failed `offset` bytes into ``data.pkl``.
 
-    The error is of torch's type as well: there is a subclass for each type that torch's unpickler
-    raises without having meant to.
+    There is a subclass for each type that torch's unpickler raises unintentionally, so the error
+    also has that type.
     """
 
     def __str__(self) -> str:
-        return str(self.args[0])  # as some of those types have a way of their own
+        return str(self.args[0])  # some of these types format their message in another way
 
     @classmethod
     def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
-        """Return the error to raise in place of one at `offset`; None to let that one pass."""
+        """Return the error that replaces `error` at `offset`; None if `error` is to pass."""
         if not cls.stands_for(error):
             return None
         where = f"{path}: data.pkl, offset {offset}"
@@ -153,12 +153,12 @@ class MalformedPickleError(CorruptPickleError):
 
     @classmethod
     def of_file(cls, error: Exception, path: str) -> MalformedPickleError:
-        """Return the error for a file that is no archive, of which no offset is known."""
+        """Return the error for a file that is no archive, without an offset."""
         return cls._in_place_of(error, f"{path}: a damaged file, or no checkpoint", path=path)
 
     @classmethod
     def stands_for(cls, error: Exception) -> bool:
-        """Return whether there is an error of this type to raise in place of `error`."""
+        """Return whether `error` has a type that this class replaces."""
         return type(error) in _MALFORMED
 
     @classmethod
@@ -199,14 +199,14 @@ _MALFORMED: dict[type[Exception], type[MalformedPickleError]] = {
 
 
 class SaveError(OSError, RuntimeError):
-    """A checkpoint could not be written; the file that was there before is unchanged.
+    """A checkpoint could not be written; an older file is unchanged.
 
-    (Unless it had to be overwritten in place, or ``atomic=False`` asked for that.)
+    Only a file that is overwritten in place may change, by necessity or with ``atomic=False``.
 
-    An :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because
-    :func:`torch.save` raises one.  Where Python has a type of its own for the `errno`
-    (:class:`PermissionError`, :class:`FileNotFoundError`, :class:`IsADirectoryError`, ...) the
-    error is of that type, too.
+    It is an :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because
+    :func:`torch.save` raises one.  If Python has a type for the `errno`
+    (:class:`PermissionError`, :class:`FileNotFoundError`, :class:`IsADirectoryError`, ...), the
+    error also has that type.
 
     Examples
     --------
@@ -219,13 +219,13 @@ class SaveError(OSError, RuntimeError):
     """
 
     def __new__(cls, *args: object) -> SaveError:
-        """Make an error of the type that Python has for the `errno` as well."""
+        """Make an error that also has Python's type for the `errno`."""
         combined = _SAVE_ERRORS.get(type(OSError(*args)), cls)
         return super().__new__(combined if cls is SaveError else cls, *args)
 
     @classmethod
     def from_os_error(cls, error: OSError, path: str) -> SaveError:
-        """Translate, adding the wording that torch's writer uses for any failure to write."""
+        """Return the error for a failed write, in the words of torch's writer."""
         number = error.errno or errno.EIO
         reason = os.strerror(number)
         message = f"PytorchStreamWriter failed writing file: file write failed ({reason})"
@@ -241,7 +241,7 @@ def _save_error_type(kind: type[OSError]) -> type[SaveError]:
     return type(name, (SaveError, kind), {"__module__": __name__, "__qualname__": name})
 
 
-# BlockingIOError, PermissionError, ...: OSError(number, ...) makes an instance of one of them.
+# The types that OSError(number, ...) makes: BlockingIOError, PermissionError, ...
 _SAVE_ERRORS: dict[type[OSError], type[SaveError]] = {
     kind: _save_error_type(kind)
     for kind in {type(OSError(number, "")) for number in errno.errorcode} - {OSError}
@@ -251,10 +251,10 @@ globals().update({kind.__name__: kind for kind in (*_SAVE_ERRORS.values(), *_MAL
 
 
 class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
-    """A URL that is not served here, or that fsspec cannot write to; nothing was read or made.
+    """The call does not serve URLs, or fsspec cannot serve this one; nothing was read or written.
 
-    It is of the types that :func:`torch.save` and :func:`torch.load` raise for a URL, as for any
-    path that is not there.
+    It has the types that :func:`torch.save` and :func:`torch.load` raise for a URL, as for any
+    missing path.
 
     Examples
     --------
@@ -268,7 +268,7 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
     @classmethod
     def unreadable(cls, url: str, reason: str) -> UnsupportedUrlError:
-        """Return the error for a URL whose file system cannot be had, for a reason of fsspec's."""
+        """Return the error for a URL without a file system; `reason` is fsspec's."""
         message = (
             f"this URL cannot be read ({reason}): install the package of its file system, or copy "
             "the file to a local path"
@@ -277,7 +277,7 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
     @classmethod
     def of(cls, url: str, reason: str = "") -> UnsupportedUrlError:
-        """Return the error for a URL; `reason` says why it is not served if others are."""
+        """Return the error for a call without URLs, or for a `reason` against this URL."""
         message = (
             f"URLs are not served here, only local files and directories{reason and f' ({reason})'}"
             ": copy it to or from a local path (given as a str, with both its slashes, a URL is "
@@ -288,7 +288,7 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
     @classmethod
     def of_target(cls, url: str, reason: str) -> UnsupportedUrlError:
-        """Return the error for a URL to which nothing can be written, and the reason for that."""
+        """Return the error for a URL that cannot be written to."""
         message = (
             f"nothing can be written to this URL ({reason}): save to a local path and copy the "
             "file, or begin the name of a local file with ./"
@@ -297,7 +297,7 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
 
 class UnsupportedSourceError(ValueError):
-    """An operation that makes no sense for a source; the message names the one that does.
+    """The operation makes no sense for this source; the message names the right one.
 
     Examples
     --------
@@ -320,9 +320,9 @@ class StagingFullError(RuntimeError):
     nbytes : int
         Bytes that the copy needs.
     staged_nbytes : int
-        Bytes that unfinished saves hold, and values that wait to be written.
+        Bytes that unfinished saves and values waiting to be written hold.
     max_staged_bytes : int
-        The limit for all of them together.
+        The limit for all copies together.
 
     Examples
     --------
@@ -346,7 +346,7 @@ class StagingFullError(RuntimeError):
     def too_large(
         cls, nbytes: int, limit: int, option: str = "max_staged_bytes"
     ) -> StagingFullError:
-        """Return the error for a copy that can never be made; `option` sets the limit."""
+        """Return the error for a copy that exceeds the limit alone; `option` sets the limit."""
         message = (
             f"a copy of the tensors takes {nbytes} bytes, and at most {limit} may be staged: "
             f"raise {option} (or PTSAVE_MAX_STAGED_BYTES)"
@@ -359,7 +359,7 @@ class StagingFullError(RuntimeError):
     def no_room(
         cls, nbytes: int, staged_nbytes: int, limit: int, option: str = "max_staged_bytes"
     ) -> StagingFullError:
-        """Return the error for a copy that has to wait for others and may not."""
+        """Return the error for a copy that would have to wait for other saves."""
         message = (
             f"a copy of the tensors takes {nbytes} bytes, unfinished saves hold {staged_nbytes}, "
             f"and at most {limit} may be staged: wait for one of them, use when_full='wait', or "
@@ -369,16 +369,16 @@ class StagingFullError(RuntimeError):
 
 
 class CheckpointWarning(UserWarning):
-    """Something about a checkpoint that its owner should know, though the call succeeded."""
+    """The call succeeded, but the checkpoint's owner should know something about it."""
 
 
 def operation_of(error: OSError) -> str:
-    """Return the system call whose failure the engine reports, or ""."""
+    """Return the name of the failed system call if the engine reports one, else ""."""
     return str(getattr(error, "operation", ""))
 
 
 def add_note(error: BaseException, message: str) -> None:
-    """Say more on an exception that is being raised; before Python 3.11 in a warning."""
+    """Add a note to an exception that is being raised; before Python 3.11, warn instead."""
     if hasattr(error, "add_note"):
         error.add_note(message)
     else:

@@ -21,12 +21,10 @@ from ptsave.contents import loading
 from ptsave.streaming import safetensors_functions
 from ptsave.support import torch_serialization as stock
 
-__all__ = ["install", "install_while_importing", "installed", "uninstall"]
 
-
-@dataclass(frozen=True, eq=False)  # each call is one, whatever it says
+@dataclass(frozen=True, eq=False)  # equal calls are different ones
 class _Options:
-    """The arguments of :func:`install`; None is what the function itself does by default."""
+    """The arguments of :func:`install`; None means the default of ptsave's function."""
 
     safetensors: bool | None = None
     fsync: bool | None = None
@@ -42,13 +40,13 @@ class _Options:
                 raise TypeError(f"{field.name} must be True, False or None, not {value!r}")
 
 
-# Imported only if it is asked for: it imports torch.distributed.checkpoint.
+# Imported only for distributed=True, because it imports torch.distributed.checkpoint.
 _DISTRIBUTED = "ptsave.distributed.stock_names"
 
 _lock = threading.Lock()
-_calls: list[_Options] = []  # those that are not undone
+_calls: list[_Options] = []  # calls that are not undone
 _STOCK: dict[str, Callable[..., Any]] = {"save": stock.save, "load": stock.load}
-# What stands for torch's functions, and for those of safetensors, just now.
+# The functions that have the names of torch's and safetensors' functions now.
 _current = dict(_STOCK)
 _current_safetensors: dict[str, Callable[..., Any]] = {}
 
@@ -64,41 +62,40 @@ def install(
 ) -> None:
     """Put ptsave behind ``torch.save`` and ``torch.load``.
 
-    Both ``torch`` and ``torch.serialization`` are changed, so callers inside torch and in
-    libraries use ptsave, too.  To TorchScript they stay the operators that torch's are: scripted
-    code calls those.  Calls nest: each needs its own :func:`uninstall`.  Safe to call from any
-    thread; the change is seen by all.
+    Both ``torch`` and ``torch.serialization`` are changed, so code inside torch and in libraries
+    uses ptsave, too.  TorchScript still takes the functions for torch's operators, and scripted
+    code calls torch's own.  Calls nest: each needs its own :func:`uninstall`.  Any thread may call
+    it, and all threads see the change.
 
     Parameters
     ----------
     safetensors : bool, optional
-        Whether ``save_file`` and ``load_file`` of ``safetensors.torch`` are ptsave's as well (and
-        with them ``save_model`` and ``load_model``, which call them): the same bytes, checks and
-        errors, for all modules that have them by name.
+        Whether ptsave also replaces ``save_file`` and ``load_file`` of ``safetensors.torch``, which
+        ``save_model`` and ``load_model`` call: the same bytes, checks and errors.  Modules that
+        have imported the functions by name get ptsave's, too.
     fsync, atomic, verify, weights_only_check : bool, optional
-        Defaults for callers that do not know these arguments of :func:`ptsave.save` and
+        Defaults for callers that do not pass these arguments of :func:`ptsave.save` and
         :func:`ptsave.load`: ``install(fsync=True)`` makes every ``torch.save`` to a path durable.
     distributed : bool, optional
-        Whether ``FileSystemWriter`` and ``FileSystemReader`` of ``torch.distributed.checkpoint``,
-        and a ``checkpoint_id`` of its functions, are ptsave's storage as well
-        (:class:`ptsave.distributed.StorageWriter`).  Imports that module, which takes a second.
+        Whether ptsave's storage also replaces ``FileSystemWriter`` and ``FileSystemReader`` of
+        ``torch.distributed.checkpoint``, and serves the ``checkpoint_id`` of its functions
+        (:class:`ptsave.distributed.StorageWriter`).  This imports that module, in about a second.
 
     Raises
     ------
     ImportError
         If ``safetensors=True`` and the library is not installed, or too old.
     TypeError
-        If an option is something else.
+        If an option is not a bool or None.
 
     Notes
     -----
-    Of nested calls the latest one that says something about an option counts.
+    If calls are nested, the latest value of each option counts.
 
-    Code keeps torch's own functions if it has them already: a name that ``from torch import save``
-    bound before, a default argument, a `functools.partial`.  So install before such modules are
-    imported, or run the program with ``python -m ptsave run``.  Likewise a name that was bound
-    meanwhile keeps ptsave's function after :func:`uninstall`.  (Names of modules for the functions
-    of safetensors are found and exchanged, because everybody imports those by name.)
+    Code that already has torch's own functions keeps them: a name from an earlier ``from torch
+    import save``, a default argument, a `functools.partial`.  So install before such modules are
+    imported, or run the program with ``python -m ptsave run``.  Likewise a name that was bound to
+    ptsave's function keeps it after :func:`uninstall`.
 
     Examples
     --------
@@ -116,14 +113,14 @@ def install(
 
 
 def install_while_importing(options: Mapping[str, bool]) -> None:
-    """Install as :func:`install` where torch is being imported: no other thread could import it."""
+    """Install while torch is being imported: on this thread, as another would wait for torch."""
     asked = _Options(**options)
     _import_for(asked)
     _begin(asked)
 
 
 def uninstall() -> None:
-    """Undo one :func:`install`, the latest; the last one restores torch's own functions.
+    """Undo the latest :func:`install`; undoing the last one restores torch's own functions.
 
     Raises
     ------
@@ -142,7 +139,7 @@ def _end_latest() -> None:
 
 
 def _end(options: _Options) -> None:
-    """Undo one call, the latest or not; nothing if somebody has undone it."""
+    """Undo one call, which need not be the latest; do nothing if it is already undone."""
     with _lock:
         if options in _calls:
             _calls.remove(options)
@@ -159,9 +156,9 @@ def installed(
     distributed: bool | None = None,
     weights_only_check: bool | None = None,
 ) -> Iterator[None]:
-    """Install for the length of a ``with`` block; arguments as of :func:`install`.
+    """Install for a ``with`` block, with the arguments of :func:`install`.
 
-    It is undone however the block ends, also by what a signal handler raises.
+    It is undone however the block ends, also after an exception of a signal handler.
 
     Examples
     --------
@@ -179,9 +176,9 @@ def installed(
 
 
 def _to_the_end(step: Callable[..., None], *args: object) -> None:
-    """Call a function that no signal's handler interrupts: it runs where there are none.
+    """Run a step on another thread than the main one, where no signal handler interrupts it.
 
-    Handlers run in the main thread.  An exception of theirs is raised when the step is done.
+    An exception of a handler is raised when the step is done.
     """
     if threading.current_thread() is not threading.main_thread():
         step(*args)
@@ -190,17 +187,17 @@ def _to_the_end(step: Callable[..., None], *args: object) -> None:
     try:
         try:
             start_new_thread(_run, (job, step, args, _Watch(job)))
-        except (RuntimeError, MemoryError):  # out of threads, or at the end of the process
+        except (RuntimeError, MemoryError):  # no thread can be started, as when Python exits
             job = Future()
             _run(job, step, args)
         while not job.done():
             with suppress(CancelledError):
                 job.exception()  # waits
-        if job.cancelled():  # the thread found no memory to begin it
+        if job.cancelled():  # the thread had no memory to begin the job
             job = Future()
             _run(job, step, args)
     except BaseException:
-        if job.cancel():  # no thread has begun it
+        if job.cancel():  # no thread has begun the job
             step(*args)
         else:
             job.exception()
@@ -209,9 +206,9 @@ def _to_the_end(step: Callable[..., None], *args: object) -> None:
 
 
 class _Watch:
-    """Ends a job whose thread has ended without it, as one does that finds no memory at its start.
+    """Ends a job whose thread ended without doing it, for lack of memory.
 
-    The thread holds it, and lets go of it in the end.
+    Only the thread holds this object, which is deleted when the thread ends.
     """
 
     def __init__(self, job: Future[None]) -> None:
@@ -252,7 +249,7 @@ def _begin(options: _Options) -> None:
 
 
 def _apply() -> None:
-    """Exchange the functions for those that the calls in force ask for."""
+    """Set the functions that the calls in force ask for."""
     options = _merged()
     wanted = _STOCK
     if _calls:
@@ -284,7 +281,7 @@ def _merged() -> _Options:
 
 @functools.cache
 def _with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
-    """Return a function with other defaults, the same one each time; itself if there are none."""
+    """Return `function` with other defaults, or itself without any; equal calls share a result."""
     said = {name: value for name, value in defaults.items() if value is not None}
     if not said:
         return function
@@ -297,7 +294,7 @@ def _with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..
 
 
 def _exchange(name: str, new: Callable[..., Any]) -> None:
-    """Put another function in the place of torch's, and tell TorchScript that it is the same."""
+    """Replace one of torch's functions, and tell TorchScript that it is the same operator."""
     old = _current[name]
     if new is old:
         return
@@ -305,7 +302,7 @@ def _exchange(name: str, new: Callable[..., Any]) -> None:
         stock.register_builtin(new, stock.find_builtin(_STOCK[name]))
     modules: list[ModuleType] = [torch, torch.serialization]
     for module in modules:
-        # Whoever patched over it meanwhile keeps their patch.
+        # Another patch that came later stays.
         if getattr(module, name) is old:
             setattr(module, name, new)
     if old is not _STOCK[name]:

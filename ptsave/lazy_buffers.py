@@ -1,4 +1,4 @@
-"""The path by which saved modules name the hook of a lazy buffer: files have it, so it stays."""
+"""The path of a lazy buffer's hook that existing files name."""
 
 from ptsave.state.lazy_buffers import LazyBufferHook
 

@@ -1,4 +1,4 @@
-"""Imports all of ptsave ahead, for programs that cannot read its files later."""
+"""Imports all of ptsave ahead, for programs that cannot read ptsave's files later."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from importlib import import_module
 
 import ptsave
 
-__all__ = ["preload"]
-
-# These need other libraries, or are programs.
+# Not preloaded: they need other libraries, or are programs.
 _OTHERS = ("ptsave.__main__", "ptsave.bench", "ptsave.cli", "ptsave.integrations", "ptsave.startup")
-# Libraries that ptsave can do without.
+# Optional libraries of ptsave.
 _OPTIONAL = ("fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm")
 
 
 def preload() -> None:
-    """Import every module of ptsave now, and the libraries that they use, as far as they are there.
+    """Import all modules of ptsave now, and the libraries that they use, if they are installed.
 
-    Otherwise each is imported when it is used first. That fails in a program that cannot read
-    ptsave's files any more, because it has given up rights (``os.setuid``), changed its root
-    (``os.chroot``) or entered another mount namespace; and it is done again in each process that
-    is forked before. Not imported are `ptsave.integrations`, and fsspec's file systems. A new root
-    needs ``/proc`` for safetensors files.
+    Otherwise each module is imported at its first use, once in every forked process. A program that
+    cannot read ptsave's files any more fails then: it has given up rights (``os.setuid``), changed
+    its root (``os.chroot``) or entered another mount namespace. `ptsave.integrations` and fsspec's
+    file systems are not imported. A new root needs ``/proc`` for safetensors files.
 
     Raises
     ------
     ImportError
-        As of any import, for example under a torch for which there is no engine.
+        If an import fails, for example because ptsave has no engine for the installed torch.
 
     Examples
     --------

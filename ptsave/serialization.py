@@ -1,4 +1,4 @@
-"""`save`: torch's signature and semantics; `load` is in `contents.loading`."""
+"""`save`, with torch's signature and semantics; `load` is in `contents.loading`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def save(
     storage_options: Mapping[str, Any] | None = None,
     weights_only_check: bool = False,
 ) -> None:
-    """Save an object to a file, as :func:`torch.save` does: the same bytes, faster and safely.
+    """Save an object to a file as :func:`torch.save` does: the same bytes, but faster and safer.
 
-    Data is checksummed and written by several threads, read from memory once, and needs at most
-    64 MiB above the object.  The GIL is released meanwhile.
+    Several threads checksum and write the data, and read it from memory once.  They need at most
+    64 MiB besides the object, and release the GIL.
 
     Parameters
     ----------
@@ -63,47 +63,47 @@ def save(
     pickle_protocol : int, default 2
         As for :func:`torch.save`.
     fsync : bool, default False
-        Whether the data must survive power loss once `save` has returned: file and directory are
+        Whether the data survives power loss once `save` has returned: file and directory are
         synced.
     atomic : bool, default True
-        Whether a path gets its new contents by rename, so that a reader sees the old file or the
-        new one, whatever happens and however many save to it.  If only the file itself may be
-        written, not its directory, the file is overwritten in place, by one save at a time.
+        Whether a path gets its new contents by rename, so that a reader always sees the complete
+        old file or the complete new one, even if several processes save to it.  If the file is
+        writable but its directory is not, one save at a time overwrites the file in place.
         Ignored for file-like objects, and for URLs, whose files are always replaced as a whole.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
         For the file system of a URL: ``{"endpoint_url": "http://localhost:9000"}``.
     weights_only_check : bool, default False
-        Whether to warn of what ``weights_only=True`` will refuse to load: the pickle is run by the
-        machine that will load it, and looked through for places to name if that refuses it.
+        Whether to warn of objects that ``weights_only=True`` will refuse to load.  The restricted
+        unpickler runs the pickle, and if it refuses, the pickle is searched for places to name.
 
     Raises
     ------
     SaveError
         An :class:`OSError` (with ``errno`` and ``filename``) that is also a :class:`RuntimeError`:
-        disk full, no permission, missing directory, server not there, ...  The old file is
+        disk full, no permission, missing directory, unreachable server, ...  The old file is
         unchanged and nothing is left beside it.  For a URL that fsspec cannot write to (or whose
         package is not installed) it is an :class:`UnsupportedUrlError`.
     ValueError
-        The name ends with ``.safetensors``: :func:`ptsave.save_model` writes such a file.  As
-        ``torch.save`` (:func:`ptsave.install`) the function writes any name.
+        If the name ends with ``.safetensors``: :func:`ptsave.save_model` writes such files.
+        After :func:`ptsave.install`, ``torch.save`` writes any name.
 
     Warns
     -----
     CheckpointWarning
-        With `weights_only_check`, names the parts that will be refused, with their types.
+        With `weights_only_check`: names the parts that will be refused, with their types.
 
     Notes
     -----
-    At a URL the new contents are there all at once, when the call returns.  Object stores
+    At a URL the new contents appear all at once, when the call returns.  Object stores
     (``s3://``, ``gs://``, ``abfs://``) get up to 16 MiB in one request, and more in parts of that
-    size, of which one is in memory at a time; an upload that fails is discarded.  If the process is
-    killed, its parts stay invisible in the store: a rule for incomplete uploads removes them.
-    ``memory://`` gets its contents at once, ``file://`` is the local path.  Other file systems get
-    a file under a temporary name, which is moved (for some of them: copied and removed).
+    size.  One part is in memory at a time, and a failed upload is discarded.  If the process is
+    killed, its parts stay invisible in the store, until a rule for incomplete uploads removes them.
+    ``memory://`` gets its contents at once, and ``file://`` is the local path.  Other file systems
+    get a file under a temporary name, which is then moved (for some: copied and removed).
 
-    ``_use_new_zipfile_serialization=False`` (the format before torch 1.6) is written by torch.
+    torch itself writes the format before 1.6 (``_use_new_zipfile_serialization=False``).
 
     Examples
     --------
@@ -120,7 +120,7 @@ def save(
     if torch.save is stock.save:  # code that has ptsave installed writes any name, as torch does
         refuse_safetensors_name(f)
     check_dill_version(pickle_module)
-    if not is_url_file(f):  # of a directory, which has its options
+    if not is_url_file(f):  # a UrlTarget comes from a checkpoint directory at a URL
         check_save_filelike(f)
     if not engine_can_save(_use_new_zipfile_serialization):
         if weights_only_check:
@@ -155,7 +155,7 @@ def save(
 def _opened_for_torch(
     f: Any, storage_options: Mapping[str, Any] | None
 ) -> AbstractContextManager[Any]:
-    """Return a context with the file that torch's own writer is given: `f`, unless it is a URL."""
+    """Return a context that yields `f` for torch's own writer, or an open file for a URL."""
     if isinstance(f, (str, os.PathLike)) or (storage_options and not is_url_file(f)):
         f = resolve_file(f, storage_options)
     return f.opened() if is_url_file(f) else nullcontext(f)
