@@ -153,7 +153,7 @@ def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
 
 
 def _module_line(module: str, differences: list[CapturedDifference]) -> str:
-    """Return the largest figure of each column, which may come from different values."""
+    """Return the worst figure of each column; the figures may come from different values."""
     name = cut(printable(module) or "(the model)", _NAME_WIDTH)
     error = max(each.relative_error for each in differences)
     numbers = [each.numbers for each in differences if each.numbers is not None]
@@ -284,7 +284,7 @@ def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
 
 
 def _drawn(error: float) -> float:
-    """Return an error within the limits of the logarithmic axis, as 0 and infinity are not."""
+    """Clamp an error, which may be 0 or infinite, to the limits of the logarithmic axis."""
     return min(max(error, _TINY), 1e12)
 
 

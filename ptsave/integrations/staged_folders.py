@@ -49,8 +49,8 @@ class StagedFolder:
     """A directory that is written at `path`, the same on all ranks, until it is named `final`.
 
     With `keeps_others` entries that only the replaced directory has are moved into the new one, and
-    a directory that cannot be renamed may be replaced.  With `above` the temporary `root` is beside
-    the parent of `final`, for libraries that take all names in the parent for checkpoints.
+    a directory that cannot be renamed may be replaced.  With `above` the temporary `root` is, if
+    possible, beside the parent of `final`: some libraries take all names in it for checkpoints.
     """
 
     def __init__(
