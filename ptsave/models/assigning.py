@@ -1,4 +1,4 @@
-"""New tensors for a model, which take the places of its own once they are read."""
+"""New tensors that replace a model's own once they are read."""
 
 from __future__ import annotations
 
@@ -10,32 +10,14 @@ from torch import Tensor, nn
 from ptsave.models.weight_plan import Delivery, WeightPlan
 from ptsave.support.torch_distributed import is_distributed_tensor
 
-__all__ = ["Assignment"]
-
 _CPU = torch.device("cpu")
 
 
 class Assignment:
-    """What ``load_state_dict(assign=True)`` does with a state dict, for tensors that are read.
+    """``load_state_dict(assign=True)`` for tensors read from a file.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-    plan : WeightPlan
-        Tensors that are read.
-    dtype : torch.dtype, optional
-        Dtype of the new floating-point tensors; by default the file's.
-
-    Attributes
-    ----------
-    names : set of str
-        All names of the tensors that are replaced.
-
-    Raises
-    ------
-    RuntimeError
-        If a parameter requires gradients and the file has no floating-point numbers for it.
+    `names` holds all names of the replaced tensors, and `dtype` converts only floating-point ones.
+    A parameter that requires gradients cannot become a tensor of integers: that is a RuntimeError.
     """
 
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
@@ -67,15 +49,7 @@ class Assignment:
     def allocate(
         self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
     ) -> dict[str, Tensor]:
-        """Return the new tensors by name, without values.
-
-        Parameters
-        ----------
-        tensors : mapping of str to torch.Tensor
-            The model's, where they are now.
-        device : torch.device, str or int, optional
-            Device of the new ones; by default those of the old ones.
-        """
+        """Return the new tensors by name, without values, on `device` or on the old ones'."""
         for delivery, names in self._deliveries:
             old = tensors[delivery.name]
             place = device if device is not None else _CPU if old.is_meta else old.device
@@ -86,7 +60,7 @@ class Assignment:
         return self._new
 
     def put(self) -> None:
-        """Let the new tensors, which hold their values, be the model's."""
+        """Put the new tensors, which hold their values by now, into the model."""
         for name, new in self._new.items():
             owner, _, own_name = name.rpartition(".")
             setattr(self._model.get_submodule(owner), own_name, new)

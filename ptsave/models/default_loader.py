@@ -1,4 +1,4 @@
-"""The way in which a parameter without a ``weight_loader`` is filled."""
+"""Fills a parameter that has no ``weight_loader``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["default_weight_loader", "fits"]
-
 _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))
 
 
 def fits(target: torch.Size, source: torch.Size) -> bool:
-    """Whether a tensor of one shape fills one of another: the same, or one element in either way.
+    """Return whether a tensor of one shape fills one of another: equal shapes, or one element each.
 
     >>> fits(torch.Size([1]), torch.Size([])), fits(torch.Size([2]), torch.Size([1]))
     (True, False)
@@ -24,7 +22,7 @@ def fits(target: torch.Size, source: torch.Size) -> bool:
 def default_weight_loader(param: Tensor, loaded_weight: Any) -> None:
     """Fill a parameter with a tensor of its shape, as :func:`ptsave.load_model` does by itself.
 
-    For a ``weight_loader`` of one's own that is done with the part that it wants.
+    A custom ``weight_loader`` can call it with the part of the tensor that it has selected.
 
     Parameters
     ----------

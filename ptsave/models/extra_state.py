@@ -1,4 +1,4 @@
-"""Extra state of modules that is no tensor: in a safetensors file it is text of the metadata."""
+"""Extra state of modules that is no tensor: a safetensors file has it as text in its metadata."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from torch import Tensor
 from ptsave.errors import CorruptPickleError
 from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX
 
-__all__ = ["ExtraState", "is_extra_state", "metadata_names", "metadata_of", "require_loadable"]
-
 _PREFIX = "ptsave.extra_state."
 
 
 def is_extra_state(key: Any, value: Any) -> bool:
-    """Whether an entry of a state dict is a module's extra state, and no tensor.
+    """Return whether an entry of a state dict is a module's extra state, and no tensor.
 
-    Examples
-    --------
     >>> is_extra_state("layer._extra_state", {"count": 3}), is_extra_state("layer.weight", None)
     (True, False)
     """
@@ -30,10 +26,8 @@ def is_extra_state(key: Any, value: Any) -> bool:
 
 
 def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return extra state as metadata of a safetensors file: files of `save`, in base 64.
+    """Return extra state as metadata of a safetensors file: each value saved, in base 64.
 
-    Examples
-    --------
     >>> metadata = metadata_of({"layer._extra_state": {"count": 3}})
     >>> dict(ExtraState(metadata, "model.safetensors"))
     {'layer._extra_state': {'count': 3}}
@@ -44,18 +38,12 @@ def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
 
 
 def metadata_names(objects: Iterable[str]) -> set[str]:
-    """Return the names that extra state has in metadata."""
+    """Return the keys of extra state in metadata."""
     return {_PREFIX + name for name in objects}
 
 
 def require_loadable(objects: Mapping[str, Any]) -> None:
-    """Refuse extra state that could not be loaded again, before anything is written.
-
-    Raises
-    ------
-    TypeError
-        If ``weights_only=True`` would refuse it.
-    """
+    """Raise TypeError, before anything is written, for extra state that cannot be loaded again."""
     for name, value in objects.items():
         try:
             _loaded(_saved(value))
@@ -84,19 +72,9 @@ def _loaded(data: bytes) -> Any:
 
 
 class ExtraState(Mapping[str, Any]):
-    """The extra state in a file's metadata, each loaded when it is asked for.
+    """The extra state in a safetensors file's metadata; each value is loaded when it is asked for.
 
-    Parameters
-    ----------
-    metadata : mapping of str to str
-        Of a safetensors file.
-    path : str
-        The file, for errors.
-
-    Raises
-    ------
-    CorruptPickleError
-        By what gets a value, if it cannot be loaded with ``weights_only=True``.
+    A value that ``weights_only=True`` refuses raises CorruptPickleError when it is asked for.
     """
 
     def __init__(self, metadata: Mapping[str, str], path: str) -> None:

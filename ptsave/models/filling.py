@@ -1,4 +1,4 @@
-"""Fills tensors of a model from open files: straight into place, or in batches read ahead."""
+"""Fills a model's tensors from open files: straight into place, or in batches read ahead."""
 
 from __future__ import annotations
 
@@ -33,34 +33,16 @@ from ptsave.support.torch_tensors import set_grad_enabled
 if TYPE_CHECKING:
     from ptsave.models.weight_slices import WeightSlice
 
-__all__ = ["Filling", "Fills", "Item", "divided", "items_of", "note_changes", "put_into"]
-
 _CPU = torch.device("cpu")
-_PIECE_NBYTES = 32 << 20  # of a tensor that is only converted
+_PIECE_NBYTES = 32 << 20  # tensors that are only converted come in such pieces
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Item:
-    """A tensor of a file, or a part of it, and the target it fills.
+    """A stored tensor, or a part of it, and the target that it fills.
 
-    Attributes
-    ----------
-    entry : Entry
-        The tensor.
-    name : str
-        Name of the target, in messages.
-    target : torch.Tensor
-        The tensor it fills, or the parameter for its loader.
-    part : Part
-        The part of the entry.
-    nbytes : int
-        The bytes that are read.
-    loader : callable or None
-        The parameter's ``weight_loader``, which puts it in its place.
-    shard_id : str, int, tuple or None
-        For the loader.
-    is_sliced : bool
-        Whether its loader reads by itself.
+    `name` names the target in messages. `target` is the whole parameter if there is a `loader`. A
+    loader with `is_sliced` reads by itself.
     """
 
     entry: Entry
@@ -76,19 +58,14 @@ class Item:
 def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
     """Return the parts that fill a model's tensors on this rank, in the order of the deliveries.
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        The model's tensors, which may have taken the places of those in the plan.
-    plan : WeightPlan
-        The deliveries, and the loaders.
+    `tensors` are the model's present ones, which may have replaced those in the plan.
     """
     with pausing_garbage_collection():
         return list(_items_of(tensors, plan))
 
 
 def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]:
-    whole: dict[torch.Size, Part] = {}  # layers are alike
+    whole: dict[torch.Size, Part] = {}  # layers have the same shapes
     for entry, name, shard_id, place in plan.deliveries:
         tensor, shape = tensors[name], entry.shape
         part = whole.get(shape) or whole.setdefault(shape, Part(shape))
@@ -111,7 +88,7 @@ def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]
 
 @dataclass(eq=False, repr=False, slots=True)
 class _Piece:
-    """Elements of an item that are delivered together, from `begin` on."""
+    """Neighbouring elements of an item, from `begin` on, that are delivered together."""
 
     item: Item
     begin: int
@@ -120,21 +97,13 @@ class _Piece:
 
 
 class Fills(Protocol):
-    """Fills tensors, from files or from the exchanges of a group."""
+    """Fills tensors, from files or with bytes that a process group exchanges."""
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None: ...
 
 
 class Filling:
-    """Fills tensors from open files.
-
-    Parameters
-    ----------
-    reader : ShardReader
-        Reads them.
-    progress : ProgressCallback or None
-        Called with the bytes read so far.
-    """
+    """Fills tensors from open files; `progress` is called with the bytes read so far."""
 
     def __init__(self, reader: ShardReader, progress: ProgressCallback | None) -> None:
         self._reader = reader
@@ -142,12 +111,12 @@ class Filling:
         self._nbytes_done = 0
         self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
         self._nbytes_left: dict[Shard, int] = {}
-        self._sent_to: set[torch.device] = set()  # by loaders, through page-locked memory
+        self._sent_to: set[torch.device] = set()  # loaders copy there from page-locked memory
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
         """Fill targets: first those that are read straight into place, then the rest in order.
 
-        With `is_all` files are closed as soon as they have given all that the items want.
+        With `is_all`, each file is closed once it has given all that the items need.
         """
         self._nbytes_left.clear()
         with pausing_garbage_collection():
@@ -173,16 +142,16 @@ class Filling:
         self._reader.read(reads, progress)
 
     def _count(self, done: Mapping[Shard, int]) -> None:
-        """Note that these bytes of shards are where they belong."""
+        """Count delivered bytes, and close shards that have nothing left to deliver."""
         for shard, nbytes in done.items():
             self._nbytes_done += nbytes
             if shard in self._nbytes_left:
                 self._nbytes_left[shard] -= nbytes
                 if self._nbytes_left[shard] == 0:
-                    shard.close()  # it may hold all of its tensors
+                    shard.close()  # it may hold all of its tensors in memory
 
     def _deliver(self, items: list[Item]) -> None:
-        """Read some batches ahead while the one before them is delivered, on this thread."""
+        """Deliver items in order on this thread, while the next batches are read ahead."""
         from ptsave.models.reading_ahead import Bounds, read_ahead
 
         max_nbytes = self._max_ahead_nbytes(items)
@@ -210,7 +179,7 @@ class Filling:
                     self._progress(self._nbytes_done)
 
     def _stage_all(self, memory: RecycledMemory, pieces: list[_Piece]) -> list[Read | None]:
-        """Return the reads of pieces; the memory of small ones is made by one call."""
+        """Return the reads of pieces; one call allocates the memory of all small pieces."""
         are_small = [piece.nbytes < MIN_NBYTES and self._stays_here(piece.item) for piece in pieces]
         small = list(compress(pieces, are_small))
         dtypes = [piece.item.entry.dtype for piece in small]
@@ -226,7 +195,7 @@ class Filling:
         return reads
 
     def _stays_here(self, item: Item) -> bool:
-        """Whether an item is read into CPU memory that is not page-locked."""
+        """Return whether an item is read into CPU memory that is not page-locked."""
         if item.loader is None:
             return not _is_converted_there(item)
         return not item.is_sliced and not (self._sent_to and item.target.device in self._sent_to)
@@ -243,7 +212,7 @@ class Filling:
         return _stage(_CPU, memory, piece)
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
-        """Return the budget: page-locked memory's, if loaders are to copy to accelerators."""
+        """Return how many bytes to read ahead: fewer if loaders copy from page-locked memory."""
         from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES
 
         self._sent_to = {
@@ -259,8 +228,8 @@ class Filling:
         batch.reverse()
         with torch.no_grad():
             while batch:
-                set_grad_enabled(False)  # which a loader may have changed
-                piece, read = batch.pop()  # nothing here keeps a tensor that has been delivered
+                set_grad_enabled(False)  # a loader may have enabled it
+                piece, read = batch.pop()  # so that a delivered tensor can be freed
                 item = piece.item
                 mapped = [read.target.untyped_storage()] if read and read.is_mapped else []
                 try:
@@ -270,12 +239,13 @@ class Filling:
                         put_into(item, read.target, read.begin - item.part.begin)
                     del read
                 finally:
+                    # A loader that keeps a mapped tensor must not see the file change.
                     if mapped and not is_idle(mapped, 0):
                         assert isinstance(item.entry.shard, SafetensorsShard)
                         item.entry.shard.detach(mapped[0])
 
     def _lend(self, item: Item) -> None:
-        """Let a loader read the parts that it wants."""
+        """Let a loader read the parts that it needs."""
         from ptsave.models.weight_slices import WeightSlice
 
         with closing(WeightSlice(item.entry, self._reader)) as weight:
@@ -286,7 +256,7 @@ class Filling:
 def _read_of(item: Item) -> Read:
     entry, target, part = item.entry, item.target, item.part
     if not isinstance(entry.shard, SafetensorsShard):
-        target = target.detach()  # which a copy into a parameter needs, and a read into it not
+        target = target.detach()  # a copy into a parameter needs this, a read into it does not
     return Read(entry, target, part.begin, part.index)
 
 
@@ -298,7 +268,7 @@ def _nbytes_by_shard(sizes: Iterable[tuple[Shard, int]]) -> dict[Shard, int]:
 
 
 def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Return the reads straight into place, so that no byte is written twice, and the rest."""
+    """Return the items that are read straight into place, without overlaps, and the rest."""
     direct: list[Item] = []
     others: list[Item] = []
     take_bytes = _C.take_bytes(
@@ -323,18 +293,18 @@ def _extent_of(tensor: Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
-    return begin, begin + tensor.untyped_storage().nbytes()  # at most
+    return begin, begin + tensor.untyped_storage().nbytes()  # an upper bound
 
 
 class _Places:
-    """Tracks the memory to read into, so that no byte is written by two threads."""
+    """Tracks the memory to read into, so that no two threads write the same byte."""
 
     def __init__(self) -> None:
         self._ends: dict[int, int] = {}
         self._sorted: list[int] = []
 
     def take(self, tensor: Tensor) -> bool:
-        """Whether the memory of `tensor` overlaps none that was taken; takes it then."""
+        """Return whether the memory of `tensor` is free, and take it if it is."""
         begin, end = _extent_of(tensor)
         at = bisect_left(self._sorted, begin)
         if at < len(self._sorted) and self._sorted[at] < end:
@@ -347,7 +317,7 @@ class _Places:
 
 
 def _pieces(item: Item) -> Iterator[_Piece]:
-    """Yield the parts in which an item is delivered."""
+    """Yield the pieces in which an item is delivered."""
     if item.nbytes <= _PIECE_NBYTES or not _is_filled_piecewise(item):
         yield _Piece(item, 0, item.part.shape, item.nbytes)
         return
@@ -396,7 +366,10 @@ def _stage(device: torch.device, memory: RecycledMemory, piece: _Piece) -> Read:
 
 
 def _is_converted_there(item: Item) -> bool:
-    """Whether a tensor goes to the device as the file has it: half of the bytes, often."""
+    """Return whether a tensor goes to its device in the file's dtype and is converted there.
+
+    Often only half of the bytes travel then.
+    """
     return (
         isinstance(item.entry.shard, SafetensorsShard)
         and type(item.target) in PLAIN_TYPES
@@ -406,7 +379,7 @@ def _is_converted_there(item: Item) -> bool:
 
 
 def _takes_experts(loader: Callable[..., Any]) -> bool:
-    """Whether a loader has the arguments of vLLM's ``FusedMoE``: a name, a part and an expert."""
+    """Return whether a loader has vLLM's ``FusedMoE`` arguments: a name, a part and an expert."""
     return {"shard_id", "expert_id"} <= _arguments_of(getattr(loader, "__func__", loader))
 
 
@@ -419,7 +392,7 @@ def _arguments_of(function: Callable[..., Any]) -> Set[str]:
 
 
 def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
-    """Deliver an item's values, or the elements of its part from `begin` on."""
+    """Deliver an item's values, or a piece that begins at element `begin` of its part."""
     try:
         if item.loader is not None:
             if item.shard_id is None:
@@ -445,7 +418,7 @@ def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
 
 
 def note_changes(tensors: Iterable[Tensor]) -> None:
-    """Let autograd know, as it does of any other change."""
+    """Tell autograd that these tensors have changed."""
     changed = [tensor for tensor in tensors if not tensor.is_inference()]
     if changed:
         torch.autograd.graph.increment_version(changed)

@@ -1,7 +1,7 @@
 """The files of a model on the rank that reads them for its group.
 
-The tensors of a safetensors file are its records; those of an archive are in the records that it
-has; of any other file each tensor is one, in memory.
+In a safetensors file each tensor is a record. An archive has records of its own. In any other file
+each tensor, which is in memory, is a record.
 """
 
 from __future__ import annotations
@@ -30,20 +30,12 @@ from ptsave.models.shards import (
     ShardReader,
 )
 
-__all__ = ["SentEntry", "SentRecord", "SentShard", "WeightSource"]
-
 
 class SentRecord(NamedTuple):
     """A record, as the other ranks know it.
 
-    Attributes
-    ----------
-    name : str
-        Its name, or that of the tensor that it is.
-    nbytes, offset : int
-        Its size, and its place in the file.
-    crc : int or None
-        Its checksum, if it has one.
+    `name` is the record's own, or that of the tensor that it is. `crc` is None where there is
+    nothing to verify.
     """
 
     name: str
@@ -53,16 +45,10 @@ class SentRecord(NamedTuple):
 
 
 class SentEntry(NamedTuple):
-    """A tensor of a file, as the other ranks know it.
+    """A tensor of a file, as the other ranks know it; other fields as in `Entry`.
 
-    Attributes
-    ----------
-    name, shape, dtype, nbytes, stored_nbytes
-        As of `Entry`.
-    record : int
-        The number of the record that it is in, within the file.
-    view : StorageView
-        Where in it.
+    `record` is the number of its record in the file, or -1 for an empty tensor of an archive.
+    `view` is its place in the record.
     """
 
     name: str
@@ -77,16 +63,7 @@ class SentEntry(NamedTuple):
 class SentShard(NamedTuple):
     """A file, as the other ranks know it.
 
-    Attributes
-    ----------
-    path : str
-        Its name.
-    entries : list of SentEntry
-        Its tensors, as far as they count.
-    records : list of SentRecord
-        Files that they are in.
-    objects, metadata : mapping
-        As of the shard.
+    `entries` lacks tensors that an index places in another file.
     """
 
     path: str
@@ -101,17 +78,9 @@ _ReadSpans = Callable[[Sequence[Span]], None]
 
 
 class WeightSource:
-    """Open files, whose records are read by their numbers: those of one file after the other's.
+    """Open files, whose records are numbered through all files.
 
-    Parameters
-    ----------
-    opened : OpenShards
-        The files.
-
-    Attributes
-    ----------
-    shards : list of SentShard
-        Facts that the other ranks have to know.
+    `shards` describes the files for the other ranks.
     """
 
     def __init__(self, opened: OpenShards) -> None:
@@ -119,11 +88,11 @@ class WeightSource:
         for entry in opened.entries:
             by_shard[id(entry.shard)].append(entry)
         self._opened = opened
-        self._last = 0  # shard that was read from
+        self._last = 0  # number of the shard read last
         self._local = ShardReader(each.shard for each in opened.entries)
         self.shards: list[SentShard] = []
         self._reads: list[_ReadSpans] = []
-        self._homes: list[tuple[int, int]] = []  # shard and number, by a record's number in all
+        self._homes: list[tuple[int, int]] = []  # numbers of the shard and of the record in it
         for number, shard in enumerate(opened.shards):
             entries = by_shard[id(shard)]
             if isinstance(shard, PickledShard):
@@ -137,7 +106,7 @@ class WeightSource:
             self._homes += [(number, record) for record in range(len(records))]
 
     def read(self, spans: Sequence[Span]) -> None:
-        """Fill spans, whose records count through all files."""
+        """Fill spans, whose records are numbered through all files."""
         by_shard: dict[int, list[Span]] = defaultdict(list)
         for span in spans:
             shard, record = self._homes[span.record]
@@ -149,7 +118,7 @@ class WeightSource:
             self._reads[shard](some)
 
     def digest(self) -> bytes:
-        """Return a hash, by which the files of two hosts are compared."""
+        """Return a hash by which the files of two hosts are compared."""
         found = hashlib.sha256()
         for shard in self.shards:
             found.update(repr((shard.path, shard.records, shard.entries)).encode())
@@ -214,7 +183,7 @@ def _in_archive(
 ) -> tuple[list[SentEntry], list[SentRecord], _ReadSpans]:
     engine = reader.engine
     verify = verifies_storages(reader)
-    in_file: dict[int, int] = {}  # numbers of records among those that are sent
+    in_file: dict[int, int] = {}  # numbers among the sent records, by those in the archive
     sent = []
     for entry, tensor in zip(entries, tensors, strict=True):
         home = engine.record_of(tensor) if entry.nbytes else None
@@ -239,7 +208,7 @@ def _in_archive(
 def _in_memory(
     shard: PickledShard, entries: list[Entry]
 ) -> tuple[list[SentEntry], list[SentRecord], _ReadSpans]:
-    """Return the tensors of a file that only torch reads, one record for each."""
+    """Return the tensors of a file that only torch reads, each as one record."""
     sent = [_sent(entry, number, _view_of(entry)) for number, entry in enumerate(entries)]
     records = [SentRecord(entry.name, entry.nbytes) for entry in entries]
 

@@ -1,8 +1,7 @@
-"""Weights that one rank of a process group reads, and that all ranks fill their models from.
+"""Weights that one rank of a process group reads, and from which all ranks fill their models.
 
-The reading rank opens the files and lists their contents; each rank plans for its own model, and
-all records that any of them wants go around once, in the order of the files.  A record that fits
-goes from a chunk into its target; a ``weight_loader`` gets its tensor when the last byte is there.
+The reading rank opens the files and lists their contents, and each rank plans for its own model.
+Each record that any rank needs is then sent once, in the order of the files.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from ptsave.support.group_call import GroupCall, agree_on_file
 from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_tensors import set_grad_enabled
 
-__all__ = ["GroupWeights", "group_weights"]
-
-_MAX_STAGED_NBYTES = 32 << 20  # that are held to be used again
+_MAX_STAGED_NBYTES = 32 << 20  # memory that is kept for reuse
 
 
 @contextmanager
@@ -42,7 +39,6 @@ def group_weights(
     """Open the files of a model, which one rank of a group, or one of each host, reads.
 
     Collective: an exception in the block is raised on all ranks, which leave it together.
-    Parameters and errors as of :func:`ptsave.load_model`.
     """
     call = GroupCall(group)
     with ExitStack() as stack:
@@ -63,23 +59,9 @@ def group_weights(
 
 
 class GroupWeights:
-    """The tensors of a model's files, which a group receives.
+    """The files of a model and their tensors, which a group receives.
 
-    Parameters
-    ----------
-    call : GroupCall
-        The call of all ranks.
-    sent : list of SentShard
-        The files.
-    source : WeightSource or None
-        Reads them, on the rank that does.
-
-    Attributes
-    ----------
-    shards : list of Shard
-        The files.
-    entries : list of Entry
-        Their tensors.
+    `source` reads the files on the rank that does; it is None on the others.
     """
 
     def __init__(
@@ -103,37 +85,32 @@ class GroupWeights:
         self._records = GroupRecords(call, len(self._homes), self._record, read, self._damaged)
 
     def agree(self) -> None:
-        """Wait until all ranks have checked their models; an error if one does not fit."""
+        """Wait until all ranks have checked their models; raise on all if a model does not fit."""
         self.wait(CHECKED)
 
     def wait(self, barrier: int) -> None:
-        """Wait for the others, as `GroupRecords.wait`."""
+        """Wait for the other ranks, as in `GroupRecords.wait`."""
         self._records.wait(barrier)
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
-        """Return the object that fills a model; parameters as of `Filling`, but nothing is read."""
+        """Return the object that fills a model; it receives, so `reader` reads nothing."""
         return GroupFilling(self, progress)
 
     def place_of(self, entry: Entry) -> tuple[int, StorageView]:
-        """Return the record of an entry that has elements, and where it is in that."""
+        """Return the number of the record of an entry with elements, and its place there."""
         return self._places[id(entry)]
 
     def receive(
         self, wanted: Mapping[int, Sequence[_Copy]], done: Callable[[int], None] | None
     ) -> None:
-        """Receive records, and make the copies from each.
+        """Receive records, and make the copies `wanted` from each, by its number.
 
-        Parameters
-        ----------
-        wanted : mapping of int to sequence of _Copy
-            Copies by records.
-        done : callable, optional
-            Called with the number of a record behind its last byte.
+        `done` is called with the number of a record after its last byte.
         """
 
         def take(record: int, begin: int, part: Tensor) -> None:
             with torch.no_grad():
-                set_grad_enabled(False)  # which a loader may have changed
+                set_grad_enabled(False)  # a loader may have enabled it
                 for copy in wanted[record]:
                     copy.take(part, begin)
             if done is not None and begin + len(part) == self._homes[record][1].nbytes:
@@ -142,7 +119,7 @@ class GroupWeights:
         self._records.receive(set(wanted), take, verify=True)
 
     def _read(self, reads: Sequence[Read]) -> None:
-        """Receive tensors at once, while others wait or receive theirs."""
+        """Receive tensors now, while other ranks wait or receive their own."""
         wanted: dict[int, list[_Copy]] = defaultdict(list)
         for read in reads:
             if read.entry.nbytes:
@@ -172,15 +149,7 @@ class GroupWeights:
 
 
 class GroupFilling:
-    """Fills a model's tensors on one rank: `Filling` for the exchanges of a group.
-
-    Parameters
-    ----------
-    weights : GroupWeights
-        The files.
-    progress : ProgressCallback or None
-        Called with the bytes that have been delivered so far.
-    """
+    """`Filling` for a group's exchanges; `progress` is called with the bytes delivered so far."""
 
     def __init__(self, weights: GroupWeights, progress: ProgressCallback | None) -> None:
         self._weights = weights
@@ -191,7 +160,7 @@ class GroupFilling:
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
         """Fill targets in the order of the files.
 
-        With `is_all` all ranks name first the tensors they want, so that each goes around once.
+        With `is_all`, all ranks first name the tensors they want, so that each is sent only once.
         """
         direct, _ = divided(items)
         in_place = {id(item) for item in direct if item.target.shape == item.part.shape}
@@ -224,7 +193,7 @@ class GroupFilling:
 
 
 class _Copy:
-    """A part of a record that is copied into a tensor of its shape as it arrives."""
+    """Copies a part of a record into a tensor of its shape, as it arrives."""
 
     def __init__(self, view: StorageView, target: Tensor) -> None:
         self.view = view
@@ -234,17 +203,17 @@ class _Copy:
         self.end = (view.offset + last + 1) * view.dtype.itemsize
 
     def take(self, part: Tensor, begin: int) -> None:
-        """Take bytes of the record from `begin` on."""
+        """Copy from `part`, the bytes of the record from `begin` on."""
         if begin < self.end and self.begin < begin + len(part):
             assert self.target is not None
             self.view.copy_part(self.target, part, begin)
 
 
 class _Delivery(_Copy):
-    """A tensor that is put together in memory first, and then delivered."""
+    """Puts a tensor together in memory, and delivers it when it is complete."""
 
     def __init__(self, view: StorageView, item: Item, memory: RecycledMemory) -> None:
-        if item.is_sliced:  # which may be expanded to any size
+        if item.is_sliced:  # received unexpanded, because it may be expanded to any size
             steps = zip(view.shape, view.stride, strict=True)
             shape = tuple(1 if step == 0 else n for n, step in steps)
             bits = (view.is_conj, view.is_neg)
@@ -272,7 +241,7 @@ def _deliver(item: Item, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _InMemory:
-    """Gives a `WeightSlice` parts of a tensor that is in memory."""
+    """Reads for a `WeightSlice` from a tensor in memory."""
 
     values: Tensor
 

@@ -1,4 +1,4 @@
-"""`iter_weights`: the tensors of a checkpoint one by one, for whoever places them himself."""
+"""`iter_weights`: yields the tensors of a checkpoint one by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.flags import one_of
 from ptsave.support.garbage import pausing_garbage_collection
 
-__all__ = ["iter_weights"]
-
 _CPU = torch.device("cpu")
 
 
@@ -37,8 +35,8 @@ def iter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a set of shards, or one file, in the order of the files.
 
-    The next tensors are read while one is used.  What is not kept needs memory for 128 MiB at most,
-    or for the largest tensor.
+    The next tensors are read while one is used.  Tensors that the caller does not keep take at most
+    128 MiB, or as much as the largest tensor.
 
     Parameters
     ----------
@@ -49,7 +47,7 @@ def iter_weights(
     rename : callable or mapping, optional
         New names, as for :func:`ptsave.load_model`; tensors whose new name is None are not read.
     prefix : str, default ""
-        Only the tensors whose names begin with it are read, under their names without it.
+        Reads only tensors whose names begin with it, under their names without it.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     map_location, key_mapping : optional
@@ -112,6 +110,6 @@ def iter_weights(
                 (_, name), read = batch.pop()
                 assert read is not None
                 tensor = read.target
-                del read  # nothing here keeps a tensor that has been used
+                del read  # so that a used tensor can be freed
                 yield name, tensor if tensor.device == place else tensor.to(place)
                 del tensor

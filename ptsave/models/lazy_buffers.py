@@ -1,4 +1,4 @@
-"""Lazy buffers of a model: those that a checkpoint gives another shape, or takes away."""
+"""A model's lazy buffers to which a checkpoint gives another shape, or None."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import buffers_of, having, pre_hooks_of
 
-__all__ = ["LazyBuffers"]
-
 
 @dataclass(eq=False, repr=False)
 class _LazyBuffer:
@@ -28,12 +26,12 @@ class _LazyBuffer:
 
     @property
     def stays(self) -> bool:
-        """Whether the present tensor is filled, having the shape of the entry."""
+        """Whether the present tensor is filled, because it has the entry's shape."""
         present = buffers_of(self.module)[self.name]
         return self.entry is not None and present is not None and present.shape == self.entry.shape
 
     def like(self) -> Tensor | None:
-        """Return a tensor of the entry's shape and type that takes no memory."""
+        """Return a tensor of the entry's shape and dtype that takes no memory."""
         if self.entry is None:
             return None
         return torch.empty((), dtype=self.entry.dtype, device="cpu").expand(self.entry.shape)
@@ -42,22 +40,9 @@ class _LazyBuffer:
 class LazyBuffers:
     """The buffers that :func:`ptsave.register_lazy_buffer` has declared in a model.
 
-    A new tensor takes a buffer's place only when it holds the checkpoint's values, so that a load
-    that fails leaves the buffer as it was.
-
-    Parameters
-    ----------
-    modules : list of (str, torch.nn.Module)
-        The model's modules, each under all of its names.
-    entries : sequence of Entry
-        The checkpoint.  Of two entries of one name the later one decides.
-    renaming : Renaming
-        The names that the model has for them.
-
-    Attributes
-    ----------
-    changing : list
-        Those that get another tensor, or None.
+    A new tensor replaces a buffer only once it holds the checkpoint's values, so a failed load
+    leaves the buffer as it was. `modules` lists each module under all of its names. The later of
+    two entries with one name counts. `changing` holds the buffers that get another tensor, or None.
     """
 
     def __init__(
@@ -80,7 +65,7 @@ class LazyBuffers:
         self.changing = [lazy for lazy in found.values() if not lazy.stays]
 
     def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a model's tensors by name as they will be, new buffers without values."""
+        """Return a model's tensors by name as the load leaves them; new buffers have no values."""
         tensors = dict(tensors)
         for lazy in self.changing:
             like = lazy.like()
@@ -91,7 +76,7 @@ class LazyBuffers:
         return tensors
 
     def allocate(self) -> dict[str, Tensor]:
-        """Make the new buffers, where the model is now, and return them by name."""
+        """Allocate the new buffers, where the model is now, and return them by name."""
         tensors = {}
         for lazy in self.changing:
             like = lazy.like()
@@ -101,6 +86,6 @@ class LazyBuffers:
         return tensors
 
     def put(self) -> None:
-        """Let the new tensors, which hold their values, be the buffers."""
+        """Put the new tensors, which hold their values by now, into their modules."""
         for lazy in self.changing:
             buffers_of(lazy.module)[lazy.name] = lazy.new

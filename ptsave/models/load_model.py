@@ -1,22 +1,7 @@
 """`load_model`: fills a model from published weights, as inference engines do.
 
-* Everything is known before anything moves: every file is open, its size agrees with its header,
-  the index with the files, and each tensor has one place.  The files stay open, so a set that is
-  replaced meanwhile is read to its end.
-* Bytes that fit as they are are read straight into parameters, from all files over one cursor:
-  those on an accelerator through page-locked memory.  Another dtype is converted there.
-* Other tensors (a ``weight_loader``, another dtype or layout, memory that overlaps) are read in
-  batches, some of them ahead of the one that is delivered on the calling thread, in the order of
-  the files.  Conversions come in pieces of 32 MiB; a loader gets the whole tensor.
-* All local files are one load: they stay open, and only its first 32 MiB go through the page cache
-  in case that other ranks read them, too.
-* Cached parts of such tensors are mapped privately instead of read, so the loader's copy is the
-  only one.  If a loader keeps the tensor, which its storage's reference count tells, a copy takes
-  the place of the mapping, at the same address, before the next is delivered: nobody ever sees the
-  file change.
-* With a process group one rank reads, and the others receive the tensors they want: `GroupWeights`.
-* Tied tensors need one entry; of several the last one in the model's order is read, because
-  ``load_state_dict`` would leave that one there.
+Every file is open, and all names, shapes and sizes are checked, before the model changes. The files
+stay open, so a set that is replaced meanwhile is read to its end.
 """
 
 from __future__ import annotations
@@ -58,8 +43,6 @@ from ptsave.support.user_warnings import warn_user
 if TYPE_CHECKING:
     from ptsave.models.group_weights import GroupWeights
 
-__all__ = ["load_model"]
-
 
 def load_model(
     model: nn.Module,
@@ -81,75 +64,76 @@ def load_model(
 ) -> LoadedWeights:
     """Fill a model's parameters and buffers from a directory of shards, or one file.
 
-    Before the first byte of the model changes all files are opened, and names, shapes, headers and
-    sizes are checked.  Then every byte is read once, by several threads: straight into the
-    parameter where that is all it takes, and otherwise ahead of its use, into tensors of at most
-    128 MiB together (or the largest tensor that a ``weight_loader`` gets; what one is to copy to an
-    accelerator is in page-locked memory, as far as ``PTSAVE_MAX_PINNED_BYTES`` reaches).  Parts of
-    a safetensors file that the page cache holds are not read ahead, but used where they are.
+    Before the first byte of the model changes, all files are opened, and names, shapes, headers and
+    sizes are checked.  Then every byte is read once, by several threads.  It goes straight into the
+    parameter if nothing else is needed.  Other tensors are read ahead of their use, into at most
+    128 MiB of memory, or as much as the largest tensor that a ``weight_loader`` gets.  This memory
+    is page-locked, up to ``PTSAVE_MAX_PINNED_BYTES``, if loaders copy it to an accelerator.  Parts
+    of a safetensors file that the page cache holds are not read ahead, but used where they are.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model.  A parameter with a ``weight_loader`` is filled by it, in the order of the files:
         ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
-        a part of a packed parameter.  One with an argument `expert_id`, as of vLLM's ``FusedMoE``,
-        is called with the parameter's name, ``shard_id="w1"`` and ``expert_id=3`` for a shard id
-        ``("w1", 3)``.  The tensor is on the CPU, as the file has it, and may be
-        kept.  A loader with the attribute ``takes_slices = True`` gets a `WeightSlice` instead,
-        which reads no more than is asked of it: ``weight[begin:end]``,
-        ``weight.narrow(dim, begin, length)``.  Of a DTensor (FSDP2, tensor parallelism) each rank
-        reads its own part.
+        a part of a packed parameter.  A loader with an argument `expert_id`, as vLLM's ``FusedMoE``
+        has, is called with the parameter's name, ``shard_id="w1"`` and ``expert_id=3`` for a shard
+        id ``("w1", 3)``.  The tensor is on the CPU, as the file has it, and may be kept.  A loader
+        with the attribute ``takes_slices = True`` gets a `WeightSlice` instead, which reads only
+        the parts that the loader selects: ``weight[begin:end]``,
+        ``weight.narrow(dim, begin, length)``.  Each rank reads its own part of a DTensor (FSDP2,
+        tensor parallelism).
     path : str, os.PathLike or file-like
         A directory, by path or URL, or one file: an index of shards, a safetensors file, or
-        anything that :func:`torch.load` reads with ``weights_only=True``; that may be a seekable
-        file object, too.  The content of a file decides how it is read, whatever it is called.  In
-        a directory the first of these counts: ``*.safetensors``, ``pytorch_model*.bin``,
-        ``model*.bin``, ``*.pt``, ``consolidated.*.pth``, ``*.pth``, each with the files that an
-        index names if there is one.
+        anything that :func:`torch.load` reads with ``weights_only=True``.  A seekable file object
+        is a file, too.  A file's content, not its name, decides how it is read.  In a directory
+        the first of these patterns counts: ``*.safetensors``, ``pytorch_model*.bin``,
+        ``model*.bin``, ``*.pt``, ``consolidated.*.pth``, ``*.pth``.  If there is an index, it names
+        the files.
     packed_modules_mapping : mapping or list, optional
-        Modules of the checkpoint that are parts of one in the model:
-        ``{"q_proj": ("qkv_proj", "q"), ...}``, with the shard id in the tuple, which may be one
-        itself (``("w1", 3)``); a list of such tuples for a tensor that goes to several places; or
-        ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``, whose shard ids are 0, 1 and 2; or a list
-        of ``(packed name, name, shard id)``.  Names match whole components of a path, with a dot at
-        their end or without; the longest one wins, and only a tensor that fits nowhere else is
-        looked for within components.  Default: the model's attribute of that name, if it has one.
-        A tensor whose packed parameter does not exist keeps its name.  The parts of a parameter
-        that has no ``weight_loader`` are put one behind the other, in the order of the mapping,
+        Modules of the checkpoint that are parts of one in the model.  The forms are
+        ``{"q_proj": ("qkv_proj", "q"), ...}``, with a shard id that may be a tuple (``("w1", 3)``);
+        a list of such tuples for a tensor that goes to several places;
+        ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``, with the shard ids 0, 1 and 2; and a list
+        of ``(packed name, name, shard id)``.  Names match whole components of a path, with or
+        without a dot at their end, and the longest name wins.  Only a tensor that fits nowhere
+        else is looked for within components.  Default: the model's attribute of that name, if it
+        has one.  A tensor whose packed parameter does not exist keeps its name.  Parts of a
+        parameter without a ``weight_loader`` are put end to end, in the order of the mapping,
         along the dimension in which their sizes add up to the parameter's.
     rename : callable or mapping, optional
-        New names for the checkpoint's, before they are mapped to packed modules: a function of a
-        name, or a mapping of whole names or of one or more of their components
-        (``{"transformer.h": "layers", "gamma": "weight"}``).  None as a name leaves a tensor out.
+        New names for the checkpoint's, before they are mapped to packed modules.  It is a function
+        of a name, or a mapping of whole names or of one or more of their components
+        (``{"transformer.h": "layers", "gamma": "weight"}``).  The new name None leaves a tensor
+        out.
     prefix : str, default ""
-        Only the tensors whose names begin with it are loaded, under their names without it, as
+        Loads only tensors whose names begin with it, under their names without it:
         ``"vision_tower."`` for a part of a model.
     strict : bool, default True
         Whether tensors that are missing, unexpected, there twice, or left out of a packed parameter
-        are an error.  If not, of two tensors for one place the later one is loaded.
+        are an error.  If not, the later of two tensors for one place is loaded.
     ignore_mismatched_sizes : bool, default False
         Whether tensors of another shape are left out, and named in the result, instead of being
         errors.
     assign : bool, default False
-        Whether parameters and buffers become new tensors with the file's dtypes, as by
-        ``load_state_dict(assign=True)``, when all is read; those with a ``weight_loader`` and
-        packed ones are filled.  A model on the meta device needs no `device` then.
+        Whether new tensors with the file's dtypes replace parameters and buffers, as by
+        ``load_state_dict(assign=True)``, once all is read.  Packed parameters and those with a
+        ``weight_loader`` are filled.  A model on the meta device needs no `device` then.
     device : torch.device, str or int, optional
         Device to move the model to.  A tensor on the meta device gets memory there, as by
-        :meth:`torch.nn.Module.to_empty` (but tied parameters stay tied, and attributes stay), and
-        anything else is moved.  By default the model stays where it is.
+        :meth:`torch.nn.Module.to_empty`, but tied parameters stay tied, and attributes stay.
+        Any other tensor is moved.  By default the model stays where it is.
     dtype : torch.dtype, optional
         Dtype to convert the model's floating-point tensors to before they are filled, as by
-        :meth:`torch.nn.Module.to`; with `assign`, that of the new ones.
+        :meth:`torch.nn.Module.to`; with `assign`, the dtype of the new tensors.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        One of its ranks, or of each host, reads the files; every rank makes the call, with the same
-        path, and with a model and options of its own.  An error on one is an error on all, before
-        anything is overwritten if it is a model that does not fit.  A ``weight_loader`` with
+        One of its ranks, or one of each host, reads the files.  Every rank makes the call, with the
+        same path, and with a model and options of its own.  An error on one rank is raised on all;
+        if a model does not fit, that is before anything is overwritten.  A ``weight_loader`` with
         ``takes_slices`` gets its whole tensor in memory.
     map_location, key_mapping : optional
         Other names of `device` and `rename`.
@@ -162,12 +146,12 @@ def load_model(
     Raises
     ------
     RuntimeError
-        Names or shapes that do not fit, as from :meth:`torch.nn.Module.load_state_dict`, with the
-        file's and the tensor's name; a model on the meta device without `device`; a tensor for a
-        ``weight_loader`` that is expanded to more than 1 GiB and 8 times its storage.
+        Names or shapes do not fit, as from :meth:`torch.nn.Module.load_state_dict`, with the names
+        of the file and the tensor.  Or a model is on the meta device without `device`.  Or a
+        tensor for a ``weight_loader`` is expanded to more than 1 GiB and 8 times its storage.
     CorruptCheckpointError
-        A file is damaged or cut short, is no checkpoint (a git-lfs pointer, a web page), or has not
-        got a tensor that the index promises.
+        A file is damaged or cut short, is no checkpoint (a git-lfs pointer, a web page), or lacks
+        a tensor that the index promises.
     FileNotFoundError
         There are no shards, or one of them is missing.
     UnsupportedUrlError
@@ -177,22 +161,22 @@ def load_model(
     UnsupportedSourceError
         With `process_group`, `path` is a file object.
     TypeError
-        A file holds something else than tensors; an argument is of another type.
+        A file holds something else than tensors, or an argument has a wrong type.
     ValueError
         The directory holds several models, or the parts of one that was divided among ranks
         (``consolidated.00.pth``, ``consolidated.01.pth`` with the same names).
 
     Notes
     -----
-    Parameters and buffers that share memory count as one, of which one name is enough; where the
-    checkpoint has several, the last in the model's order counts, as for ``load_state_dict``.
+    Parameters and buffers that share memory count as one, and one of their names is enough.  If
+    the checkpoint has several, the last in the model's order counts, as for ``load_state_dict``.
     Buffers that state dicts leave out may be missing.  Lazy buffers
-    (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and are None where it has no
-    such tensor.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions, extra state
-    and lazy modules do what they do in :meth:`torch.nn.Module.load_state_dict`: what such code asks
-    for is in memory until its module is loaded, and all else is read straight into place.  CRCs of
-    files of :func:`torch.save` are verified, but for tensors of which only a part is read;
-    safetensors files have none.
+    (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and become None if it lacks
+    them.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions, extra state
+    and lazy modules work as in :meth:`torch.nn.Module.load_state_dict`.  The entries that such code
+    asks for stay in memory until its module is loaded; all others are read straight into place.
+    The CRCs in files of :func:`torch.save` are verified, except for tensors that are read in part.
+    Safetensors files have none.
 
     Examples
     --------
@@ -268,7 +252,7 @@ def _fill_by_names(
     lazy_buffers: LazyBuffers,
     options: ModuleLoadOptions,
 ) -> None:
-    """Fill a model that has nothing to do with its loading but tensors."""
+    """Fill a model whose loading copies tensors and does nothing else."""
     plan.report.unexpected_keys.extend(extra_state_in(plan))
     plan.check(model, strict=options.strict)
     weights.agree()
@@ -309,7 +293,7 @@ def _fill_by_code(
     plan: WeightPlan,
     options: ModuleLoadOptions,
 ) -> None:
-    """Fill a model in whose loading code of its modules takes part, as lazy buffers' does."""
+    """Fill a model that has code of its own to run while it is loaded, such as hooks."""
     load = ModuleLoad(model, plan, options)
     weights.agree()
     tied_names = plan.tied_names()
@@ -326,7 +310,7 @@ def _fill_by_code(
         load.finish()
     _warn_of_garbage([name for name in on_meta if not load.is_filled(name)])
     _renew_ties(tensors_in(model), tied_names)
-    if options.assign:  # the file's tensors, where they were read to
+    if options.assign:  # the file's tensors are still where they were read
         model.to(device=options.device, dtype=options.dtype)
 
 
@@ -336,9 +320,9 @@ def _fill_by_code(
 def _move(
     model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions, assigned: Collection[str]
 ) -> list[str]:
-    """Move the model to the device; tensors on the meta device that are filled need one.
+    """Move the model, give tensors on the meta device memory, and return the names of those.
 
-    Returns the names of those that were there and have memory without values now.
+    Without a device, a RuntimeError names tensors that would be filled on the meta device.
     """
     device, dtype = options.device, options.dtype
     on_meta = [
@@ -368,12 +352,12 @@ def _move(
 
 
 def _allocate(model: nn.Module, device: torch.device, assigned: Collection[str]) -> None:
-    """Give every tensor on the meta device memory on `device`, but those that are replaced anyway.
+    """Give memory on `device` to every tensor on the meta device, except those that are replaced.
 
-    Unlike ``to_empty``, which makes new parameters one module after the other: tied ones stay tied,
-    and types and attributes (``weight_loader``) stay.
+    ``to_empty`` would make new parameters for each module. Here tied parameters stay tied, and
+    types and attributes (``weight_loader``) stay.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old one, too: its id must stay its own
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old one: its id must stay unique
     for prefix, module in model.named_modules():
         tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
         for table in tables:
@@ -409,7 +393,7 @@ def _warn_of_garbage(names: list[str]) -> None:
 
 
 def _renew_ties(tensors: dict[str, Tensor], tied_names: dict[str, list[str]]) -> None:
-    """Give the values to the other names of a tensor that moving the model has made tensors."""
+    """Copy values to tied names that became tensors of their own when the model moved."""
     with torch.no_grad():
         for name, names in tied_names.items():
             for other in names:

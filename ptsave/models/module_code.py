@@ -1,10 +1,8 @@
-"""Loads models in which code of their own takes part, as `load_state_dict` does, from open files.
+"""Loads models with code of their own, such as hooks, from open files, as `load_state_dict` does.
 
-Hooks, overridden ``_load_from_state_dict``, migrations of versions, extra state and lazy modules
-see a state dict.  It is made of stand-ins, tensors without memory; the code that loads any state
-dict says which of them is copied where, and those copies become reads.  Before code that is not
-torch's runs, the entries of its module are read, and those of children when they are asked for;
-they are let go of behind it.
+That code sees a state dict of stand-ins, tensors without memory, and each copy of a stand-in
+becomes a read. Before code that is not torch's runs, the entries of its module are read, and those
+of the children when the code asks for them.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import METADATA, IncompatibleKeys, tensors_in
 
-__all__ = ["ModuleLoad", "runs_code"]
-
 
 class ModuleLoadOptions(NamedTuple):
     """Options of `load_model`."""
@@ -46,7 +42,7 @@ class ModuleLoadOptions(NamedTuple):
 
 
 def runs_code(model: nn.Module, modules: list[tuple[str, nn.Module]], plan: WeightPlan) -> bool:
-    """Whether filling a model, which has these modules, is more than copying tensors."""
+    """Return whether filling a model, which has these modules, is more than copying tensors."""
     return overrides_load_state_dict(model) or have_code_of_their_own(modules, plan.names)
 
 
@@ -56,23 +52,11 @@ def extra_state_in(plan: WeightPlan) -> list[str]:
 
 
 class ModuleLoad:
-    """A state dict of stand-ins, and its load.
+    """A load through a state dict of stand-ins; `names` are the checkpoint's names in it.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-    plan : WeightPlan
-        The plan by names.  What a ``weight_loader`` puts in its place, parts of packed parameters,
-        parts of DTensors and buffers that state dicts leave out stay in it; everything else, also
-        what it does not know, is in the state dict.
-    options : ModuleLoadOptions
-        How to load it.
-
-    Attributes
-    ----------
-    names : set of str
-        The names in the state dict.
+    Parameters with a ``weight_loader``, parts of packed parameters and of DTensors, and buffers
+    that state dicts leave out stay in `plan`. Everything else, also unknown names, is in the state
+    dict.
     """
 
     def __init__(self, model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions) -> None:
@@ -109,7 +93,7 @@ class ModuleLoad:
         self._copier.check_only = False
 
     def _add_stand_ins(self, by_name: set[Entry]) -> None:
-        """Put stand-ins into the state dict, in the order of the files, and what is no tensor."""
+        """Put stand-ins, in the order of the files, and extra state into the state dict."""
         plan = self._plan
         entries = [entry for entry in plan.entries if entry not in by_name]
         names: dict[Entry, list[str]] = {}
@@ -136,7 +120,7 @@ class ModuleLoad:
             setattr(self._state_dict, METADATA, metadata)
 
     def _names_elsewhere(self) -> list[str]:
-        """Return the names that the state dict need not have: others fill their tensors."""
+        """Return names that the state dict may lack, because their tensors are filled otherwise."""
         names = []
         delivered = {each.name for each in self._plan.deliveries}
         for group in self._plan.tensors.groups():
@@ -149,21 +133,15 @@ class ModuleLoad:
         return names
 
     def _add_present(self, state_dict: OrderedDict[str, Any]) -> None:
-        """Put a model's own tensors in the places of those: copied to itself, one stays."""
+        """Add the model's own tensors under those names; copied to themselves, they stay."""
         present = tensors_in(self._model)
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
     def items(self, filling: Fills, reader: ShardReader) -> list[Item]:
-        """Load the state dict; returns the parts that are left to be filled.
-
-        Raises
-        ------
-        RuntimeError
-            As from :meth:`torch.nn.Module.load_state_dict`.
-        """
+        """Load the state dict, with its errors, and return the items that are left to be filled."""
         from ptsave.state.modules import load_module
 
-        self._add_present(self._state_dict)  # which may be others, now that the model has moved
+        self._add_present(self._state_dict)  # moving the model may have replaced them
         self._copier.begin(filling, reader)
         keys: IncompatibleKeys | None = load_module(
             self._model,
@@ -185,13 +163,13 @@ class ModuleLoad:
         return self._copier.pending
 
     def is_filled(self, name: str) -> bool:
-        """Whether a tensor of the model has values, as far as is known after the load."""
+        """Return whether a tensor of the model has values after the load, as far as is known."""
         return (
             name in self._state_dict or name in self._plan.tensors.required
         ) and name not in self._plan.report.missing_keys
 
     def finish(self) -> None:
-        """Put new buffers in their places, which are filled."""
+        """Put new buffers, which are filled by now, into their modules."""
         self._copier.put()
 
 
@@ -206,14 +184,9 @@ def _is_in_state_dict(plan: WeightPlan, delivery: Delivery) -> bool:
 
 
 class _ReadWhenAsked(OrderedDict[str, Any]):
-    """A state dict for other people's code, whose stand-ins become values when they are asked for.
+    """A state dict for users' code that reads a value when that code asks for it.
 
-    Parameters
-    ----------
-    entries : dict
-        The state dict.
-    read : callable
-        Gets a dict, in which it puts values in the places of stand-ins.
+    `read` gets a dict, and replaces the stand-ins in it with values.
     """
 
     def __init__(self, entries: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
@@ -223,11 +196,11 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
             super().__setitem__(key, value)
 
     def unread_items(self) -> Iterator[tuple[str, Any]]:
-        """Yield all entries, with stand-ins for those that nobody has asked for."""
+        """Yield all entries without reading: those not asked for are stand-ins."""
         return ((key, super(_ReadWhenAsked, self).__getitem__(key)) for key in self)
 
     def read_all(self) -> None:
-        """Put values in the places of all stand-ins."""
+        """Replace all stand-ins with values."""
         found = dict(self.unread_items())
         self._read(found)
         for key, value in found.items():
@@ -290,15 +263,9 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
 class ShardCopier(CopyNow):
     """A `Copier` for stand-ins of tensors in open files.
 
-    Values take the places of stand-ins in the dicts that it is shown, so that they live as long as
-    somebody wants them.
-
-    Attributes
-    ----------
-    pending : list of Item
-        Copies that are not made yet.
-    check_only : bool
-        Whether nothing is read: a check looks at no values.
+    Values replace the stand-ins in the dicts that it is shown, and live as long as these. `pending`
+    holds copies that are not made yet. With `check_only` nothing is read, because a check looks at
+    no values.
     """
 
     def __init__(self) -> None:
@@ -317,7 +284,7 @@ class ShardCopier(CopyNow):
         return tensor
 
     def begin(self, filling: Fills, reader: ShardReader) -> None:
-        """Read with these from now on."""
+        """Read with `filling` and `reader` from now on."""
         self._filling = filling
         self._reader = reader
 
@@ -332,7 +299,7 @@ class ShardCopier(CopyNow):
             elif target is not source:
                 places = {item.target.data_ptr() for item in self.pending}
                 if target.data_ptr() in places:
-                    self._finish()  # the later one stays
+                    self._finish()  # so that the later copy stays
                 super().copy([(target, source)])
 
     def replace(self, replacement: Replacement) -> None:
@@ -379,7 +346,7 @@ class ShardCopier(CopyNow):
         return lazily
 
     def read_kept(self) -> None:
-        """Read all of the dicts that somebody keeps."""
+        """Read the rest of each shown dict that is still referenced."""
         for reference in self._shown:
             kept = reference()
             if kept is not None:
@@ -387,7 +354,7 @@ class ShardCopier(CopyNow):
         self._shown.clear()
 
     def put(self) -> None:
-        """Let new buffers, which are filled, be the model's."""
+        """Put new buffers, which are filled by now, into their modules."""
         for replacement in self._replacements:
             replacement.make()
         self._replacements.clear()

@@ -1,4 +1,4 @@
-"""The open files of a model, which this process reads, or another rank for it."""
+"""The open files of a model, read by this process or by another rank for it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,15 @@ from ptsave.support.together import has_others
 if TYPE_CHECKING:
     from ptsave.models.group_weights import GroupWeights
 
-__all__ = ["LocalWeights", "opened_weights"]
-
 
 class LocalWeights:
-    """Files that this process reads.
-
-    Parameters
-    ----------
-    opened : OpenShards
-        The files, open.
-
-    Attributes
-    ----------
-    shards : list of Shard
-        The files.
-    entries : list of Entry
-        Their tensors.
-    """
+    """The files of a model and their tensors, read by this process."""
 
     def __init__(self, opened: OpenShards) -> None:
         self.shards, self.entries = opened
 
     def agree(self) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing: there are no other ranks."""
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> Filling:
         """Return the object that fills a model."""
@@ -49,7 +34,7 @@ class LocalWeights:
 def opened_weights(
     f: Any, storage_options: Mapping[str, Any] | None, group: Any
 ) -> Iterator[LocalWeights | GroupWeights]:
-    """Open a model's files, by one rank of a group if there is one; as for `load_model`."""
+    """Open a model's files as `load_model` does; with a group, one of its ranks reads."""
     if has_others(group):
         from ptsave.models.group_weights import group_weights
 

@@ -1,7 +1,7 @@
 """Maps tensors of a checkpoint to the packed parameters of a model that they are parts of.
 
-Inference engines compute several linear layers as one, so that `q_proj`, `k_proj` and `v_proj` of a
-checkpoint are shards of the model's `qkv_proj`.  Only names here; nothing touches a tensor.
+Inference engines compute several linear layers as one, so a checkpoint's `q_proj`, `k_proj` and
+`v_proj` are shards of the model's `qkv_proj`. This module handles names and never touches a tensor.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ptsave.state.name_patterns import NamePatterns
-
-__all__ = ["PackedModules", "PackedModulesMapping", "Route", "ShardId"]
 
 ShardId: TypeAlias = "str | int | tuple[str | int, ...]"
 # {"q_proj": ("qkv_proj", "q"), ...}, {"q_proj": [("qkv_proj", "q"), ...], ...} or
@@ -25,16 +23,9 @@ _FORMS = "a tuple (packed name, shard id), a list of such tuples, or a list of n
 
 
 class Route(NamedTuple):
-    """The destination of a tensor.
+    """The destination of a tensor: a parameter, or the part of it that `shard_id` names.
 
-    Attributes
-    ----------
-    target : str
-        The model's parameter.
-    shard_id : str, int, tuple or None
-        The part of it; None for all of it.
-    packed : str or None
-        The name in the mapping that `target` owes itself to.
+    `packed` is the name in the mapping that led to `target`.
     """
 
     target: str
@@ -50,33 +41,12 @@ class _Place(NamedTuple):
 class PackedModules:
     """A mapping from names of modules to the packed modules that hold their parameters.
 
-    Parameters
-    ----------
-    mapping : mapping or list
-        ``{"q_proj": ("qkv_proj", "q")}``: a name, and a tuple of the packed name and the shard id,
-        or a list of such tuples for a tensor that has several places; a shard id of None is all of
-        the parameter.  Or ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``: a packed name, and a
-        list of names whose shard ids are their positions.  Or a list of tuples, as inference
-        engines have it: ``("qkv_proj", "q_proj", "q")``, with the packed name first, or
-        ``("experts.w13_", "experts.3.gate_proj.", 3, "w1")``, whose shard id is ``("w1", 3)``.
+    The forms of `mapping` are those of :func:`ptsave.load_model`. In a list of tuples the packed
+    name comes first: ``("qkv_proj", "q_proj", "q")``; for ``("experts.w13_",
+    "experts.3.gate_proj.", 3, "w1")`` the shard id is ``("w1", 3)``. A dot at an end of a name
+    belongs to the text that the packed name replaces. A mapping of another form is a TypeError. An
+    empty name, and a name for two parts of one module, are a ValueError.
 
-        Names are one or more components of a path; a dot at one of their ends is a part of what
-        the packed name takes the place of.
-
-    Attributes
-    ----------
-    places : dict of str to list
-        The packed names and shard ids of each name.
-
-    Raises
-    ------
-    TypeError
-        For a value that is neither, and for an argument that is no mapping.
-    ValueError
-        For an empty name, and for a name that the mapping sends to two parts of one module.
-
-    Examples
-    --------
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
     >>> packed.routes("layers.0.mlp.up_proj.weight")
     [Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')]
@@ -85,7 +55,7 @@ class PackedModules:
     """
 
     def __init__(self, mapping: PackedModulesMapping) -> None:
-        self.places: dict[str, list[_Place]] = {}  # by a checkpoint's name
+        self.places: dict[str, list[_Place]] = {}  # packed names and ids by a checkpoint's name
         self._names: dict[str, dict[ShardId, str]] = {}  # of shards, in the mapping's order
         for name, places in _items_of(mapping):
             for place in places:
@@ -115,16 +85,12 @@ class PackedModules:
                 self._names.setdefault(place.packed, {}).setdefault(place.shard_id, name)
 
     def shard_ids(self, packed: str) -> list[ShardId]:
-        """Return the parts that a packed module has, in the mapping's order."""
+        """Return the parts of a packed module, in the mapping's order."""
         return list(self._names[packed])
 
     def shards_of(self, name: str) -> list[tuple[str, ShardId]]:
-        """Return the names under which a checkpoint has the parts of a model's parameter.
+        """Return a checkpoint's names of a parameter's parts, in order; none if it is not packed.
 
-        In the mapping's order; empty for a parameter that is not packed.
-
-        Examples
-        --------
         >>> PackedModules({"gate_up": ["gate", "up"]}).shards_of("mlp.gate_up.weight")
         [('mlp.gate.weight', 0), ('mlp.up.weight', 1)]
         """
@@ -134,15 +100,15 @@ class PackedModules:
         return [(match.replaced_by(n), i) for i, n in self._names[match.pattern].items()]
 
     def routes(self, name: str) -> list[Route]:
-        """Return where a checkpoint's tensor goes, if it is packed, as its best match says.
+        """Return where a tensor goes by the best match of its name; empty if it is not packed.
 
-        Names match whole components of the path.  Of several that do the longest wins, in
-        components; among these the one nearest to the end.
+        Names match whole components of the path. The match with most components wins, and then the
+        one nearest to the end.
         """
         return next(self.candidates(name), [])
 
     def candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield the places that each matching name gives, the best one first."""
+        """Yield the destinations that each matching name gives, the best match first."""
         for match in self._patterns.matches(name):
             yield [
                 Route(match.replaced_by(packed), shard_id, packed)
@@ -150,7 +116,7 @@ class PackedModules:
             ]
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield the places of names that are found within components, the longest one first."""
+        """Yield the destinations of names found within components, the longest name first."""
         for match in self._patterns.loose_matches(name):
             yield [
                 Route(match.replaced_by(packed), shard_id, packed)
@@ -218,7 +184,7 @@ def _checked(name: str, value: Any) -> Iterable[tuple[str, list[_Place]]]:
 
 
 def _without_dots(name: str, packed: str) -> tuple[str, str]:
-    """Take away dots that both names have at one end: whole components match in any case."""
+    """Remove dots that both names have at the same end: whole components match anyway."""
     if name.startswith(".") and packed.startswith("."):
         name, packed = name[1:], packed[1:]
     if name.endswith(".") and packed.endswith("."):

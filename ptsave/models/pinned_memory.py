@@ -7,20 +7,13 @@ from torch import Tensor
 
 from ptsave.archive.recycled_memory import MIN_NBYTES, is_idle
 
-__all__ = ["PinnedMemory"]
-
 
 class PinnedMemory:
-    """Lends tensors in page-locked memory, up to a bound.
+    """Lends tensors in page-locked memory, up to `max_nbytes` at a time; for one thread.
 
-    Memory is taken from torch's allocator each time, and goes back there: that knows of copies that
-    a loader has only begun (``non_blocking=True``), and does not reuse it before they are done.
-    One thread at a time.
-
-    Parameters
-    ----------
-    max_nbytes : int
-        Bytes that are lent at a time at most, as torch rounds them: up to powers of two.
+    Memory comes from torch's allocator each time, and goes back there. The allocator knows copies
+    that a loader has only begun (``non_blocking=True``), and does not reuse memory before they are
+    done. Sizes count as torch rounds them: up to powers of two.
     """
 
     def __init__(self, max_nbytes: int) -> None:
@@ -28,7 +21,7 @@ class PinnedMemory:
         self._lent: list[torch.UntypedStorage] = []
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return a contiguous tensor with any values; None if it is small, or without room."""
+        """Return a contiguous tensor without values; None if it is small or exceeds the bound."""
         self._forget_idle()
         nbytes = shape.numel() * dtype.itemsize
         lent_nbytes = sum(_rounded(storage.nbytes()) for storage in self._lent)

@@ -12,29 +12,21 @@ from ptsave.models.shards import Read, SafetensorsShard, Shard, ShardReader
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.thread_pool import ThreadPool
 
-__all__ = ["MAX_AHEAD_NBYTES", "Bounds", "read_ahead"]
-
 _T = TypeVar("_T")
 
-# For tensors that do not go straight into a parameter: those that are being used, and those that
-# are being read meanwhile.
+# For tensors that do not go straight into a parameter: those in use and those being read.
 MAX_AHEAD_NBYTES = 128 << 20
 _MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
-_MIN_MEAN_NBYTES = 4 << 10  # of reads: smaller ones cost more in Python, which threads share
+_MIN_MEAN_NBYTES = 4 << 10  # smaller reads spend their time in Python, which threads share
 
 
 class Bounds(NamedTuple):
     """How far reading may be ahead of use.
 
-    Batches are small where files stay open, so that little memory is touched: the first tensors are
-    there soon, and a batch that is used up leaves its pages for the next but two.
-
-    Attributes
-    ----------
-    n_threads, n_batches : int
-        How many batches are read at a time, and how many may be there unused.
-    batch_nbytes, max_nbytes : int
-        Sizes of one, and of all together: exceeded by one tensor that is larger.
+    `n_threads` batches are read at a time, and `n_batches` may wait unused. One large tensor may
+    exceed `batch_nbytes`, the size of a batch, and `max_nbytes`, the size of all. Batches of
+    safetensors files are small, so that the first tensors are there soon and little memory is
+    touched: a used batch leaves its pages for the next but two.
     """
 
     n_threads: int
@@ -44,7 +36,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
-        """Return the bounds for these: shards of other kinds are read by one thread at a time."""
+        """Return the bounds for shards: only local safetensors files are read by two threads."""
         if all(isinstance(each, SafetensorsShard) for each in shards):
             return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
         return cls(1, 1, max_nbytes // 2, max_nbytes)
@@ -52,7 +44,7 @@ class Bounds(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Batch(Generic[_T]):
-    """Items that are read together; `pending` is the future of bytes that are not there yet."""
+    """Items that are read together; `pending` is the future of reads that are not done yet."""
 
     items: list[tuple[_T, Read | None]]
     nbytes: int
@@ -67,17 +59,8 @@ def read_ahead(
 ) -> Generator[list[tuple[_T, Read | None]], None, None]:
     """Yield batches of items whose reads are done, while the next ones are being read.
 
-    Parameters
-    ----------
-    reader : ShardReader
-        Reads them.
-    items : iterable of (object, int)
-        Reads that are wanted, each with its bytes.
-    stage : callable
-        Returns the reads of items, with memory for them; None for one of which nothing is read.  It
-        is called by the thread that asks for the batches.
-    bounds : Bounds
-        How far to be ahead.
+    `items` are pairs of an item and its bytes. `stage` returns the reads of items, with memory for
+    them, or None for an item that reads nothing. The thread that asks for the batches calls it.
     """
     batches: deque[_Batch[_T]] = deque()
     with ThreadPool(bounds.n_threads, "ptsave-read") as threads:
@@ -96,13 +79,13 @@ def read_ahead(
 
 
 def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple[list[_T], int]]:
-    """Yield items to read together: `max_nbytes`, or one."""
+    """Yield items to read together, and their bytes: at most `max_nbytes`, or one larger item."""
     iterator = iter(items)
     ahead = next(iterator, None)
     while ahead is not None:
         group: list[_T] = []
         total = 0
-        with pausing_garbage_collection():  # of many small tensors, none of which is garbage
+        with pausing_garbage_collection():  # many small objects are made, and none is garbage
             while ahead is not None and (not group or total + ahead[1] <= max_nbytes):
                 group.append(ahead[0])
                 total += ahead[1]
@@ -113,7 +96,8 @@ def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple
 def _begin(
     reader: ShardReader, staged: list[tuple[_T, Read | None]], nbytes: int, threads: ThreadPool
 ) -> _Batch[_T]:
-    # On this thread, whose streams their memory belongs to, or because it is not worth another.
+    # This thread reads tensors on devices, because their memory belongs to its streams, and batches
+    # that are too small for another thread.
     here: list[Read] = []
     ahead: list[Read] = []
     for _, read in staged:

@@ -1,9 +1,8 @@
 """`save_model`: a model as a set of shards in the Hugging Face layout.
 
-The index makes files a model.  Shards have names that nothing else has (a tag, where a set is
-replaced), each is complete when it appears, and the index is renamed into place after all of them.
-Readers prefer an unsplit file to an index.  So where a set replaces such a file, that is removed
-first; where a file replaces a set, the index is removed after its shards.
+The index makes files a model, so it is renamed into place after all shards, whose names are new
+(with a tag, where a set is replaced). Readers prefer an unsplit file to an index: a set that
+replaces such a file removes it first.
 """
 
 from __future__ import annotations
@@ -36,16 +35,6 @@ from ptsave.tree.expansion import nbytes_of
 from ptsave.writing.folders import Folder, resolve_folder
 from ptsave.writing.targets import FileTarget, name_of, resolve_file
 
-__all__ = [
-    "FORMAT_FILES",
-    "Shard",
-    "ShardSet",
-    "files_of_sets",
-    "save_errors",
-    "save_model",
-    "split",
-]
-
 _SHARD_SIZE = "5GB"
 # Formats of `save_model` by their public names; "pt" files have the suffix .bin in this layout.
 FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
@@ -63,56 +52,55 @@ def save_model(
 ) -> None:
     r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
 
-    Whoever reads the directory meanwhile finds the set that was there before, or the new one.
+    A reader of the directory meanwhile finds the set that was there before, or the new one.
 
     Parameters
     ----------
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
         The weights to save.
     directory : str or os.PathLike
-        Directory of the files, created if there is nothing; or a URL (``"s3://bucket/model"``).  A
+        Directory of the files, created if it does not exist, or a URL (``"s3://bucket/model"``).  A
         name that ends with ``.safetensors``, and is no directory, is one file with all weights.
     max_shard_size : int or str, default "5GB"
         The bytes of tensors that a shard holds at most; a larger tensor has a shard of its own.  A
         number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
     format : {"safetensors", "pt"}, default "safetensors"
         ``model-00001-of-00008.safetensors``, ... and ``model.safetensors.index.json``, or
-        ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``; a model in
+        ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``.  A model in
         one file is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
     packed_modules_mapping : mapping or list, optional
         As for :func:`ptsave.load_model`: packed parameters are saved in parts, under the names that
         published checkpoints have for these.  A parameter's ``weight_saver(parameter, shard_id)``
-        returns a part.  Otherwise the parts follow each other in the order of the mapping: in the
-        sizes that `load_model` has filled them from, those in the list `output_sizes` of the
-        parameter's module, or equal ones.
+        returns a part.  Otherwise the parts follow each other in the order of the mapping.  Their
+        sizes are those that `load_model` has filled them from, those in the list `output_sizes` of
+        the parameter's module, or equal ones.
     fsync : bool, default False
         Whether the files are on the disk, past all caches, when the call returns.
     storage_options : mapping, optional
-        For the file system of a URL.
+        Arguments for the file system of a URL.
 
     Raises
     ------
     TypeError
-        For an entry that is no tensor, or a kind of tensor that the format has not.
+        For an entry that is no tensor, or a kind of tensor that the format cannot hold.
     ValueError
-        For a size or format that is none, and for a packed parameter that nothing says how to
-        divide.
+        For an invalid size or format, and for a packed parameter with parts of unknown sizes.
     SaveError
-        If a file cannot be written, or `directory` is a URL that fsspec cannot write to.  The model
-        is the set that was there then, or the new one if all of that was.
+        If a file cannot be written, or `directory` is a URL that fsspec cannot write to.  The
+        directory then holds the old set, or the new one if all of that was written.
 
     Notes
     -----
-    Tensors that are tied (the same memory in the same shape) are stored once: in ``"safetensors"``
-    under the first of their names, with the others in the file's metadata, and in ``"pt"`` under
-    all of them.  Extra state of modules that is no tensor is in the metadata of a safetensors file,
-    where `load_model` finds it.
+    Tied tensors (the same memory in the same shape) are stored once.  ``"safetensors"`` files have
+    the first of their names, with the others in the metadata; ``"pt"`` files have all names.
+    Extra state of modules that is no tensor is in the metadata of a safetensors file, where
+    `load_model` finds it.
 
-    Shards are written under names that nothing has: where a set is replaced, they contain a tag.
-    The index is renamed into place when all of them are complete, and then the files of the older
-    set are removed.  A reader that has read the old index by then and has not opened its shards
-    finds them missing.  One process at a time may save to a directory.  Files of the other format
-    are left alone.
+    Shards are written under new names: where a set is replaced, they contain a tag.  The index is
+    renamed into place when all of them are complete, and then the files of the older set are
+    removed.  A reader that has read the old index by then, but has not opened its shards, finds
+    them missing.  One process at a time may save to a directory.  Files of the other format are
+    left alone.
 
     Examples
     --------
@@ -163,7 +151,7 @@ def save_model(
 
 @dataclass
 class Shard:
-    """The tensors of one file, each with its other names, and extra state that is no tensor."""
+    """The tensors of one file with their other names, and extra state that is no tensor."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
@@ -180,7 +168,7 @@ def _named_file(path: Any, storage_options: Mapping[str, Any] | None) -> FileTar
 
 
 def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a state dict, and the extra state of modules that is none."""
+    """Return a state dict's tensors, and the extra state of modules that is no tensor."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"expected a module or a state dict, not {type(state_dict).__name__}")
     objects = {name: value for name, value in state_dict.items() if is_extra_state(name, value)}
@@ -197,16 +185,10 @@ def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
-    """Fill one shard after the other, in order.
+    """Fill one shard after the other with tensors, in order.
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        The tensors to divide.
-    limit : int
-        The bytes of tensors that a shard holds at most, unless it is one tensor.
-    tied : bool, default True
-        Whether tensors that are the same memory, in the same shape, are other names of one.
+    A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, tensors of the
+    same memory and shape are stored once, and get other names.
     """
     shards = [Shard()]
     homes: dict[object, tuple[Shard, str]] = {}
@@ -231,19 +213,7 @@ def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> li
 
 @dataclass
 class ShardSet:
-    """The files of one save.
-
-    Attributes
-    ----------
-    folder : Folder
-        Directory of the files.
-    kind : str
-        "safetensors" or "pt".
-    shards : list of Shard
-        The contents of each.
-    fsync : bool
-        As for `save_model`.
-    """
+    """The files of one save; `kind` is "safetensors" or "pt"."""
 
     folder: Folder
     kind: str
@@ -251,7 +221,7 @@ class ShardSet:
     fsync: bool
 
     def write(self) -> None:
-        """Write shards, then the index, then remove the files that they replace."""
+        """Write the shards, then the index, and then remove the files that they replace."""
         files = FORMAT_FILES[self.kind]
         old = files_of_sets(self.folder, files)
         names = self._names(files)
@@ -272,8 +242,8 @@ class ShardSet:
     def _names(self, files: ShardFormat) -> list[str]:
         count = len(self.shards)
         if count == 1:
-            return [files.single]  # replaced at once, by a rename
-        # A name that is taken would have to change its contents before the index does.
+            return [files.single]  # a rename replaces it at once
+        # A shard with a name of the old set would change that set before the index does.
         for tag in ("", f"-{secrets.token_hex(4)}"):
             names = [
                 f"{files.stem}{tag}-{number:05}-of-{count:05}{files.suffix}"
@@ -284,9 +254,9 @@ class ShardSet:
         raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder.name)
 
     def _remove_unless_indexed(self, names: list[str], index_name: str, index: bytes) -> None:
-        """Remove the shards of a save that failed, unless they are the model: their index is there.
+        """Remove the shards of a failed save, unless the index that names them is in place.
 
-        What cannot be told or removed stays; the next save removes it.
+        Files that cannot be read or removed stay; the next save removes them.
         """
         with suppress(OSError):
             if self.folder.bytes_of(index_name) != index:
@@ -294,7 +264,7 @@ class ShardSet:
                     self.folder.remove(name)
 
     def write_files(self, targets: Sequence[FileTarget]) -> None:
-        """Write each shard to its target, one after another: each takes all threads."""
+        """Write each shard to its target, one after another, because each takes all threads."""
         for target, shard in zip(targets, self.shards, strict=True):
             if self.kind == "pt":
                 save(_with_aliases(shard), target, fsync=self.fsync)
@@ -313,7 +283,7 @@ class ShardSet:
         return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
-        """Remove the older set, in an order in which every reader finds the new one meanwhile."""
+        """Remove the older set in an order in which every reader finds the new one meanwhile."""
         if len(self.shards) > 1:
             # Readers prefer an unsplit model to an index, so removing it makes the new set the
             # model.
@@ -327,7 +297,7 @@ class ShardSet:
 
 
 def files_of_sets(folder: Folder, files: ShardFormat) -> set[str]:
-    """Return the shards there that `save_model` or transformers has written."""
+    """Return the names of shards in a folder that `save_model` or transformers has written."""
     pattern = _pattern_of_shards(files)
     return {name for name in folder.files() if pattern.fullmatch(name)}
 
@@ -353,7 +323,7 @@ def _with_aliases(shard: Shard) -> dict[str, Any]:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same values that torch.save stores without anything around it."""
+    """Return a tensor with the same values whose storage holds nothing else."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -368,7 +338,7 @@ def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool) -> None
 
 @contextmanager
 def save_errors(folder: str) -> Iterator[None]:
-    """Map OSErrors of the block, which writes to `folder`, to :class:`SaveError`."""
+    """Raise OSErrors of the block, which writes to `folder`, as :class:`SaveError`."""
     try:
         yield
     except SaveError:

@@ -1,4 +1,4 @@
-"""The files of a model as sources of tensors: lists their entries, and reads them into place."""
+"""Lists the tensors in the files of a model, and reads them into place."""
 
 from __future__ import annotations
 
@@ -46,32 +46,20 @@ from ptsave.tree.view_blocks import blocks_of
 if TYPE_CHECKING:
     from ptsave.contents.safetensors import SafetensorsContents
 
-__all__ = [
-    "Entry",
-    "FetchedShard",
-    "OpenShards",
-    "PickledShard",
-    "Read",
-    "ReceivedShard",
-    "SafetensorsShard",
-    "Shard",
-    "ShardReader",
-    "open_shards",
-]
-
 _Range: TypeAlias = "tuple[int, int, Tensor]"  # file, offset in it, target
 
-_N_READS_AT_A_TIME = 3  # that open files of their own: the threads that read ahead, and a loader's
-_MAX_FETCHED_NBYTES = 64 << 20  # of tensors that are fetched before they are copied
-_MIN_DIRECT_NBYTES = 256 << 10  # of each of several blocks that an index selects
-_MAX_GAP = 1 << 10  # bytes between those that an index selects, which are read rather than skipped
+_N_READS_AT_A_TIME = 3  # reads that open files: two threads read ahead, and a loader reads
+_MAX_FETCHED_NBYTES = 64 << 20  # tensors that are fetched before they are copied
+_MIN_DIRECT_NBYTES = 256 << 10  # smaller blocks of an index go through the page cache
+_MAX_GAP = 1 << 10  # bytes between blocks of an index that are read rather than skipped
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Entry:
     """A tensor of a file.
 
-    Nobody changes it, as all that there may be 100,000 of: to make frozen ones takes twice as long.
+    Treat as immutable. Not `frozen`, because creating frozen instances takes twice as long and
+    there may be 100,000.
     """
 
     name: str
@@ -79,16 +67,16 @@ class Entry:
     dtype: torch.dtype
     shard: Shard
     nbytes: int
-    stored_nbytes: int  # in the file: its own, or those of the storage that it is a view of
+    stored_nbytes: int  # in the file: the tensor's, or those of the storage that it views
     offset: int = 0  # of its first byte in a safetensors file
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Read:
-    """The elements of an entry from `begin` on that fill a tensor, or those that an index selects.
+    """The elements of an entry, from `begin` on or selected by `index`, that fill a tensor.
 
-    All of them, or a part of them, in any shape of as many.  The target may be the file's memory
-    itself: then there is nothing to read.
+    The target has any shape with as many elements. With `is_mapped` it is the file's own memory,
+    and nothing is read.
     """
 
     entry: Entry
@@ -99,19 +87,10 @@ class Read:
 
 
 class SafetensorsShard:
-    """A safetensors file.
+    """A local safetensors file, which is open and may be parked later.
 
-    Parameters
-    ----------
-    file : LocalFile
-        The file, open, which may be parked later.
-
-    Attributes
-    ----------
-    objects : mapping of str to object
-        Extra state of modules that is no tensor, by its name in the state dict.
-    metadata : mapping
-        Versions of modules: the format has none.
+    `objects` holds the extra state of modules that is no tensor, by its name in the state dict.
+    `metadata`, the versions of modules, is empty: the format has none.
     """
 
     def __init__(self, file: LocalFile) -> None:
@@ -130,7 +109,7 @@ class SafetensorsShard:
         ]
 
     def ranges_of(self, read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
-        """Return the blocks that a read with an index needs, and what fills its target then."""
+        """Return the blocks that a read with an index needs, and their view for the target."""
         entry, target = read.entry, read.target
         (whole,) = unfilled_tensors([(entry.dtype, entry.shape)])
         view = whole[read.index]
@@ -144,7 +123,7 @@ class SafetensorsShard:
         return ranges, view_as(storage, view, 0, blocks.stride)
 
     def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
-        """Return the elements of an entry from `begin` on if the page cache has them at hand."""
+        """Map an entry's elements from `begin` on if the page cache holds them, or return None."""
         itemsize = entry.dtype.itemsize
         offset = entry.offset + begin * itemsize
         if offset % itemsize:
@@ -153,22 +132,14 @@ class SafetensorsShard:
         return None if memory is None else memory.view(entry.dtype).view(shape)
 
     def detach(self, storage: torch.UntypedStorage) -> None:
-        """Make a mapped tensor independent of the file, because somebody keeps it."""
+        """Copy a mapped tensor to memory at the same address, because a loader keeps it."""
         _C.detach_from_file(storage, os.fsencode(self.path))
 
 
 class FetchedShard:
-    """A safetensors file whose bytes are in memory, in a file object or far away.
+    """A safetensors file that is remote, or whose bytes are in memory or in a file object.
 
-    Parameters
-    ----------
-    source : RangeSource
-        The file.
-
-    Attributes
-    ----------
-    spans : SpanReader
-        Reads parts of its tensors, numbered as they are in it.
+    `spans` reads parts of its tensors, by their numbers in the file.
     """
 
     def __init__(self, source: RangeSource) -> None:
@@ -227,24 +198,10 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
 class PickledShard:
     """A file of :func:`torch.save` with a dict of tensors, loaded with ``weights_only=True``.
 
-    Local files whose tensors cannot be left unread (those of old versions of torch) are loaded to
-    list them, let go of, and loaded again when they are read.
-
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        The file.
-    storage_options : mapping, optional
-        For the file system of a URL.
-    stays_open : bool, default True
-        Whether a local file stays open; otherwise it is opened again when it is read.
-
-    Attributes
-    ----------
-    objects : mapping of str to object
-        Extra state of modules that is no tensor, by its name in the state dict.
-    metadata : mapping
-        Versions of modules, if the state dict has them.
+    A local file whose tensors cannot be left unread (from an old version of torch) is loaded to
+    list its tensors, and loaded again when they are read. Without `stays_open`, a local file is
+    opened again for each read. `objects` and `metadata` are those of `SafetensorsShard`; `metadata`
+    has the state dict's versions of modules.
     """
 
     def __init__(
@@ -342,7 +299,7 @@ class PickledShard:
             self.close()
 
     def archive(self) -> RecordReader | None:
-        """Return the archive that the tensors are in, opened again; None if they are in memory."""
+        """Return the archive that holds the tensors, opened again; None if they are in memory."""
         self._reopen()
         return self._copier.reader if isinstance(self._copier, FileCopier) else None
 
@@ -352,7 +309,7 @@ class PickledShard:
         return self._tensors[entry.name]
 
     def park(self) -> None:
-        """Let go of the file until it is used, unless it is to stay open."""
+        """Close the file until it is used, unless it is to stay open."""
         is_unread = isinstance(self._copier, FileCopier)
         if self._identity is not None and not (self._stays_open and is_unread):
             self.close()
@@ -373,7 +330,7 @@ class PickledShard:
         self.__exit__(None, None, None)
 
     def __exit__(self, *exception: Any) -> None:
-        self._tensors = {}  # storages that are still referenced would be read
+        self._tensors = {}  # or the end of the block would read their storages
         self._copier = None
         self._open_file.__exit__(*exception)
         self._open_file = ExitStack()
@@ -385,7 +342,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
-    """Return the error for a pickle that ``weights_only=True`` refuses, which torch has named."""
+    """Return the error for a pickle that ``weights_only=True`` refuses, as torch reports it."""
     refused = re.search(r"GLOBAL (\S+) was not an allowed global by default", str(error))
     if refused is None:
         return CorruptPickleError(f"{path}: {error}", path=path)
@@ -408,22 +365,12 @@ def _loader_of(obj: Mapping[Any, Any]) -> str:
     return f"ptsave.load_checkpoint(path, {parts[0]}=model)"
 
 
-# Bytes that this process reads.
+# Files that this process reads.
 OpenShard = SafetensorsShard | FetchedShard | PickledShard
 
 
 class ReceivedShard:
-    """A file that another rank of a process group reads.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    objects, metadata : mapping
-        As of `PickledShard`.
-    receive : callable
-        Fills the targets of reads.
-    """
+    """A file that another rank of a process group reads; `receive` fills the targets of reads."""
 
     def __init__(
         self,
@@ -438,41 +385,24 @@ class ReceivedShard:
         self.read = receive
 
     def close(self) -> None:
-        """Do nothing: it is not open here."""
+        """Do nothing: the file is not open here."""
 
 
 Shard = OpenShard | ReceivedShard
 
 
 class OpenShards(NamedTuple):
-    """The open files of a model, and the tensors of all of them, in the order of the files."""
+    """The open files of a model, and all of their tensors in the order of the files."""
 
     shards: list[OpenShard]
     entries: list[Entry]
 
 
 def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
-    """Open all files, closed by `stack`.
+    """Open all files, which `stack` closes, for the source `f` that they were found for.
 
-    Where there is an index, a tensor counts in the file that the index names.
-
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        The source that `files` were found for.
-    files : ShardFiles
-        Its files.
-    stack : contextlib.ExitStack
-        Closes them.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If a file is damaged, no checkpoint, or lacks a tensor that the index promises.
-    OSError
-        If one cannot be opened.
-    ValueError
-        If the files are parts for ranks of a job, each with the same names.
+    If there is an index, a tensor counts only in the file that the index names. Parts for ranks of
+    a job, which all have the same names, raise ValueError.
     """
     is_named = isinstance(f, (str, os.PathLike))
     stay_open = len(files.paths) <= n_files_to_hold()
@@ -501,7 +431,7 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
 def _open_shard(
     source: RangeSource, f: Any, storage_options: Mapping[str, Any], *, stay_open: bool
 ) -> OpenShard:
-    if isinstance(source, LocalFile):  # the first read would leave a mark to read ahead from
+    if isinstance(source, LocalFile):  # readahead would cache pages, which hinder direct reads
         expect_no_more_reads(source.descriptor)
     kind: str | None = source.kind
     if kind is None:
@@ -522,16 +452,11 @@ def _open_shard(
 
 
 class ShardReader:
-    """Reads tensors of open shards, those of local safetensors files at the same time.
+    """Reads tensors of open shards, from all local safetensors files at the same time.
 
-    Those files stay open for it, and count as one load: only its beginning goes through the page
-    cache.  Of more files than the process may hold open some at a time are.  Safe for concurrent
-    use; shards of other kinds are read by one thread at a time.
-
-    Parameters
-    ----------
-    shards : iterable of Shard
-        The open shards, each of which may come several times.
+    Those files count as one load: only its first 32 MiB go through the page cache, in case other
+    ranks read them, too. Large sets open only some files at a time. Safe for concurrent use; shards
+    of other kinds are read by one thread at a time.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -547,13 +472,7 @@ class ShardReader:
             self._files = _files_of(self._shards, direct=config.current().direct_reads)
 
     def read(self, reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
-        """Fill the targets of all reads.
-
-        Raises
-        ------
-        CorruptCheckpointError, OSError
-            Some targets may have been changed by then.
-        """
+        """Fill the targets of all reads; after an error, some may have been changed."""
         whole: list[_Range] = []
         parts: list[tuple[SafetensorsShard, Read]] = []
         by_shard: dict[FetchedShard | PickledShard | ReceivedShard, list[Read]] = {}
@@ -579,7 +498,7 @@ class ShardReader:
         for shard, read in reads:
             ranges, values = shard.ranges_of(read)
             if len(ranges) > 1 and ranges[0][1].nbytes < _MIN_DIRECT_NBYTES:
-                # Past the page cache, whole blocks of the file system would be read for each.
+                # A direct read would get whole blocks of the file system for each range.
                 files = _files_of([shard], direct=False)
                 _read(files, [(0, *each) for each in ranges], [shard.path], max_gap=_MAX_GAP)
             else:
@@ -588,7 +507,7 @@ class ShardReader:
                 read.target.copy_(values.reshape(read.target.shape))
 
     def close(self) -> None:
-        """Let go of the files; an error's traceback may keep this object."""
+        """Let go of the files, because an error's traceback may keep this object."""
         self._files = None
         self._is_closed = True
 
@@ -644,14 +563,14 @@ def _read(
             progress=progress,
             **options,
         )
-    except _C.FormatError as error:  # a file has become shorter; the message has its name
+    except _C.FormatError as error:  # a file has become shorter; the message names it
         raise_corrupt(error, next((path for path in paths if path in error.args[1]), ""))
 
 
 def _rounds(
     ranges: Sequence[_Range],
 ) -> Sequence[Sequence[_Range]]:
-    """Divide ranges so that none overlaps another: mostly all are one."""
+    """Divide ranges of files into rounds without overlaps; mostly one round has all."""
     rounds: list[list[_Range]] = []
     ends: list[tuple[int, int]] = []
     if _are_in_order(ranges):
@@ -671,7 +590,7 @@ def _rounds(
 
 
 def _are_in_order(ranges: Sequence[_Range]) -> bool:
-    """Return whether each range begins behind the one before it."""
+    """Return whether each range begins behind the end of the one before it."""
     last_file, last_end = -1, 0
     for file, offset, target in ranges:
         if file < last_file or (file == last_file and offset < last_end):

@@ -14,23 +14,13 @@ from ptsave.models.weight_parts import parts_along
 from ptsave.models.weight_plan import Delivery
 from ptsave.support.torch_modules import tensors_in
 
-__all__ = ["note_parts", "unpacked"]
-
-# The shapes of the parts that parameters were filled from, by shard id.  Attributes of parameters
-# would be in the files of modules that are saved whole.
+# The shapes of the parts that parameters were filled from, by shard id.  They are no attributes of
+# the parameters, because modules that are saved whole would contain them.
 _shapes: Any = WeakTensorKeyDictionary()
 
 
 def note_parts(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) -> None:
-    """Remember the shapes of the parts that packed parameters are made of.
-
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        The model's tensors.
-    deliveries : iterable of Delivery
-        The parts that they were filled from.
-    """
+    """Remember the shapes of the parts that a model's packed parameters were filled from."""
     by_name: dict[str, dict[ShardId | None, torch.Size]] = {}
     for each in deliveries:
         by_name.setdefault(each.name, {})[each.shard_id] = each.entry.shape
@@ -41,21 +31,10 @@ def note_parts(tensors: Mapping[str, Tensor], deliveries: Iterable[Delivery]) ->
 def unpacked(
     tensors: Mapping[str, Tensor], packed: PackedModules, model: nn.Module | None
 ) -> dict[str, Tensor]:
-    """Return tensors with the parts of packed ones in their places, which share their memory.
+    """Return tensors, with packed ones replaced by their parts, which share their memory.
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        A state dict.
-    packed : PackedModules
-        The names of the parts.
-    model : torch.nn.Module, optional
-        The model that it is of, which knows more than its shapes.
-
-    Raises
-    ------
-    ValueError
-        If nothing says how a parameter is divided, or two parts have one name.
+    The `model` may know sizes of parts that the shapes do not tell. A ValueError if nothing tells
+    how a parameter is divided, or two parts have one name.
     """
     result: dict[str, Tensor] = {}
     own = {} if model is None else tensors_in(model)

@@ -1,7 +1,7 @@
-"""Which part of a tensor in a file fills which part of a tensor of the model.
+"""Computes which part of a tensor in a file fills which part of a tensor of the model.
 
-A part of a packed parameter, or a DTensor's part on this rank, is a box in a larger tensor: what is
-read is where both boxes overlap.
+A part of a packed parameter, or a DTensor's part on this rank, is a box in a larger tensor; the
+overlap of both boxes is read.
 """
 
 from __future__ import annotations
@@ -16,21 +16,12 @@ from torch import Tensor
 
 from ptsave.support.torch_distributed import is_distributed_tensor, local_part_of
 
-__all__ = ["Part", "part_of", "parts_along", "target_of"]
-
 
 @dataclass(eq=False, repr=False, slots=True)
 class Part:
-    """The elements of a stored tensor that are read.
+    """The elements of a stored tensor that are read, from element `begin` of the tensor on.
 
-    Attributes
-    ----------
-    shape : torch.Size
-        Its shape.
-    begin : int
-        Its first element, in the order of the file.
-    index : tuple of slice or None
-        The part of each dimension, if its elements do not follow each other in the file.
+    If they are not contiguous in the file, `index` selects them instead.
     """
 
     shape: torch.Size
@@ -51,7 +42,7 @@ class _Box(NamedTuple):
         return _Box(begins, tuple(max(0, e - b) for b, e in zip(begins, ends, strict=True)))
 
     def within(self, other: _Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that has the place of the other."""
+        """Return the index of this box in a tensor that occupies the other box."""
         return tuple(
             slice(begin - origin, begin - origin + n)
             for begin, n, origin in zip(self.begins, self.shape, other.begins, strict=True)
@@ -59,16 +50,10 @@ class _Box(NamedTuple):
 
 
 def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) -> Tensor | None:
-    """Return the memory that a stored tensor fills; None if it has none on this rank.
+    """Return the memory that a stored tensor of `shape` fills; None if it has none on this rank.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        The model's tensor; of a DTensor its local part is filled.
-    shape : torch.Size
-        Shape of the stored one.
-    place : (int, int) or None
-        Dimension of `tensor` and its index at which the stored one begins, if it is a part.
+    If the stored tensor is a part, it begins at `place`: a dimension of `tensor`, and an index in
+    it. Only the local part of a DTensor is filled.
     """
     if not is_distributed_tensor(tensor):
         return tensor if place is None else _narrowed(tensor, shape, place)
@@ -86,14 +71,9 @@ def _narrowed(tensor: Tensor, shape: torch.Size, place: tuple[int, int]) -> Tens
 def part_of(
     tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None, *, is_packed: bool
 ) -> Part:
-    """Return the part of a stored tensor that fills its target.
+    """Return the part of a stored tensor that fills its target; arguments as for `target_of`.
 
-    Parameters
-    ----------
-    tensor, shape, place
-        As of `target_of`.
-    is_packed : bool
-        Whether the elements of the stored tensor follow each other in the file.
+    With `is_packed`, the elements of the stored tensor are contiguous in the file.
     """
     if not is_distributed_tensor(tensor) or tensor.dim() != len(shape):
         return Part(shape)
@@ -119,7 +99,7 @@ def _box_of(tensor: Tensor, shape: Sequence[int], place: tuple[int, int] | None)
 def _begin_of_block(
     shape: Sequence[int], wanted: Sequence[int], index: Sequence[slice]
 ) -> int | None:
-    """Return the first of a box's elements if they follow each other; None if they do not."""
+    """Return the first element of a box whose elements are contiguous; None for other boxes."""
     begin, stride, is_whole = 0, 1, True
     for n, m, each in zip(reversed(shape), reversed(wanted), reversed(index), strict=True):
         if not is_whole and m != 1:
@@ -130,26 +110,14 @@ def _begin_of_block(
     return begin
 
 
-@functools.lru_cache(1024)  # layers are alike
+@functools.lru_cache(1024)  # layers have the same shapes
 def parts_along(
     target: torch.Size, shapes: tuple[torch.Size, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return where tensors begin that together are one, one behind the other.
+    """Return the dimension and index at which each tensor begins if all, end to end, are `target`.
 
-    Parameters
-    ----------
-    target : torch.Size
-        The shape of all.
-    shapes : tuple of torch.Size
-        Their shapes, in their order.
+    None if the shapes do not tell.
 
-    Returns
-    -------
-    tuple of (int, int) or None
-        Dimension and index of each; None if the shapes do not say how.
-
-    Examples
-    --------
     >>> parts_along(torch.Size([6, 4]), (torch.Size([4, 4]), torch.Size([2, 4])))
     ((0, 0), (0, 4))
     """

@@ -1,4 +1,4 @@
-"""Plans which tensors of a checkpoint fill which of a model, before anything moves."""
+"""Plans which tensors of a checkpoint fill which tensors of a model, before anything moves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
 from ptsave.tree.expansion import ADVICE, default_limit
 
-__all__ = ["Delivery", "LoadedWeights", "ModelTensors", "WeightPlan", "loaders_of", "takes_slices"]
-
 
 class _Fields(NamedTuple):
     missing_keys: list[str]
@@ -41,12 +39,12 @@ class LoadedWeights(_Fields):
     unexpected_keys : list of str
         The checkpoint's tensors that have no place in the model.
     duplicate_keys : list of str
-        The checkpoint's tensors whose place another one takes, which comes later.
+        The checkpoint's tensors that a later one for the same place replaces.
     unfilled_shards : dict of str to list
         The shard ids that packed parameters did not get, by the parameter's name.
     mismatched_keys : list of (str, torch.Size, torch.Size)
-        With `ignore_mismatched_sizes`, the model's name, the shape in the file and the shape in the
-        model, of tensors that were left out.  It is no part of the tuple.
+        With `ignore_mismatched_sizes`, the tensors that were left out: name in the model, shape in
+        the file, shape in the model.  Not a part of the tuple.
 
     Examples
     --------
@@ -84,12 +82,7 @@ class LoadedWeights(_Fields):
 class ModelTensors:
     """A model's parameters and buffers by name.
 
-    Attributes
-    ----------
-    by_name : dict of str to torch.Tensor
-        All of them, under all of their names.
-    required : set of str
-        Those that a state dict has.
+    `by_name` has them under all of their names. `required` are the names that a state dict has.
     """
 
     def __init__(
@@ -116,11 +109,11 @@ class ModelTensors:
                 self._ties[name] = groups[-1]
 
     def tied_names(self, name: str) -> list[str]:
-        """Return all names of the tensor that has this one, in the model's order."""
+        """Return all names of the tensor that is called `name`, in the model's order."""
         return self._ties.get(name, [name])
 
     def groups(self) -> Iterator[list[str]]:
-        """Yield the names of each tensor."""
+        """Yield all names of each tensor."""
         for name in self.by_name:
             names = self._ties.get(name)
             if names is None:
@@ -136,7 +129,7 @@ def _left_out_of_state_dicts(modules: list[tuple[str, nn.Module]]) -> Iterator[s
 
 
 def _homes_of(tensors: list[Tensor]) -> list[int]:
-    """Return numbers that tied tensors share: their addresses; below zero without one."""
+    """Return a number for each tensor: its address, which tied tensors share, or one below zero."""
     return [
         (_address_of(tensor) if address is None else address) or -id(tensor)
         for tensor, address in zip(tensors, _C.addresses(tensors), strict=True)
@@ -144,7 +137,7 @@ def _homes_of(tensors: list[Tensor]) -> list[int]:
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor of a subclass, or 0."""
+    """Return the address of a tensor of a subclass, or 0 if it has no memory."""
     if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
         return 0
     try:
@@ -154,7 +147,7 @@ def _address_of(tensor: Tensor) -> int:
 
 
 def _are_one(tensor: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one home are tied: the same object, or all of the same memory."""
+    """Return whether tensors at one address are tied: one object, or the same elements."""
     return tensor is other or (
         (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
         and tensor.stride() == other.stride()
@@ -162,7 +155,7 @@ def _are_one(tensor: Tensor, other: Tensor) -> bool:
 
 
 def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
-    """Return the functions with which some parameters want to be loaded, by name."""
+    """Return the ``weight_loader`` of each parameter that has one, by name."""
     return {
         name: loader
         for name, tensor in tensors.items()
@@ -171,38 +164,25 @@ def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
 
 
 def takes_slices(loader: Callable[..., Any]) -> bool:
-    """Whether a loader is to get a `WeightSlice`, because it wants to read a part only."""
+    """Return whether a loader gets a `WeightSlice`, because it reads only a part."""
     return bool(getattr(loader, "takes_slices", False))
 
 
 class Delivery(NamedTuple):
-    """An entry on its way to the tensor that the model has under `name`."""
+    """An entry, and the name of the model's tensor that it fills."""
 
     entry: Entry
     name: str
     shard_id: ShardId | None  # None: all of it
-    # Dimension and index of the tensor at which the entry begins, if it is a part of it and the
-    # shapes say which one; otherwise a weight_loader knows.
+    # Dimension and index at which a part begins, if the shapes tell; otherwise a weight_loader
+    # knows.
     place: tuple[int, int] | None = None
 
 
 class WeightPlan:
     """All deliveries, in the order of the files, and the names that do not fit.
 
-    Parameters
-    ----------
-    tensors : ModelTensors
-        The model.
-    packed : PackedModules
-        Its packed parameters.
-    shards : sequence of Shard
-        The checkpoint's files, of which some may have no tensors.
-    entries : sequence of Entry
-        The checkpoint, in the order of its files.
-    renaming : Renaming
-        The names that the model has for its tensors.
-    skip_mismatched : bool
-        Whether entries of other shapes are left out instead of being errors.
+    With `skip_mismatched`, entries of other shapes are left out instead of being errors.
     """
 
     def __init__(
@@ -223,11 +203,11 @@ class WeightPlan:
         self.skip_mismatched = skip_mismatched
         self.deliveries: list[Delivery] = []
         self.left_out: list[Delivery] = []  # because of their shapes
-        self.names: set[str] = set()  # the model's, of all entries that count
+        self.names: set[str] = set()  # the model's names of all entries that count
         self.report = LoadedWeights([], [], [], {})
-        self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by a tensor's first name
+        self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by the tensor's name
         self._packed_names: dict[str, str] = {}
-        self._superseded: set[int] = set()  # deliveries, by id, of which another takes the place
+        self._superseded: set[int] = set()  # ids of deliveries that later ones replace
         self.loaders = loaders_of(self.tensors.by_name)
         for entry in self.entries:
             name = self.renaming(entry.name) if self.renaming.changes else entry.name
@@ -248,7 +228,7 @@ class WeightPlan:
                 if self._deliver(entry, routes):
                     return
         if name in self.tensors.by_name:
-            # As Delivery(...), whose own code takes twice as long.
+            # Delivery(...) takes twice as long.
             self._note_delivery(tuple.__new__(Delivery, (entry, name, None, None)), None)
             return
         for routes in self.packed.loose_candidates(name):
@@ -257,7 +237,7 @@ class WeightPlan:
         self.report.unexpected_keys.append(entry.name)
 
     def _deliver(self, entry: Entry, routes: Iterable[Route]) -> bool:
-        """Note where an entry goes; False if the model has none of these places."""
+        """Note where an entry goes; return False if the model has none of these places."""
         is_found = False
         for target, shard_id, packed in routes:
             if target in self.tensors.by_name:
@@ -278,12 +258,12 @@ class WeightPlan:
             self._superseded.add(id(other))
             self.report.duplicate_keys.append(other.entry.name)
         elif delivery.shard_id is None or None in received:
-            # The whole, and a part of it: one follows the other.
+            # The whole and a part of it: the later one overwrites the earlier.
             self.report.duplicate_keys.append(delivery.entry.name)
         received[delivery.shard_id] = delivery
 
     def _leave_out_tied_copies(self) -> None:
-        """Keep one entry of those for the names of a tensor: as by load_state_dict, the last."""
+        """Keep the last of several entries for one tied tensor, as load_state_dict does."""
         left_out: set[Delivery] = set()
         for names in self.tensors.groups():
             if len(names) == 1:
@@ -320,12 +300,12 @@ class WeightPlan:
                     self.report.unfilled_shards[first] = absent
 
     def _place_parts(self) -> None:
-        """Put the parts of packed parameters without a loader one behind the other."""
+        """Put the parts of packed parameters without a loader end to end."""
         parts: dict[str, list[Delivery]] = {}
         for delivery in self.deliveries:
             if delivery.shard_id is not None and delivery.name not in self.loaders:
                 parts.setdefault(delivery.name, []).append(delivery)
-        placed: dict[int, Delivery] = {}  # by the id of the one whose place it takes
+        placed: dict[int, Delivery] = {}  # by the id of the delivery that it replaces
         for name, group in parts.items():
             order = self.packed.shard_ids(self._packed_names[name])
             ranks = {shard_id: rank for rank, shard_id in enumerate(order)}
@@ -357,7 +337,7 @@ class WeightPlan:
         return not fits(target.shape, delivery.entry.shape)
 
     def tied_names(self) -> dict[str, list[str]]:
-        """Return all names of a tensor by that of its delivery, if it has more than one."""
+        """Return all names of delivered tensors that have several, by the delivery's name."""
         return {
             each.name: names
             for each in self.deliveries
@@ -365,9 +345,9 @@ class WeightPlan:
         }
 
     def check(self, model: nn.Module, *, strict: bool) -> None:
-        """Raise one RuntimeError for everything that makes loading impossible or, strictly, wrong.
+        """Raise one RuntimeError for all that makes loading impossible or, with `strict`, wrong.
 
-        Shapes and packed parameters without a loader are errors in any case.
+        Wrong shapes, and packed parameters without a loader, are errors in any case.
         """
         errors = [
             error
@@ -388,7 +368,7 @@ class WeightPlan:
             yield f"Key(s) loaded twice: {names}. "
 
     def _fits_as_it_is(self, delivery: Delivery) -> bool:
-        """Whether a delivery is the ordinary case; if not, there may be nothing wrong with it."""
+        """Return whether a delivery is the ordinary case; any other needs a closer look."""
         entry, name, shard_id, place = delivery
         if name in self.loaders:
             return entry.nbytes <= entry.stored_nbytes
@@ -400,7 +380,7 @@ class WeightPlan:
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         if (loader := self.loaders.get(delivery.name)) is not None:
-            # It checks shapes by itself, but gets memory for all of the tensor first.
+            # A loader checks shapes itself, but first gets memory for the whole tensor.
             is_sliced = takes_slices(loader)
             if not is_sliced and entry.nbytes > default_limit(entry.stored_nbytes):
                 return (

@@ -1,4 +1,4 @@
-"""`WeightSlice`: a tensor in a file, of which a ``weight_loader`` reads the part that it wants."""
+"""`WeightSlice`: a tensor in a file, from which a ``weight_loader`` reads the part it needs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from ptsave.archive.views import unfilled_tensors
 from ptsave.models.shards import Entry, Read
 from ptsave.tree.view_blocks import check_index
 
-__all__ = ["WeightSlice"]
-
 
 class _Reader(Protocol):
     def read(self, reads: Sequence[Read]) -> None: ...
@@ -23,7 +21,7 @@ class WeightSlice:
     """A tensor in a file; an index reads only the elements that it selects, into CPU memory.
 
     :func:`ptsave.load_model` passes it to a ``weight_loader`` that has the attribute
-    ``takes_slices = True``.  It can be used until the loader returns.
+    ``takes_slices = True``.  The loader may use it until it returns.
 
     Attributes
     ----------
@@ -61,14 +59,14 @@ class WeightSlice:
         self._reader: _Reader | None = reader
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Read nothing more: a later read raises ValueError."""
         self._reader = None
 
     def __repr__(self) -> str:
         return f"WeightSlice({self._entry.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __eq__(self, other: object) -> bool:
-        """Refuse: a tensor compares its elements, and those of a slice are still in the file."""
+        """Raise TypeError: elements, which a tensor would compare, are still in the file."""
         raise TypeError("a WeightSlice is not compared: read it, weight[...], and compare that")
 
     __hash__ = object.__hash__
@@ -102,7 +100,7 @@ class WeightSlice:
         IndexError
             If there is no such part.
         """
-        n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # there is no such dimension
+        n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # no such dimension
         start = start + n if start < 0 else start
         if not 0 <= start <= start + length <= n:
             raise IndexError(f"narrow({dim}, {start}, {length}) of {self!r}")
@@ -110,7 +108,7 @@ class WeightSlice:
         return self[(*before, slice(start, start + length))]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read a part, selected by numbers, slices, ``...`` and None; others raise TypeError."""
+        """Read the part that numbers, slices, ``...`` and None select; others raise TypeError."""
         check_index(index)
         if self._reader is None:
             raise ValueError(f"{self!r} was read after its weight_loader had returned")
