@@ -1,9 +1,8 @@
 """Copiers: put the tensors of a state dict into a module or an optimizer, at once or later.
 
-Loading a state dict decides on sources and targets; a `Copier` decides *when*.  `CopyNow` copies
-at once, as torch does.  A restore from a file collects the copies instead, so that everything can
-be checked before the first byte of a target changes, and the file's bytes go directly to their
-place.
+Loading a state dict decides on sources and targets; a `Copier` decides *when* to copy. A restore
+from a file collects the copies, so that everything can be checked before the first byte of a target
+changes.
 """
 
 from __future__ import annotations
@@ -20,26 +19,11 @@ from ptsave import _C
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import walk
 
-__all__ = [
-    "Copier",
-    "CopyLater",
-    "CopyNothing",
-    "CopyNow",
-    "LookOnly",
-    "Replacement",
-    "tensors_in",
-]
-
 
 class Replacement(NamedTuple):
-    """A tensor that takes a buffer's place when it holds the values of its source.
+    """A tensor that replaces a buffer once it holds the values of its source.
 
-    Attributes
-    ----------
-    buffers, name : dict, str
-        The dict that holds the buffer, and its key.
-    new, source : Tensor or None
-        None, both of them, for a buffer that becomes None.
+    `new` and `source` are both None for a buffer that becomes None.
     """
 
     buffers: dict[str, Tensor | None]
@@ -48,7 +32,7 @@ class Replacement(NamedTuple):
     source: Tensor | None
 
     def make(self) -> None:
-        """Let the new tensor be the buffer."""
+        """Put the new tensor into the dict of buffers."""
         self.buffers[self.name] = self.new
 
 
@@ -56,20 +40,20 @@ class Copier(Protocol):
     """Decides when tensors of a state dict are copied, whether they hold values yet or not."""
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        """Let each target hold the values of its source, as by ``copy_`` under no_grad.
+        """Copy each source into its target, as ``copy_`` does under no_grad.
 
-        Only for pairs (target, source) whose copies cannot fail: tensors of exactly torch's own
-        types, strided, of one shape, on real devices.
+        Only for pairs (target, source) whose copies cannot fail: strided tensors of exactly torch's
+        own types, of one shape, on real devices.
         """
 
     def replace(self, replacement: Replacement) -> None:
-        """Let `new` hold the values of `source`, as by `copy`, and then be the buffer.
+        """Copy `source` into `new`, as by `copy`, and then make `new` the buffer.
 
         If the values do not arrive, the buffer stays as it is.
         """
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give these entries their values, because a module is getting them themselves."""
+        """Give these entries their values, because a module gets the entries themselves."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
@@ -77,21 +61,21 @@ class Copier(Protocol):
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code will only look at them.
 
-        Nothing has been passed to `copy` yet, and nothing will have changed afterwards.  A copier
-        whose tensors are stand-ins puts others in their places in the dict.
+        Nothing has been passed to `copy` yet, and that code changes nothing. A copier whose tensors
+        are stand-ins replaces them in the dict.
         """
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code is about to run.
 
-        It may also look at every target: all copies passed to `copy` must be done when this
-        returns.  A copier whose tensors are stand-ins puts others in their places in the dict.
+        That code may also look at every target, so all copies passed to `copy` must be done when
+        this returns. A copier whose tensors are stand-ins replaces them in the dict.
         """
 
     def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Do what `show` does, and return the dict for that code, which may edit it.
 
-        It may be one that reads an entry when it is asked for.
+        The dict may read an entry only when that code asks for it.
         """
 
 
@@ -113,16 +97,16 @@ class CopyNow:
         replacement.make()
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Do nothing: nobody asks."""
+        """Do nothing: all values are always there."""
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
-        """Do nothing: everything is always there."""
+        """Do nothing: all values are always there."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         return source.to(dtype=dtype, device=device)
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        """Do nothing: everything is always there."""
+        """Do nothing: all values are always there."""
 
     def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
         self.show(entries)
@@ -130,7 +114,7 @@ class CopyNow:
 
 
 class CopyLater(CopyNow):
-    """Copies when it must, or in the end, so that errors are known before the first copy."""
+    """Copies when it must, or at the end, so that errors are known before the first copy."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -159,7 +143,7 @@ class CopyLater(CopyNow):
 
 
 class CopyNothing(CopyNow):
-    """Copies nothing: for a trial run, which finds the errors of a load."""
+    """Copies nothing, for a trial run that finds the errors of a load."""
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         """Do nothing."""
@@ -169,13 +153,7 @@ class CopyNothing(CopyNow):
 
 
 class LookOnly(CopyNothing):
-    """Copies nothing, and lends values to those who look at them before anything changes.
-
-    Parameters
-    ----------
-    copier : Copier
-        Knows where the values are.
-    """
+    """Copies nothing, and lets `copier` lend values to code that looks at them."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -188,7 +166,6 @@ def tensors_in(obj: Any) -> list[Tensor]:
     """Return the tensors of nested containers and of their attributes, and one for each storage.
 
     Uninitialized parameters and buffers are left out, because they have no memory.
-    Each container is looked at once.
     """
     found: list[Tensor] = []
     for value in walk(obj, (Mapping, list, tuple, set, frozenset), keys=True):

@@ -1,4 +1,4 @@
-"""Lazy buffers: None until training gives them a tensor, and without a shape before that."""
+"""Lazy buffers: None until training sets them, and of unknown shape before that."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from ptsave.support.torch_modules import (
     non_persistent_buffers_of,
     pre_hooks_of,
 )
-
-__all__ = ["LazyBufferHook", "lazy_buffer_hooks", "new_buffer", "register_lazy_buffer"]
 
 
 def register_lazy_buffer(module: nn.Module, name: str) -> None:
@@ -45,11 +43,11 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     Notes
     -----
     Loading sets the buffer as follows.  A state dict without it makes it None.  If its shape is the
-    present one, the present tensor is overwritten.  If not, a new tensor takes its place: with the
-    present one's dtype and device, or, where there is none, with the dtype in the state dict and on
-    the device of the module's other tensors.  It takes it when it has its values, after all other
-    load pre-hooks of the module: where loading fails, or one of them removes the buffer's key, the
-    buffer stays as it was.
+    present one, the present tensor is overwritten.  If not, a new tensor replaces it, with the
+    present tensor's dtype and device.  If there is no present tensor, the new one has the dtype in
+    the state dict, and the device of the module's other tensors.  It replaces the buffer when it
+    has its values, after all other load pre-hooks of the module.  If loading fails, or one of these
+    hooks removes the buffer's key, the buffer stays as it was.
 
     Examples
     --------
@@ -84,7 +82,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
 
 
 def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
-    """Return those of a module's load pre-hooks that `register_lazy_buffer` has registered."""
+    """Return the load pre-hooks of a module that `register_lazy_buffer` has registered."""
     hooks = pre_hooks_of(module).values()
     return [
         hook.hook
@@ -96,11 +94,11 @@ def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
 class LazyBufferHook:
     """A load pre-hook that gives one buffer the shape that it has in the state dict.
 
-    The new tensor has its values when it takes the buffer's place, so that nobody ever sees memory
-    without any, whatever fails.
+    The new tensor has its values when it replaces the buffer, so no code ever sees memory without
+    values.
     """
 
-    __module__ = "ptsave.lazy_buffers"  # in the files of users
+    __module__ = "ptsave.lazy_buffers"  # the name in files of users
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -108,7 +106,7 @@ class LazyBufferHook:
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Put in place, after the later hooks, the tensor that torch will copy or assign to."""
+        """Set the buffer that torch will copy or assign to, after the later hooks have run."""
         hooks = pre_hooks_of(module)
         keys = [*hooks]
         own = (at for at, hook in enumerate(hooks.values()) if getattr(hook, "hook", None) is self)
@@ -117,10 +115,10 @@ class LazyBufferHook:
         self._wait_for(later, module, was_there, state_dict, prefix, *rest)
 
     def wanted(self, state_dict: Mapping[str, Any], key: str, present: Any) -> Any:
-        """Return a tensor of the buffer's future shape; looks at no values.
+        """Return a tensor of the buffer's future shape, without looking at values.
 
-        None, its entry in the state dict, or `present` where torch loads into that, or reports an
-        error.
+        This is None, the entry in the state dict, or `present` if torch loads into that or reports
+        an error.
         """
         if key not in state_dict:
             return None
@@ -165,17 +163,17 @@ class LazyBufferHook:
             except Exception as error:
                 error_msgs: list[str] = key_lists[-1]
                 error_msgs.append(failure_message(key, saved, saved, error))
-                if present is None:  # torch shall not try it as well
+                if present is None:  # so that torch does not try it, too
                     del state_dict[key]
                 else:
                     state_dict[key] = present
 
 
 class _Relay:
-    """Takes a pre-hook's place for one call, so that a lazy buffer's turn comes after it.
+    """Takes a pre-hook's place for one call, so that a lazy buffer is loaded after that hook.
 
-    A hook cannot move itself behind the others while torch goes through them, but it can change the
-    next one.
+    A hook cannot move itself behind the others while torch iterates over them, but it can replace
+    the next one.
     """
 
     lazy: LazyBufferHook
@@ -185,7 +183,7 @@ class _Relay:
         self, lazy: LazyBufferHook, later: list[int], module: nn.Module, was_there: bool
     ) -> None:
         hook: Any = pre_hooks_of(module)[later[0]]
-        if type(hook) is _Relay and hook.lazy is lazy:  # that of a load that was interrupted
+        if type(hook) is _Relay and hook.lazy is lazy:  # left by an interrupted load
             hook = hook.hook
         self.lazy = lazy
         self.hook = hook
@@ -200,16 +198,10 @@ class _Relay:
 
 
 def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
-    """Return memory without values for a buffer of a module.
+    """Return memory without values for a buffer of a module, in the shape of `saved`.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module.
-    present : Tensor or None
-        The buffer as it is.
-    saved : Tensor
-        The source of the copy; its values are not looked at.
+    The dtype and device are those of the present buffer. If it is None, the dtype is that of
+    `saved`, and the device that of the module's other tensors.
     """
     if present is not None:
         return torch.empty_like(saved, dtype=present.dtype, device=present.device)
@@ -218,7 +210,7 @@ def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tens
 
 def _loaded(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
     new = new_buffer(module, present, saved)
-    if not new.is_meta:  # of which torch warns
+    if not new.is_meta:  # torch warns of a copy to the meta device
         with torch.no_grad():
             new.copy_(saved)
     return new

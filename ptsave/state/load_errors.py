@@ -6,15 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = [
-    "failure_message",
-    "mismatch_message",
-    "no_copy_message",
-    "no_mapping_error",
-    "no_tensor_message",
-    "raise_load_errors",
-]
-
 
 class Shaped(Protocol):
     """A tensor, or a stand-in that knows its shape."""
@@ -24,7 +15,7 @@ class Shaped(Protocol):
 
 
 def no_mapping_error(state_dict: Any) -> TypeError:
-    """Return torch's error for a state dict that is none."""
+    """Return torch's error for a state dict that is not a mapping."""
     return TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
 
 
@@ -66,16 +57,7 @@ def raise_load_errors(
 ) -> None:
     """Raise one error for everything that was found, if anything was.
 
-    Parameters
-    ----------
-    target : object
-        The module or dict to load into; its type is named.
-    errors : list of str
-        Messages.  Those about keys are put before them.
-    missing, unexpected : list of str
-        Keys.
-    strict : bool
-        Whether these are errors.
+    With `strict`, missing and unexpected keys are errors, too, and named before the others.
     """
     if strict:
         for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):

@@ -1,4 +1,4 @@
-"""Fills dicts and lists of tensors in place, from a state dict of the same keys."""
+"""Fills dicts and lists of tensors in place, from a state dict with the same keys."""
 
 from __future__ import annotations
 
@@ -22,38 +22,14 @@ from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleK
 from ptsave.support.torch_tensors import modes_are_active
 from ptsave.tree.containers import items_of
 
-__all__ = ["check_mapping", "load_mapping"]
-
 
 def load_mapping(
     target: Mapping[Any, Any], saved: Any, strict: bool, copier: Copier
 ) -> TorchsIncompatibleKeys:
     """Fill the tensors of `target` with those under the same keys of `saved`.
 
-    Values that are no tensors are replaced.  Nothing is changed unless everything fits.
-
-    Parameters
-    ----------
-    target : dict
-        With dicts and lists in it, to any depth.
-    saved : Mapping
-        The object in the file.
-    strict : bool
-        Whether missing and unexpected keys are an error.
-    copier : Copier
-        Decides when bytes move.
-
-    Returns
-    -------
-    TorchsIncompatibleKeys
-        Dotted paths of entries that only `target` or only `saved` has.
-
-    Raises
-    ------
-    RuntimeError
-        In the words of :meth:`torch.nn.Module.load_state_dict`.
-    TypeError
-        If `saved` is not a mapping.
+    Values that are no tensors are replaced, and nothing changes unless everything fits. Returns the
+    dotted paths of entries that only `target` or only `saved` has.
     """
     filling = check_mapping(target, saved, strict)
     plainly = not modes_are_active()
@@ -69,7 +45,7 @@ def load_mapping(
             copier.show({"": source})
             with torch.no_grad():
                 tensor.copy_(source)
-    # A value that somebody has must not be one that is still to be read, and may not be readable.
+    # The target's owner must not get values that are still to be read, and reading may fail.
     values = [value for _, _, value in filling.replacements]
     if tensors_in(values):
         copier.show({"": values})
@@ -93,14 +69,14 @@ class _Filling:
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, Tensor]] = []
-        self.uninitialized: list[tuple[Any, Tensor]] = []  # which get their shapes first
+        self.uninitialized: list[tuple[Any, Tensor]] = []  # they get their shapes first
         self.replacements: list[tuple[Any, Any, Any]] = []  # container, key, new value
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.errors: list[str] = []
 
     def compare(self, target: Any, saved: Any, prefix: str) -> None:
-        """Go through two containers of the same kind."""
+        """Compare two containers of the same kind, entry by entry."""
         ours, theirs = dict(_items(target)), dict(_items(saved))
         self.missing += [f"{prefix}{key}" for key in ours if key not in theirs]
         self.unexpected += [f"{prefix}{key}" for key in theirs if key not in ours]

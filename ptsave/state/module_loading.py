@@ -1,22 +1,9 @@
 """One load of a module's state dict: torch's semantics in time linear in the number of keys.
 
-torch filters the state dict of a module once for each of its children.  Here it is divided among
-them in one pass (`StateDictPart`), in the parent's order; otherwise the order is torch's: a
-module's own entries, its children, its post-hooks.
-
-* Each module's own entries are loaded here if its ``_load_from_state_dict`` is torch's, it has no
-  pre-hooks but those of lazy buffers, torch's modes are off and every entry is copied plainly.
-  Otherwise the module's own method is called, before anything of that module was touched, so that
-  its errors, warnings and calls are torch's.
-* Values may arrive later, because a `Copier` decides when.  So nothing here looks at a value, and
-  before other people's code runs (hooks, overrides, extra state, tensor subclasses) the copier is
-  shown the entries that this code can reach.
-* A hook may keep the dict that it was given and edit it while a later child loads, which torch
-  would notice.  Its reference count tells whether anybody keeps it; only then is it divided again,
-  and only after other people's code has run.
-* Mismatched sizes that are to be ignored are left out of the plan, or, where torch's code runs,
-  replaced by the module's own tensors in a last pre-hook: copied to itself, a tensor keeps its
-  value and is neither missing nor unexpected.
+torch filters the state dict of a module once for each of its children; here it is divided among
+them in one pass. A module's own entries are loaded here if only torch's code would run and all are
+copied plainly. Otherwise the module's own method is called before anything is touched, so that its
+errors, warnings and calls are torch's.
 """
 
 from __future__ import annotations
@@ -48,11 +35,13 @@ from ptsave.support.torch_modules import (
 )
 from ptsave.support.torch_tensors import modes_are_active
 
-__all__ = ["Checking", "Loading", "StateDictPart", "raise_for_result_of_hook"]
-
 
 class StateDictPart:
-    """The part of a state dict that one module is given, and the parts of its children."""
+    """The part of a state dict that one module is given, and the parts of its children.
+
+    A hook may keep this dict and edit it while a later child loads, which torch would notice. Only
+    a dict that is kept is divided again, and only after other people's code has run.
+    """
 
     __slots__ = ("_grouped_at", "_groups", "entries", "is_kept", "prefix")
 
@@ -61,7 +50,7 @@ class StateDictPart:
     def __init__(self, entries: dict[str, Any], prefix: str) -> None:
         self.entries = entries
         self.prefix = prefix
-        self.is_kept = False  # by other people's code, which may change it when it runs next
+        self.is_kept = False  # by other people's code, which may change it when it runs
         self._grouped_at = -1
 
     def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
@@ -75,23 +64,23 @@ class StateDictPart:
         return self._groups
 
     def own_entries(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return those of the module's own entries that are there, by their names in it."""
+        """Return the module's own entries that are there, by their names in the module."""
         entries, prefix = self.entries, self.prefix
         return {name: entries[prefix + name] for name in names if prefix + name in entries}
 
     def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
-        """Return the entries under `child_prefix`: a new dict, in this one's order."""
+        """Return the entries under `child_prefix` as a new dict, in this one's order."""
         groups = self.groups(foreign_runs)
         if groups is None or type(name) is not str or "." in name:
             items = getattr(self.entries, "unread_items", self.entries.items)()
             return {key: entry for key, entry in items if key.startswith(child_prefix)}
-        return groups.pop(name, {})  # what it is given to lets go of it
+        return groups.pop(name, {})  # so that the child's load can free it
 
 
 def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
     groups: dict[str, dict[str, Any]] = {}
     start = len(prefix)
-    # Of a dict that reads what is asked for, its children get what it has.
+    # A dict that reads entries on demand passes unread ones to the children.
     for key, entry in getattr(entries, "unread_items", entries.items)():
         if type(key) is not str:
             return None
@@ -116,10 +105,15 @@ def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
 
 
 class Loading:
-    """One load: its options, and the missing, unexpected and mismatched keys found so far."""
+    """One load: its options, and the missing, unexpected and mismatched keys found so far.
 
-    copies = True  # into the tensors that are there, in the end
-    calls_others = True  # code of modules' own, where it takes part
+    Nothing here looks at a value, because a `Copier` decides when values arrive. Before other
+    people's code runs (hooks, overrides, extra state, tensor subclasses), the copier is shown the
+    entries that this code can reach.
+    """
+
+    copies = True  # whether entries are copied into the present tensors in the end
+    calls_others = True  # whether modules' own code is called
     _new_buffer: _MakeBuffer = staticmethod(new_buffer)
 
     def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
@@ -136,7 +130,7 @@ class Loading:
         self.foreign_runs = 0
         self._copies = True
         self._asked_after = -1
-        self.check: Callable[[], None] | None = None  # before the first of those runs
+        self.check: Callable[[], None] | None = None  # called before the first of those runs
         # Tensors of lazy buffers after the copies, by the module's id.
         self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
 
@@ -159,7 +153,7 @@ class Loading:
     # ---------------------------------------------------------------------- one module's own part
 
     def _metadata_at(self, prefix: str) -> dict[str, Any]:
-        """Return the metadata of the module at a prefix, as torch hands it to the module."""
+        """Return the metadata of the module at a prefix, as torch passes it to the module."""
         metadata: dict[str, Any]
         metadata = {} if self.metadata is None else self.metadata.get(prefix[:-1], {})
         if self.assign:
@@ -167,7 +161,7 @@ class Loading:
         return metadata
 
     def _load_own(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> bool:
-        """Load a module's own entries; returns whether its children come next."""
+        """Load a module's own entries, and return whether its children come next."""
         entries, prefix = part.entries, part.prefix
         found = begin_plainly(module, entries, prefix, metadata)
         if found is None or (found[1] and not self.calls_others):
@@ -206,7 +200,7 @@ class Loading:
     def _plan_lazy_buffers(
         self, module: nn.Module, entries: dict[str, Any], prefix: str, make: _MakeBuffer
     ) -> dict[str, Tensor | None]:
-        """Return the future tensors of those lazy buffers that change.
+        """Return the future tensors of the lazy buffers that change.
 
         A module that has several places in the model may have been planned for one of them already.
         """
@@ -224,7 +218,7 @@ class Loading:
     def _copy_lazy_buffers(
         self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
     ) -> None:
-        """Make those copies of a plan that are for new buffers."""
+        """Take the copies into new buffers out of a plan, and pass them on as replacements."""
         sources = {id(target): source for target, source in plan.copies}
         for name, new in lazy_buffers.items():
             if new is None or id(new) in sources:
@@ -234,7 +228,7 @@ class Loading:
         plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
 
     def _copies_itself(self) -> bool:
-        """Return whether copying is just copying now, and nobody wants to see torch do it."""
+        """Return whether copies are made here, as no mode or option of torch changes them."""
         if self._asked_after != self.foreign_runs:
             self._asked_after = self.foreign_runs
             swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -255,21 +249,21 @@ class Loading:
         names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
         found = part.own_entries(names)
         seen = {part.prefix + name: entry for name, entry in found.items()}
-        # Only where all values are there is nothing to be read first, whatever the metadata says.
+        # With `assign` all values are there; without, they are read first, whatever metadata says.
         plainly &= self.assign
         plainly &= all(are_plain(own.get(name), entry) for name, entry in found.items())
         if seen and not plainly:
             self._show(seen)
         elif seen:
             self.copier.note_assigned(seen)
-        part.entries.update(seen)  # with values where stand-ins were
+        part.entries.update(seen)  # values replace stand-ins
         self._lazy_buffers.pop(id(module), None)  # torch calls the hooks
         self._call_torch(module, part, metadata)
 
     def _load_extra_state(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
     ) -> int:
-        """Load a module's extra state; returns how many entries that are no tensor's it was."""
+        """Load a module's extra state; return 1 if it is an entry beside the tensors, or 0."""
         key = part.prefix + EXTRA_STATE_KEY_SUFFIX
         found = key in part.entries
         if is_set:
@@ -286,7 +280,7 @@ class Loading:
     def _find_unexpected(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
     ) -> None:
-        """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
+        """Note the keys that belong to neither the module, which has `n_found`, nor a child."""
         entries, prefix = part.entries, part.prefix
         if len(entries) == n_found:
             return
@@ -306,7 +300,7 @@ class Loading:
     # ------------------------------------------------------------------------ other people's code
 
     def check_first(self) -> None:
-        """Raise the errors that are certain, unless they have been looked for already."""
+        """Raise the errors that are certain, unless the check has been made already."""
         if self.check is not None:
             self.check()
             self.check = None
@@ -314,7 +308,7 @@ class Loading:
     def _load_by_others(
         self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]
     ) -> bool:
-        """Load a module's own entries by code of its own."""
+        """Load a module's own entries by its own method."""
         self.check_first()
         part.entries = self.copier.show_dict(part.entries)
         self._note_foreign_run()
@@ -338,7 +332,7 @@ class Loading:
         self.foreign_runs += 1
 
     def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
-        """Call the module's own method, and note whether anybody keeps the dict it was given."""
+        """Call the module's own method, and note whether its dict is referenced afterwards."""
         n_references = sys.getrefcount(part.entries)
         with self._skipping_mismatched(module):
             load_method_of(module)(
@@ -357,10 +351,11 @@ class Loading:
 
     @contextlib.contextmanager
     def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
-        """Let entries of other shapes do nothing while the module's own method runs.
+        """Ignore entries of other shapes while the module's own method runs.
 
-        The last pre-hook, which sees the same entries as torch, puts the module's own tensors into
-        their places: so nothing is missing, and the tensors are copied to themselves.
+        A last pre-hook, which sees the same entries as torch, replaces them with the module's own
+        tensors. A tensor that is copied to itself keeps its value, and is neither missing nor
+        unexpected.
         """
         if not self.skip_mismatched:
             yield
@@ -387,21 +382,21 @@ class Loading:
 
 
 class Checking(Loading):
-    """Finds errors in the entries of modules in whose loading only torch takes part."""
+    """Finds the errors of modules that only torch's code loads, and changes nothing."""
 
     calls_others = False
     _new_buffer: _MakeBuffer = staticmethod(_like)
 
     def __init__(self, metadata: Any, lender: Copier, skip_mismatched: bool) -> None:
         super().__init__(metadata, False, CopyNothing(), skip_mismatched)
-        self.lender = lender  # knows where the values are, should hooks have to see them
+        self.lender = lender  # gives values to hooks that have to see them
         self.is_complete = True
 
     def _metadata_at(self, prefix: str) -> dict[str, Any]:
         return dict(super()._metadata_at(prefix))
 
     def _load_by_others(self, *_: Any) -> bool:
-        """Leave the module and its children out: only calling its code tells more."""
+        """Leave the module and its children out, because only calling its code tells more."""
         self.is_complete = False
         return False
 
@@ -428,7 +423,7 @@ class Checking(Loading):
 
 
 def raise_for_result_of_hook() -> None:
-    """Raise torch's error for a post-hook that returns something, in its version's words."""
+    """Raise torch's error, in its version's words, for a post-hook that returns something."""
     module = nn.Module()
     module.register_load_state_dict_post_hook(lambda *_: True)
     module.load_state_dict({})

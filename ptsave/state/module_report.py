@@ -27,22 +27,20 @@ from ptsave.support.torch_modules import (
 )
 from ptsave.tree.containers import items_of
 
-__all__ = ["Report"]
-
 
 class _UnknownMethodError(Exception):
-    """A module has a method of its own for loading: only calling it tells which errors it finds."""
+    """A module has its own method for loading, and only calling it tells its errors."""
 
 
 class Report(Checking):
-    """Finds everything that torch would list, now that an error is certain.
+    """Finds everything that torch would list, once an error is certain.
 
     Hooks run as under torch, because they may rename entries and edit the lists of keys, but
     nothing is copied.
     """
 
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
-        """Raise all of it; do nothing where it cannot be known, or hooks have mended it."""
+        """Raise all errors, unless they cannot be known, or hooks have mended them."""
         with contextlib.suppress(_UnknownMethodError):
             self.load(module, OrderedDict(items_of(entries)), "")
             self.raise_errors(module, strict)
@@ -52,7 +50,7 @@ class Report(Checking):
         if not runs_torchs_method(module, entries, prefix, metadata):
             raise _UnknownMethodError
         part = StateDictPart(entries, prefix)
-        part.is_kept = True  # by hooks, maybe
+        part.is_kept = True  # hooks may keep it
         run_trusted_code(module, entries, prefix, metadata)
         for hook in hooks_that_look(module):
             self._lend(entries)

@@ -1,4 +1,4 @@
-"""`load_state_dict` of modules, and the check of one before anything is changed."""
+"""`load_state_dict` of modules, and a check that raises its errors before anything changes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from ptsave.state.trusted_loading import (
 from ptsave.support.torch_modules import METADATA, post_hooks_of
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
 from ptsave.tree.containers import items_of
-
-__all__ = ["IncompatibleKeys", "check_module", "load_module", "load_state_dict"]
 
 
 class IncompatibleKeys(TorchsIncompatibleKeys):
@@ -77,26 +75,26 @@ def load_state_dict(
     strict : bool, default True
         Whether missing and unexpected keys are an error.
     assign : bool, default False
-        Whether the module gets the tensors themselves, and not copies of their values.
+        Whether the module gets the tensors themselves instead of copies of their values.
     ignore_mismatched_sizes : bool, default False
-        Whether entries whose shape differs from the module's are left out: those parameters and
+        Whether entries whose shape differs from the module's are left out.  Their parameters and
         buffers keep their values, and the result names them.
 
     Returns
     -------
-    torch.nn.modules.module.TorchsIncompatibleKeys
+    torch.nn.modules.module._IncompatibleKeys
         The keys ``(missing_keys, unexpected_keys)``; with `ignore_mismatched_sizes`, an
         `IncompatibleKeys`, which has ``mismatched_keys`` too.
 
     Raises
     ------
     RuntimeError
-        With torch's message: keys that are missing or unexpected, shapes that differ, entries that
-        are no tensors.  As in torch, everything else has been loaded by then.
+        With torch's message: keys are missing or unexpected, shapes differ, or entries are no
+        tensors.  As in torch, everything else has been loaded by then.
     TypeError
         If `state_dict` is not a mapping.
     ValueError
-        If `ignore_mismatched_sizes` is asked of a module whose ``load_state_dict`` is overridden.
+        If `ignore_mismatched_sizes` is used with a module that overrides ``load_state_dict``.
 
     Notes
     -----
@@ -186,7 +184,7 @@ def check_module(
 
 
 def _entries_of(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a copy of a state dict that others may change, with its metadata."""
+    """Return a copy of a state dict that other code may change, with its metadata."""
     entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))
     metadata = getattr(state_dict, METADATA, None)
     if metadata is not None:
@@ -195,7 +193,7 @@ def _entries_of(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 
 def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking: Checking) -> None:
-    """Raise the errors that no code of anybody's can prevent."""
+    """Raise the errors that no hook or override can prevent."""
     checking.load(module, OrderedDict(items_of(entries)), "")
     if not (checking.errors or checking.missing or checking.unexpected):
         return

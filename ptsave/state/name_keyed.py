@@ -1,17 +1,16 @@
 """Optimizer state under the names of parameters, as torch.distributed.checkpoint has it.
 
-``get_optimizer_state_dict`` writes names in the places of numbers::
+``get_optimizer_state_dict`` writes names in place of numbers::
 
     {"state": {"layer.weight": {"exp_avg": ...}},
      "param_groups": [{"params": ["layer.weight"], "lr": 0.1}]}
 
-and with ``flatten_optimizer_state_dict=True`` one dict, in which each parameter has the options of
-its group::
+``flatten_optimizer_state_dict=True`` writes one dict, with a group's options for each parameter::
 
     {"state.layer.weight.exp_avg": ..., "param_groups.layer.weight.lr": 0.1}
 
-The names are those of the bare model: without what DistributedDataParallel, FSDP, torch.compile and
-activation checkpointing put before them.
+The names are those of the bare model, without the prefixes of DistributedDataParallel, FSDP,
+torch.compile and activation checkpointing.
 """
 
 from __future__ import annotations
@@ -25,21 +24,9 @@ from torch.optim import Optimizer
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.tree.containers import items_of, walk
 
-__all__ = [
-    "Named",
-    "bare_name",
-    "best_names",
-    "is_flat",
-    "is_name_keyed",
-    "names_in",
-    "refuse_sharded",
-    "regrouped",
-    "ways_of_naming",
-]
-
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FLAT = (f"{_STATE}.", f"{_GROUPS}.")
-# Names of wrappers in those of parameters, whatever wraps.
+# Parts of parameters' names that wrappers add.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FLAT_PARAMETER = "_flat_param"  # of FSDP without use_orig_params
 
@@ -66,7 +53,7 @@ def is_name_keyed(state_dict: Any) -> bool:
 
 
 def is_flat(state_dict: Mapping[Any, Any]) -> bool:
-    """Whether a state dict has no groups, but a key for each of their values."""
+    """Return whether a state dict has no groups, but a key for each of their values."""
     keys = [*state_dict]
     return bool(keys) and all(isinstance(key, str) and key.startswith(_FLAT) for key in keys)
 
@@ -79,8 +66,6 @@ def _params_of(group: Mapping[Any, Any]) -> Sequence[Any]:
 def regrouped(state_dict: Any) -> Any:
     """Return the flat form as groups, one for each parameter; any other state dict as it is.
 
-    Examples
-    --------
     >>> regrouped({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
     {'state': {'a.b': {'step': 1}}, 'param_groups': [{'params': ['a.b'], 'lr': 0.1}]}
     """
@@ -100,7 +85,7 @@ def regrouped(state_dict: Any) -> Any:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """Divide a path into a parameter's name, as long as can be, and the key of its state."""
+    """Divide a path into a parameter's name, as long as possible, and the key of its state."""
     end = path.rfind(".")
     while end > 0 and path[:end] not in names:
         end = path.rfind(".", 0, end)
@@ -116,7 +101,7 @@ def _store(state: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def names_in(state_dict: Mapping[str, Any]) -> list[str]:
-    """Return the names in a state dict with groups, in saved order."""
+    """Return the parameters' names in a state dict with groups, in saved order."""
     return [name for group in state_dict[_GROUPS] for name in _params_of(group)]
 
 
@@ -126,8 +111,6 @@ def names_in(state_dict: Mapping[str, Any]) -> list[str]:
 def bare_name(module: nn.Module, name: str) -> str:
     """Return a parameter's name without the additions of wrappers, as torch has it.
 
-    Examples
-    --------
     >>> wrapped = nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})  # as torch.compile does it
     >>> bare_name(wrapped, "_orig_mod.weight")
     'weight'
@@ -145,19 +128,9 @@ def bare_name(module: nn.Module, name: str) -> str:
 def best_names(candidates: Iterable[Named], params: Iterable[Tensor], saved: set[str]) -> Any:
     """Return the way of naming parameters that has most names in common with the saved ones.
 
-    Parameters
-    ----------
-    candidates : iterable of sequence of (str, Tensor)
-        Ways of naming, the preferred one first.  A parameter may have several names.
-    params : iterable of Tensor
-        The optimizer's parameters.
-    saved : set of str
-        The saved names.
-
-    Returns
-    -------
-    list of (str, Tensor) or None
-        One name for each parameter: a saved one, if it has any.  None if no candidate has all.
+    `candidates` may have several names for a parameter, and the preferred candidate comes first.
+    Each parameter gets one name, a saved one if it has any. None if no candidate names all
+    parameters.
     """
     wanted = {id(param) for param in params}
     best: Named | None = None
@@ -196,12 +169,9 @@ def _without_wrappers(name: str) -> str:
 def refuse_sharded(
     optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], state: Mapping[Any, Any]
 ) -> None:
-    """Refuse parameters of which each rank has a part where the saved state is that of all ranks.
+    """Raise TypeError if each rank has a part of the parameters, but the saved state is whole.
 
-    Raises
-    ------
-    TypeError
-        It names torch's function, which divides the state among the ranks.
+    The error names torch's function, which divides the state among the ranks.
     """
     params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
     is_flat = any(name.rpartition(".")[2] == _FLAT_PARAMETER for name, _ in named)

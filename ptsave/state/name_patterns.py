@@ -1,25 +1,13 @@
-"""Finds names of modules in the names of tensors, and puts others in their places."""
+"""Finds names of modules in the names of tensors, and replaces them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Match", "NamePatterns"]
-
 
 class Match(NamedTuple):
-    """A pattern that was found in a name.
-
-    Attributes
-    ----------
-    name : str
-        The name.
-    begin, end : int
-        Where in it the pattern is.
-    pattern : str
-        The pattern.
-    """
+    """A pattern that was found in a name, between `begin` and `end`."""
 
     name: str
     begin: int
@@ -27,22 +15,15 @@ class Match(NamedTuple):
     pattern: str
 
     def replaced_by(self, other: str) -> str:
-        """Return the name with something else in the place of the pattern."""
+        """Return the name with `other` in place of the pattern."""
         return self.name[: self.begin] + other + self.name[self.end :]
 
 
 class NamePatterns:
     """Parts of names to look for: one or more components, such as ``"attn.q_proj"``.
 
-    A dot at one of its ends belongs to a pattern, and is replaced with it.
+    A dot at an end of a pattern belongs to it, and is replaced with it.
 
-    Parameters
-    ----------
-    patterns : iterable of str
-        The patterns.
-
-    Examples
-    --------
     >>> match = next(NamePatterns([".q_proj"]).matches("attn.q_proj.weight"))
     >>> match.replaced_by(".qkv_proj")
     'attn.qkv_proj.weight'
@@ -58,9 +39,9 @@ class NamePatterns:
         self._first_parts = {parts[0] for parts in self._by_parts}
 
     def matches(self, name: str) -> Iterator[Match]:
-        """Yield whole components of a name that are patterns.
+        """Yield patterns that are whole components of a name.
 
-        The longest ones come first, in components; among these those nearest to the end.
+        Those with most components come first; among these, those nearest to the end.
         """
         parts = tuple(name.split("."))
         if self._first_parts.isdisjoint(parts):
@@ -77,7 +58,7 @@ class NamePatterns:
                         yield Match(name, begin, end, pattern)
 
     def loose_matches(self, name: str) -> Iterator[Match]:
-        """Yield patterns wherever they are in a name, also within components: the longest first."""
+        """Yield patterns anywhere in a name, also within components, the longest first."""
         for pattern in sorted(self._patterns, key=len, reverse=True):
             begin = name.rfind(pattern)
             if begin >= 0:

@@ -1,4 +1,4 @@
-"""Finds the state dict that was probably meant in a checkpoint that has more in it."""
+"""Finds the state dict that was probably meant in a checkpoint that holds more."""
 
 from __future__ import annotations
 
@@ -12,37 +12,22 @@ from torch.optim import Optimizer
 from ptsave.state.name_keyed import is_name_keyed
 from ptsave.tree.containers import items_of
 
-__all__ = ["advice", "optimizer_advice", "parts_with_tensors"]
-
 _MAX_DEPTH = 3
-_MAX_ENTRIES = 200  # of one container: a state dict has its parts among the first
+_MAX_ENTRIES = 200  # in one container: a checkpoint has its parts among the first
 _PREFIXES = ("", "module.", "_orig_mod.", "model.")
 
 
 def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
-    """Return the names of the entries that are dicts of nothing but tensors, as ``"model"``."""
+    """Return the paths of the dicts of nothing but tensors in a checkpoint, such as ``model``."""
     return [".".join(path) for path, part in _parts(obj) if path and _is_state_dict(part)]
 
 
 def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
     """Return a sentence that names the part of a checkpoint that fits a target, and its loader.
 
-    Parameters
-    ----------
-    obj : object
-        The object in the file.
-    wanted : iterable of str
-        The keys of the target's state dict.
-    target : {"model", "target"}
-        What the target is called: a module, or a dict.
+    It is empty if no part fits better than the whole. `wanted` are the keys of the target's state
+    dict. `target` is "model" for a module, or "target" for a dict.
 
-    Returns
-    -------
-    str
-        Empty if no part fits better than the whole.
-
-    Examples
-    --------
     >>> import torch
     >>> advice({"net": {"w": torch.ones(1)}, "epoch": 3}, ["w"])
     "The file's entry 'net' fits: ptsave.load_checkpoint(path, net=model)"
@@ -62,15 +47,8 @@ def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
 
 
 def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
-    """Return a sentence that names the part of a checkpoint that fits an optimizer.
+    """Return a sentence that names the part of a checkpoint that fits an optimizer, or nothing.
 
-    Returns
-    -------
-    str
-        Empty if there is none.
-
-    Examples
-    --------
     >>> import torch
     >>> sgd = torch.optim.SGD([torch.zeros(1)])
     >>> optimizer_advice({"optim": sgd.state_dict(), "epoch": 3}, sgd)
@@ -95,7 +73,7 @@ def _is_optimizers(part: Mapping[Any, Any]) -> bool:
 
 
 def _n_params(part: Mapping[Any, Any]) -> int:
-    """Return the number of parameters; -1 if only their names in paths tell it."""
+    """Return the number of parameters, or -1 for a flat state dict, which has no groups."""
     groups = part.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         return -1
@@ -104,7 +82,7 @@ def _n_params(part: Mapping[Any, Any]) -> int:
 
 
 def _parts(obj: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[Any, Any]]]:
-    """Yield the dicts in a checkpoint with their paths, the whole first."""
+    """Yield a checkpoint and the dicts in it, with their paths."""
     pending: list[tuple[tuple[str, ...], Mapping[Any, Any]]] = [((), obj)]
     for path, part in pending:
         yield path, part

@@ -1,8 +1,8 @@
 """Casts the state of one parameter for an optimizer: dtypes, devices, containers.
 
-torch decides on each tensor's dtype and device; it is asked with a stand-in, because the bytes
-may not have arrived.  Its question "which group is this parameter in?" is a search through all
-groups, for every tensor again, so it gets only the group to look at that the answer is in.
+torch decides on each tensor's dtype and device; it is asked with a stand-in, because the bytes may
+not have arrived. For each tensor, torch searches all groups for the parameter, so it gets only the
+parameter's group.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from ptsave.support.torch_modules import optimizer_policy
 from ptsave.support.torch_tensors import has_internal_overlap, storage_id
 from ptsave.tree.containers import items_of
 
-__all__ = ["PresentState", "StateCaster"]
-
 _TORCHS_POLICY = optimizer_policy()
 _TORCHS_TYPES = (Tensor, Parameter)
-# Their order of looking through a group is the same as that of looking up a hash.
+# For these types, a search through a group finds the same as a look-up by hash.
 _PLAIN_IDS = (int, str)
 # Iterating over any other container runs code that is neither Python's nor torch's.
 _PLAIN_CONTAINERS = {
@@ -37,7 +35,7 @@ _PLAIN_CONTAINERS = {
 
 
 class _Destination:
-    """Stands in for a tensor: all that torch's policy does with one is `to`, or nothing."""
+    """Stands in for a tensor: torch's policy calls `to` on it, or nothing."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -48,7 +46,7 @@ class _Destination:
 
 
 class _Owner(NamedTuple):
-    """The parameter that a state belongs to, and the groups that torch is told of."""
+    """The parameter that a state belongs to, and the groups that torch gets."""
 
     param: Tensor
     param_id: Any
@@ -56,7 +54,7 @@ class _Owner(NamedTuple):
 
 
 class PresentState:
-    """The tensors in an optimizer's state, and which of them loaded values may be copied into."""
+    """The tensors in an optimizer's state, and which of them can take loaded values."""
 
     def __init__(self, optimizer: Optimizer, saved_state: Mapping[Any, Any]) -> None:
         present = list(_tensors_in(list(optimizer.state.values())))
@@ -68,7 +66,7 @@ class PresentState:
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def take(self, param: Tensor) -> Any:
-        """Return a parameter's present state, once: a group may have the parameter twice."""
+        """Return a parameter's present state, but only once: a group may have it twice."""
         return self._state.pop(param, None)
 
     def fill(
@@ -78,7 +76,7 @@ class PresentState:
         dtype: torch.dtype | None,
         device: torch.device | None,
     ) -> Tensor | None:
-        """Return `present` if it can hold `value`, converted; it is noted, and copied later."""
+        """Return `present`, and note the copy for later, if it can hold the converted `value`."""
         if type(present) not in _TORCHS_TYPES or not _is_writable(present):
             return None
         dtype = value.dtype if dtype is None else dtype
@@ -97,14 +95,7 @@ class PresentState:
 class StateCaster:
     """Casts the state of all parameters as `Optimizer.load_state_dict` does.
 
-    Parameters
-    ----------
-    param_groups : list of dict
-        The saved groups.
-    copier : Copier
-        Decides when bytes move.
-    present : PresentState or None
-        The tensors to fill in place, or None for new state throughout.
+    Tensors in `present` are filled in place; if it is None, all state is new.
     """
 
     def __init__(self, param_groups: Any, copier: Copier, present: PresentState | None) -> None:
@@ -115,7 +106,7 @@ class StateCaster:
         self._policy = optimizer_policy()
 
     def cast(self, saved: Any, assignment: Assignment) -> dict[Any, Any]:
-        """Return the state of the optimizer's parameters for the saved one."""
+        """Return the state of the optimizer's parameters, cast from the saved one."""
         state: dict[Any, Any] = defaultdict(dict)
         # Only a mapping has items; for anything else Python says so, as under torch.
         for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
@@ -159,14 +150,14 @@ class StateCaster:
 
 
 def _destination(owner: _Owner, key: Hashable) -> tuple[torch.dtype | None, torch.device | None]:
-    """Return torch's dtype and device for any tensor of this key; None for one that stays."""
+    """Return torch's dtype and device for a tensor with this key; None for one that stays."""
     ask: Any = _TORCHS_POLICY
     answer = ask(owner.param, _Destination(), owner.param_id, owner.groups, key)
     return answer.dtype, answer.device
 
 
 def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
-    """Return each id's first group, or nothing if a search could have another result."""
+    """Return each id's first group, or nothing if a search could find another."""
     index: dict[Any, dict[Any, Any]] = {}
     for group in param_groups:
         if type(group) is not dict or type(group["params"]) not in (list, tuple):
@@ -184,7 +175,7 @@ _Place = tuple[int, int]  # the memory a tensor is in, and the address of its fi
 
 
 def _tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested plain containers; one that is there often comes twice."""
+    """Yield the tensors of nested plain containers; those of shared containers come twice."""
     pending = [obj]
     n_visits: dict[int, int] = defaultdict(int)
     while pending:
@@ -198,17 +189,20 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> _Place:
-    """Addresses of several devices could be equal, which would cost a copy and nothing else."""
+    """Return a tensor's address; an equal one on another device costs a copy and nothing else."""
     return 0, tensor.data_ptr()
 
 
 def _place_in_storage(tensor: Tensor) -> _Place:
-    """Two storages of a file never share memory, and these may have none yet."""
+    """Return a tensor's storage and its offset there, because it may have no memory yet.
+
+    Two storages of a file never share memory.
+    """
     return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _overlapping(tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]) -> set[int]:
-    """Return the `id` of every tensor whose bytes lie between those of another one, too."""
+    """Return the `id` of every tensor whose range of bytes overlaps that of another one."""
     spans = sorted(
         (*place(tensor), _extent(tensor), id(tensor)) for tensor in tensors if _has_bytes(tensor)
     )
@@ -237,7 +231,7 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first one to its last."""
+    """Return the number of bytes from a tensor's first one to its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -249,7 +243,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether copying into a tensor cannot fail and changes one element for each of the source."""
+    """Return whether a copy into a tensor cannot fail, and writes each element once."""
     return (
         _is_real(tensor)
         and not (tensor.is_inference() or tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Matches saved parameters with the optimizer's, and makes the groups that follow from it."""
+"""Matches saved parameters with the optimizer's by order, and makes the new groups."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier
 
-__all__ = [
-    "Assignment",
-    "UnmatchedParameters",
-    "copy_plainly",
-    "is_torchs",
-    "match_by_order",
-    "show_unless_plain",
-]
-
 _ATOMS = {int, str, float, bool, type(None)}
 
 
@@ -31,9 +22,9 @@ class UnmatchedParameters(NamedTuple):
     Attributes
     ----------
     missing : list of str
-        Those of the optimizer that were not saved, in its order.
+        Parameters of the optimizer that were not saved, in its order.
     unexpected : list of str
-        Those that were saved and the optimizer does not have, in saved order.
+        Saved parameters that the optimizer does not have, in saved order.
 
     Examples
     --------
@@ -48,7 +39,7 @@ class UnmatchedParameters(NamedTuple):
 
 @dataclass
 class Assignment:
-    """Saved ids assigned to parameters, and the new groups; made without changing anything."""
+    """Saved ids assigned to parameters, and the new groups; nothing has been changed yet."""
 
     params: dict[Hashable, Tensor]  # by saved id
     groups: list[dict[str, Any]]  # as the optimizer is to have them
@@ -63,13 +54,7 @@ class Assignment:
 
 
 def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignment:
-    """Match groups and parameters by their place, with the checks of `Optimizer.load_state_dict`.
-
-    Raises
-    ------
-    ValueError
-        If there is another number of groups, or of parameters in one of them.
-    """
+    """Match groups and parameters by place, with the checks of `Optimizer.load_state_dict`."""
     groups = optimizer.param_groups
     saved_groups = copy_plainly(saved_groups, copier)
     if len(groups) != len(saved_groups):
@@ -92,7 +77,7 @@ def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignm
 
 
 def copy_plainly(groups: Any, copier: Copier) -> Any:
-    """Return `deepcopy` of groups, or of one, without asking it about each of many ids or names."""
+    """Return a `deepcopy` of a group or groups that copies plain lists of ids or names at once."""
     each = groups if type(groups) in (list, tuple) else [groups]
     show_unless_plain(each, copier)  # tensors are copied with their values
     copies: dict[int, Any] = {}
@@ -104,20 +89,20 @@ def copy_plainly(groups: Any, copier: Copier) -> Any:
 
 
 def show_unless_plain(groups: Iterable[Any], copier: Copier) -> None:
-    """Announce that somebody looks at groups, if there can be a tensor among their values."""
+    """Show the copier groups that are about to be looked at, if they may hold tensors."""
     if not all(type(group) is dict and all(map(_is_plain, group.values())) for group in groups):
         copier.show({"param_groups": groups})
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a hyper-parameter is a number, a string or a flat sequence of such."""
+    """Return whether a hyper-parameter is a number, a string or a flat sequence of these."""
     if type(value) in (list, tuple):
         return set(map(type, value)) <= _ATOMS
     return type(value) in _ATOMS
 
 
 def is_torchs(optimizer: Optimizer, method: str) -> bool:
-    """Whether nobody but ``torch.optim`` has written this method of an optimizer's class."""
+    """Return whether this method of an optimizer's class is only from ``torch.optim``."""
     return all(
         f"{owner.__module__}.".startswith("torch.optim.")
         for owner in type(optimizer).__mro__

@@ -1,4 +1,4 @@
-"""Matching an optimizer's parameters with saved ones by name."""
+"""Matches an optimizer's parameters with saved ones by name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from ptsave.state.optimizer_groups import (
 from ptsave.state.plain_copies import Mismatch
 from ptsave.tree.containers import items_of
 
-__all__ = ["leave_mismatched_out", "match_by_name"]
-
-# Keys under which torch's optimizers keep a value for each element of a parameter; under other
-# keys, but those below, they keep a number for the whole parameter.
+# Keys under which torch's optimizers keep a value for each element of a parameter.  Under other
+# keys, except those below, they keep a number for the whole parameter.
 _ELEMENTWISE = {
     *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
     *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
@@ -58,25 +56,11 @@ def match_by_name(
 ) -> Assignment:
     """Match parameters by name; the arguments are those of `load_optimizer_state_dict`.
 
-    Parameters
-    ----------
-    rename : callable, optional
-        New names for the saved ones; None leaves a parameter out.
-    as_torch : bool, default False
-        Whether, with `strict`, only a missing parameter that takes part in training is an error, as
-        for ``torch.distributed.checkpoint``, whose state dicts may be of several optimizers.
-    mismatched : list of Mismatch, optional
-        Gets the state whose shape is not the parameter's, which is left out then.
-    namings : iterable of sequences of (str, Tensor), optional
-        Ways of naming the optimizer's parameters beside its own names; that with most of the saved
-        names is taken.
-
-    Raises
-    ------
-    ValueError
-        If names are not there, not unique or not enough to decide.
-    RuntimeError
-        If parameters have no partner, with `strict`, or one of another shape.
+    `rename` leaves out a saved parameter if it returns None. `mismatched` gets the state whose
+    shape is wrong, which is then left out. The one of `namings`, or of the optimizer's own names,
+    with most saved names is taken. With `as_torch` and `strict`, only a missing parameter that
+    requires gradients is an error, as for ``torch.distributed.checkpoint``: its state dicts may be
+    of several optimizers.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     everything = _saved_parameters(saved_groups, names)
@@ -156,7 +140,7 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
 
 
 def _renamed(saved: Mapping[str, _Saved], rename: Callable[[str], str | None]) -> dict[str, _Saved]:
-    """Return saved parameters under new names; without those that have none."""
+    """Return saved parameters under new names, without those that get none."""
     result: dict[str, _Saved] = {}
     origins: dict[str, str] = {}
     for name, place in saved.items():
@@ -195,7 +179,7 @@ def _own_parameters(
 def _named_best(
     groups: list[dict[str, Any]], namings: Iterable[Named], saved: set[str], *, bare: bool
 ) -> Named | None:
-    """Return the names that fit the saved ones best, or None; `bare` ones are at the end."""
+    """Return the naming that fits the saved names best; `bare` prefers names without wrappers."""
     params = [param for group in groups for param in group["params"]]
     candidates = [*namings]
     own_names = _names_in(groups, "the optimizer")
@@ -206,7 +190,7 @@ def _named_best(
 
 
 def _names_in(groups: Any, owner: str) -> list[str] | None:
-    """Return the names that groups have themselves, or None; an empty group needs none."""
+    """Return the names in the groups themselves, or None; an empty group needs none."""
     names: list[str] = []
     for index, group in enumerate(groups):
         own = group.get("param_names", [])
@@ -273,18 +257,10 @@ class _Shape(NamedTuple):
 def leave_mismatched_out(
     assignment: Assignment, optimizer: Optimizer, saved_state: Any, mismatched: list[Mismatch]
 ) -> None:
-    """Let parameters keep their state whose saved one has another shape, and name it.
+    """Let parameters keep their state if the saved one has another shape.
 
-    Parameters
-    ----------
-    assignment : Assignment
-        As from `match_by_order`; names are the saved numbers.
-    optimizer : torch.optim.Optimizer
-        The optimizer.
-    saved_state : Mapping
-        The saved state.
-    mismatched : list of Mismatch
-        Gets what is left out.
+    `assignment` is from `match_by_order`. `mismatched` gets what is left out, with saved numbers as
+    names.
     """
     if not isinstance(saved_state, Mapping):
         return
@@ -313,7 +289,7 @@ def _shape_message(shape: _Shape) -> str:
 
 
 def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
-    """Yield the shapes that differ in the state saved for parameters, by name."""
+    """Yield the wrong shapes in the state saved for parameters, by name."""
     is_known = is_torchs(optimizer, "step")
     for name, (param, state) in states.items():
         if not isinstance(state, dict):

@@ -1,9 +1,8 @@
 """`load_optimizer_state_dict`: `Optimizer.load_state_dict` in linear time, by order or by name.
 
-It takes torch's steps one by one: pre-hooks, checks, the state of each parameter, groups,
-``__setstate__``, post-hooks.  Nothing is copied before the whole state dict has been checked.  A
-value is filled in place, for a restore from a file, if the tensor that is there has the right
-shape, dtype and device, and shares no memory with another one or with a parameter.
+It takes torch's steps one by one, but copies nothing before the whole state dict has been checked.
+A restore from a file fills a tensor in place if it has the right shape, dtype and device, and
+shares no memory with another one or with a parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match
 from ptsave.state.optimizer_names import leave_mismatched_out, match_by_name
 from ptsave.state.plain_copies import Mismatch
 from ptsave.support.torch_modules import optimizer_post_hooks_of, optimizer_pre_hooks_of
-
-__all__ = ["Matching", "check_optimizer", "load_optimizer", "load_optimizer_state_dict"]
 
 _LOAD_STATE_DICT = Optimizer.load_state_dict
 
@@ -74,16 +71,16 @@ def load_optimizer_state_dict(
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        The optimizer to load into.  If it has a `load_state_dict` of its own, that is called.
+        The optimizer to load into.  If it overrides `load_state_dict`, that method is called.
     state_dict : dict
         As from ``optimizer.state_dict()``.
     match : {"order", "name"}, default "order"
         Rule that pairs saved parameters with the optimizer's: the same place, as in torch, or the
-        same name, wherever it is.
+        same name, in any place.
     names : sequence of str, optional
         With ``match="name"``: the names of the saved parameters, in saved order, one group after
-        the other.  By default those in the file, which is where an optimizer has them that was made
-        from ``model.named_parameters()``.
+        the other.  By default the names in the file: an optimizer that was made from
+        ``model.named_parameters()`` saves them.
     named_parameters : iterable of (str, Tensor), optional
         With ``match="name"``: the names of the optimizer's parameters, as from
         ``model.named_parameters()``.  Parameters that the optimizer does not have are ignored.  By
@@ -102,9 +99,9 @@ def load_optimizer_state_dict(
     Raises
     ------
     ValueError
-        As from torch if groups or their sizes differ.  With ``match="name"``: names that are
-        missing or there twice, groups whose parameters come from saved groups with different
-        hyper-parameters, and an LBFGS whose parameters are others or in another order.
+        As from torch if groups or their sizes differ.  With ``match="name"``: names are missing or
+        there twice, the parameters of a group come from saved groups with different
+        hyper-parameters, or an LBFGS has other parameters or another order.
     RuntimeError
         With ``match="name"``: parameters without a partner (``strict=True``), and state whose
         shape is not the parameter's.
@@ -116,8 +113,8 @@ def load_optimizer_state_dict(
     By name, each group takes the hyper-parameters of the saved group that its parameters come
     from, and keeps its own if none of its parameters was saved.  A parameter that is missing keeps
     its present state, and one that is unexpected is left out.  The optimizer's names stay.
-    Shapes are checked for the state that torch's own optimizers keep, and for that of any other
-    one where the optimizer has present state to compare with.
+    Shapes are checked for the state of torch's own optimizers.  For any other optimizer they are
+    checked where it has present state to compare with.
 
     Examples
     --------
@@ -149,17 +146,11 @@ def load_optimizer(
     *,
     in_place: bool = False,
 ) -> Any:
-    """Load as `load_optimizer_state_dict` does, from bytes that may still be on their way.
+    """Load as `load_optimizer_state_dict` does, from bytes that may not have arrived yet.
 
-    Parameters
-    ----------
-    copier : Copier
-        Decides when bytes move; is told before anybody may look at them.
-    matching : Matching, optional
-        Which saved parameters belong to which; by default those of the same place.
-    in_place : bool, default False
-        Whether tensors that the optimizer's state holds already are filled, where their shape,
-        dtype and device are right, so that they stay the same objects.
+    `copier` decides when bytes move, and is told before any code may look at them. With `in_place`,
+    tensors in the optimizer's state that have the right shape, dtype and device are filled, so that
+    they stay the same objects.
     """
     matching = Matching() if matching is None else matching
     matching.check()
@@ -195,19 +186,12 @@ def load_optimizer(
 class Matching:
     """Which saved parameters belong to which of an optimizer's.
 
-    Attributes
-    ----------
-    match, names, named_parameters, strict
-        As for `load_optimizer_state_dict`.  None as `match`: by name where the file has names in
-        the places of numbers, in any form of torch.distributed.checkpoint's, and something names
-        the optimizer's parameters; otherwise by order.
-    namings : sequence of sequences of (str, Tensor), optional
-        Ways of naming the optimizer's parameters beside its own names.
-    rename : callable, optional
-        New names for the saved ones; None leaves a parameter out.
-    mismatched : list of Mismatch, optional
-        Gets the state of other shapes, which is left out then, and an error otherwise (or, by
-        order, loaded as torch does).
+    The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
+    match by name if the file has names in place of numbers, in any form of
+    torch.distributed.checkpoint, and something names the optimizer's parameters; otherwise by
+    order. `namings` are ways of naming these beside the optimizer's own names. `rename` leaves out
+    a saved parameter if it returns None. `mismatched` gets state of other shapes, which is then
+    left out; if it is None, they are an error (by order, torch loads them).
     """
 
     match: Literal["order", "name"] | None = "order"
@@ -219,14 +203,14 @@ class Matching:
     mismatched: list[Mismatch] | None = None
 
     def check(self) -> None:
-        """Raise for options that contradict each other."""
+        """Raise ValueError for options that contradict each other."""
         if self.match not in (None, "order", "name"):
             raise ValueError(f'match must be "order" or "name", not {self.match!r}')
         if self.match == "order" and (self.names is not None or self.named_parameters is not None):
             raise ValueError('names and named_parameters are only looked at with match="name"')
 
     def resolved(self, optimizer: Any, state_dict: Mapping[Any, Any]) -> Matching:
-        """Return the same, by order where nothing names the optimizer's parameters: as torch."""
+        """Return this, or matching by order if nothing names the optimizer's parameters."""
         names_any = self.namings or self.named_parameters is not None or self.rename is not None
         groups = optimizer.param_groups
         if self.match is not None or names_any or is_flat(state_dict):
@@ -236,7 +220,7 @@ class Matching:
         return replace(self, match="order")
 
     def assign(self, optimizer: Any, state_dict: Any, copier: Copier) -> Assignment:
-        """Match the parameters of a state dict with groups."""
+        """Match the parameters of a state dict with the optimizer's."""
         is_keyed = self._goes_by_keys(state_dict)
         if self.match == "name" or (self.match is None and is_keyed):
             if is_keyed:
@@ -259,7 +243,7 @@ class Matching:
         return assignment
 
     def _goes_by_keys(self, state_dict: Any) -> bool:
-        """Whether the names are in the places of numbers, and nobody has named others."""
+        """Return whether names are in place of numbers, and no other names are given."""
         if self.match == "order" or self.names is not None or not is_name_keyed(state_dict):
             return False
         groups = state_dict["param_groups"]
@@ -288,7 +272,7 @@ def check_optimizer(
 
 
 def _check_keys(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
-    """Refuse the state of a module, say, by the same type of error as torch."""
+    """Raise KeyError, as torch does, for what is no optimizer's state, such as a module's."""
     lacking = [key for key in ("param_groups", "state") if key not in state_dict]
     if lacking:
         raise KeyError(
@@ -318,7 +302,7 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 
 def _set_state(optimizer: Any, new: dict[str, Any], copier: Copier) -> None:
-    # From here on the optimizer has its new state: all of it has to be there, whatever comes next.
+    # From here on the optimizer has its new state, so all of its values must be there.
     copier.show(new)
     optimizer.__setstate__(new)
     for post_hook in optimizer_post_hooks_of(optimizer).values():

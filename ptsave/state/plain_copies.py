@@ -1,7 +1,7 @@
 """Plans the copies of a state dict's entries into tensors before anything is touched.
 
-Copying a plain tensor, which is nothing but numbers in memory, runs nobody's code: loading may do
-that by itself, at any time.  Everything else is torch's to decide.
+Copying a plain tensor, which is only numbers in memory, runs no code of users, so loading may do it
+at any time. torch decides on everything else.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Mismatch: TypeAlias = "tuple[str, Size, Size]"
 
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
-# Those of which torch makes quantized tensors; others smaller than a byte are saved as bytes.
+# Dtypes of quantized tensors.  Other dtypes smaller than a byte are saved as bytes.
 _SUB_BYTE_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 
 
 def shares_bytes(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share bytes: torch can copy no such tensor, nor a part.
+    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it.
 
     >>> shares_bytes(torch.ones(2))
     False
@@ -69,18 +69,9 @@ def plan_module(
 ) -> ModulePlan | None:
     """Return the plan that torch would follow; None if it is more than copying plain tensors.
 
-    Parameters
-    ----------
-    own : dict of str to Tensor
-        The module's parameters and persistent buffers.
-    entries : dict of str to object
-        The part of the state dict that is the module's.
-    prefix : str
-        The beginning of the module's keys.
-    skip_mismatched : bool
-        Whether other shapes are left out instead of being errors.
-    copies : bool
-        Whether entries are copied in the end, so that dtypes without a copy in torch are errors.
+    `own` are the module's parameters and persistent buffers. With `skip_mismatched`, other shapes
+    are left out instead of being errors. With `copies`, entries are copied in the end, so that
+    dtypes without a copy in torch are errors.
     """
     plan = ModulePlan()
     for name, target in own.items():
@@ -101,7 +92,7 @@ def plan_module(
 def _plan_exception(
     plan: ModulePlan, key: str, target: Tensor, source: Any, skip_mismatched: bool
 ) -> bool:
-    """Plan an entry that is not just copied, as torch treats it; False if torch has to do it."""
+    """Plan an entry that is not just copied, as torch does; return False if torch has to do it."""
     if type(target) not in PLAIN_TYPES or is_lazy(target):
         return False
     if not is_tensor_like(source):
@@ -129,10 +120,7 @@ def are_plain(target: Any, source: Any) -> bool:
 def differ(target: Tensor, source: Any) -> bool:
     """Return whether torch would report a size mismatch.
 
-    Raises
-    ------
-    RuntimeError
-        As from torch, for the shape of an uninitialized parameter that is to go into another one.
+    The shape of an uninitialized `source` raises torch's RuntimeError.
     """
     if not is_tensor_like(source) or is_lazy(target):
         return False

@@ -1,4 +1,4 @@
-"""Adds and strips wrappers' prefixes of keys in a state dict: ``module.``, ``_orig_mod.``."""
+"""Adds and strips the prefixes of wrappers in a state dict's keys: ``module.``, ``_orig_mod.``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 from ptsave.support.torch_modules import METADATA
 from ptsave.tree.containers import items_of
 
-__all__ = ["add_prefix", "renamed", "strip_prefix"]
-
 
 def strip_prefix(
     state_dict: Mapping[str, Any], prefix: str, *, anywhere: bool = False
 ) -> OrderedDict[str, Any]:
     """Return a state dict without the prefix that a wrapper has put before its keys.
 
-    :class:`torch.nn.DataParallel` and ``DistributedDataParallel`` put ``module.`` there,
-    :func:`torch.compile` puts ``_orig_mod.``.  Keys without the prefix stay as they are.
+    :class:`torch.nn.DataParallel` and ``DistributedDataParallel`` add ``module.``, and
+    :func:`torch.compile` adds ``_orig_mod.``.  Keys without the prefix stay as they are.
 
     Parameters
     ----------
@@ -29,14 +27,14 @@ def strip_prefix(
     prefix : str
         The prefix, with the dot at its end, as in ``"module."``.
     anywhere : bool, default False
-        Whether to take it away behind every dot too, for submodules that were wrapped one by one.
+        Whether to remove it after every dot, too, for submodules that were wrapped one by one.
 
     Returns
     -------
     collections.OrderedDict
-        In the same order.  ``_metadata``, where there is one, is adapted as
+        In the same order.  ``_metadata``, if there is any, is adapted as
         :func:`torch.nn.modules.utils.consume_prefix_in_state_dict_if_present` does it: the
-        metadata of a wrapped module takes the place of its wrapper's.
+        metadata of a wrapped module replaces its wrapper's.
 
     Raises
     ------
@@ -77,7 +75,7 @@ def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, A
     Returns
     -------
     collections.OrderedDict
-        In the same order, with ``_metadata`` where there is one.
+        In the same order, with ``_metadata`` if there is any.
 
     Raises
     ------
@@ -106,19 +104,8 @@ def renamed(
 ) -> OrderedDict[str, Any]:
     """Return a state dict with other keys, in the same order, and its metadata.
 
-    Parameters
-    ----------
-    state_dict : Mapping of str to object
-        It is not changed.  Keys that are no text stay.
-    rename : callable
-        A function of a key; None leaves the entry out.
-    renamed_metadata : callable
-        Gets the metadata and `rename`, and returns the new one.
-
-    Raises
-    ------
-    ValueError
-        If two keys would become one.
+    `rename` returns None to leave an entry out; keys that are no text stay. `renamed_metadata` gets
+    the metadata and `rename`. Two keys that would become one are a ValueError.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}

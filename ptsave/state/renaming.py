@@ -1,4 +1,4 @@
-"""Maps the names of a checkpoint's tensors to those that a model has for them."""
+"""Maps the names of a checkpoint's tensors to the names in a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ptsave.state.name_patterns import Match, NamePatterns
 from ptsave.state.prefixes import renamed
 from ptsave.tree.containers import items_of
 
-__all__ = ["Rename", "Renaming", "renamed_metadata"]
-
 # A name in the file -> the model's, or None to leave the tensor out; or parts of names.
 Rename: TypeAlias = "Callable[[str], str | None] | Mapping[str, str | None]"
 
@@ -19,27 +17,11 @@ Rename: TypeAlias = "Callable[[str], str | None] | Mapping[str, str | None]"
 class Renaming:
     """The names that a model has for a checkpoint's.
 
-    Parameters
-    ----------
-    rename : callable or mapping, optional
-        A function of a name; or a mapping of whole names, or of one or more of their components,
-        each of which is replaced wherever it is found, the longest first.  None as the new name
-        leaves a tensor out.
-    prefix : str, default ""
-        Only names that begin so count, without it, before they are renamed.
+    `rename` is a function of a name, or a mapping. A mapping replaces whole names, or one or more
+    components of a name wherever they are, the longest first. The new name None leaves a tensor
+    out. Only names that begin with `prefix` count; it is removed before they are renamed. `changes`
+    tells whether there is anything to do.
 
-    Attributes
-    ----------
-    changes : bool
-        Whether there is anything to do.
-
-    Raises
-    ------
-    TypeError
-        If `rename` is neither, or a name in it or `prefix` is no string.
-
-    Examples
-    --------
     >>> Renaming({"encoder.h": "layers", "gamma": "weight"}, "model.")("model.encoder.h.gamma")
     'layers.weight'
     >>> Renaming(None, "model.")("vision.ln.gamma") is None
@@ -66,7 +48,7 @@ class Renaming:
             )
 
     def __call__(self, name: str) -> str | None:
-        """Return the model's name; None for a tensor that does not count."""
+        """Return the model's name; None for a tensor that is left out."""
         if not name.startswith(self._prefix):
             return None
         name = name[len(self._prefix) :]
@@ -78,13 +60,7 @@ class Renaming:
         return renamed
 
     def of_state_dict(self, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """Return a state dict under the model's names, with its metadata.
-
-        Raises
-        ------
-        ValueError
-            If two keys would become one.
-        """
+        """Return a state dict, with its metadata, under the model's names."""
         return renamed(
             state_dict, self, lambda metadata, _: OrderedDict(renamed_metadata(metadata, self))
         )
@@ -114,7 +90,7 @@ def _check_names(name: object, new: object) -> None:
 def renamed_metadata(
     metadata: Mapping[str, Any], renaming: Callable[[str], str | None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the versions of modules by their names in the model; copies, as loads edit them."""
+    """Yield the versions of modules by their names in the model: copies, as loads edit them."""
     marker = ".weight"
     for key, versions in items_of(metadata):
         name = renaming(f"{key}{marker}" if key else marker[1:])

@@ -1,6 +1,7 @@
-"""Recognizes modules whose own entries torch's code alone loads, which looks at no values.
+"""Recognizes modules whose own entries only torch's code loads, without looking at values.
 
-For those `module_state` does the same by itself; every other module's own code is called.
+`module_loading` does the same by itself for these. For every other module it calls the module's own
+code.
 """
 
 from __future__ import annotations
@@ -33,29 +34,14 @@ from ptsave.support.torch_modules import (
     registration_hooks,
 )
 
-__all__ = [
-    "assigns_plainly",
-    "begin_plainly",
-    "gives_lists_away",
-    "has_code_of_its_own",
-    "have_code_of_their_own",
-    "hooks_that_look",
-    "may_run_others_code",
-    "overrides_load_state_dict",
-    "own_tensors",
-    "run_trusted_code",
-    "runs_torchs_method",
-    "sets_extra_state",
-]
-
 
 def _torchs(function: Any, home: ModuleType) -> Any:
-    """Return a function, or something that nothing is, if somebody has replaced torch's by it."""
+    """Return a function of torch's, or an object equal to none if other code replaced it."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename == home.__file__ else object()
 
 
-# Code that replaces one of these, before or after ptsave is imported, wants it called.
+# If other code replaces one of these, before or after ptsave is imported, it must be called.
 _LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
 _MODULE = _torchs(load_method_of(nn.Module), module_module)
 _NORM = _torchs(load_method_of(NormBase), batchnorm)
@@ -65,12 +51,12 @@ _REGISTER = (nn.Module.register_parameter, nn.Module.register_buffer)
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:
-    """Return whether ``module.load_state_dict`` is anybody's but torch's."""
+    """Return whether ``module.load_state_dict`` is not torch's."""
     return getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
 
 
 def sets_extra_state(module: nn.Module) -> bool:
-    """Return whether the module does something with its extra state, as torch asks."""
+    """Return whether the module does something with its extra state, by torch's own test."""
     default = nn.Module.set_extra_state
     return getattr(module.__class__, "set_extra_state", default) is not default
 
@@ -80,12 +66,7 @@ def own_tensors(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers that a module loads itself, as torch collects them.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module.
-    lazy_buffers : dict, optional
-        Buffers that are to be others than they are now.
+    `lazy_buffers` are buffers that will have other tensors than now.
     """
     own: dict[str, Tensor]
     own = {name: tensor for name, tensor in parameters_of(module).items() if tensor is not None}
@@ -101,22 +82,11 @@ def own_tensors(
 def begin_plainly(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> tuple[dict[str, Tensor], bool] | None:
-    """Take the first step of loading a module if nothing but trusted code comes before the copies.
+    """Take the first step of loading a module if only trusted code runs before the copies.
 
-    That is `run_trusted_code`, and the hooks of lazy buffers, which see no tensors but plain ones.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module; its children do not matter here.
-    entries, prefix, metadata : dict, str, dict
-        The arguments that its ``_load_from_state_dict`` would get.
-
-    Returns
-    -------
-    (dict of str to Tensor, bool) or None
-        Its `own_tensors`, and whether it sets extra state afterwards; None if the module's own code
-        has to load it, which has not been run.
+    Trusted code is `run_trusted_code`, and hooks of lazy buffers that see only plain tensors.
+    Returns the module's `own_tensors`, and whether it sets extra state afterwards. Returns None,
+    and runs nothing, if the module's own code has to load it.
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
         return None
@@ -130,7 +100,7 @@ def begin_plainly(
 def runs_torchs_method(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether a module loads its own entries as `begin_plainly` says, but for its hooks."""
+    """Return whether a module's method, apart from its hooks, loads as `begin_plainly` says."""
     cls = type(module)
     found = getattr(cls, LOAD_METHOD, None)
     if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
@@ -156,16 +126,7 @@ def _takes_part(module: nn.Module) -> bool:
 def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | None]) -> bool:
     """Return whether loading these names into a module itself is more than copying plain tensors.
 
-    Lazy buffers are plain ones here.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module; its children do not matter.
-    prefix : str
-        The beginning of its names.
-    names : container of str
-        Those of a state dict.
+    Lazy buffers count as plain tensors.
     """
     cls = type(module)
     if load_method_of(cls) is not _MODULE and _is_trusted_norm(module, {}, prefix, {}):
@@ -187,7 +148,7 @@ def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | N
 def have_code_of_their_own(
     modules: list[tuple[str, nn.Module]], names: Container[str | None]
 ) -> bool:
-    """Return whether `has_code_of_its_own` is true of any of these modules, given by name."""
+    """Return whether `has_code_of_its_own` holds for any of these modules, given by name."""
     classes = {type(module) for _, module in modules}
     plain = {
         cls
@@ -209,9 +170,9 @@ def _is_lazy_buffer_hook(hook: Any) -> bool:
 
 
 def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return a module's load pre-hooks but those that only give tensors their shapes.
+    """Return a module's load pre-hooks, except those that only give tensors their shapes.
 
-    Those are lazy buffers' and lazy modules'.
+    These are the hooks of lazy buffers and lazy modules.
     """
     hooks: Mapping[int, Any] = pre_hooks_of(module)
     return [hook for hook in hooks.values() if not _only_gives_shapes(hook)]
@@ -228,7 +189,7 @@ def run_trusted_code(
 ) -> None:
     """Run the first step of ``_load_from_state_dict`` of a module that loads plainly.
 
-    The norms' override adds the buffer ``num_batches_tracked`` to state dicts that predate it.
+    The override of norms adds the buffer ``num_batches_tracked`` to state dicts that predate it.
     """
     if load_method_of(type(module)) is not _MODULE:
         _add_batch_count(module, entries, prefix, metadata)
@@ -257,7 +218,7 @@ def assigns_plainly(module: nn.Module) -> bool:
 def _is_trusted_hook(
     hook: Callable[..., Any], module: nn.Module, entries: dict[str, Any], prefix: str
 ) -> bool:
-    """Return whether this is a lazy buffer's hook that will see no tensors but plain ones."""
+    """Return whether a hook is a lazy buffer's, and will see only plain tensors."""
     if type(hook) is not WrappedHook or type(hook.hook) is not LazyBufferHook:
         return False
     name = hook.hook.name
@@ -268,7 +229,7 @@ def _is_trusted_hook(
 def _is_trusted_norm(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether the module is a norm of torch's that will do no more than add a count."""
+    """Return whether a module is a norm of torch's that will only add a count."""
     overrides = [vars(cls)[LOAD_METHOD] for cls in type(module).__mro__ if LOAD_METHOD in vars(cls)]
     if overrides == [_INSTANCE_NORM, _NORM, _MODULE]:
         # It refuses statistics that it does not track, in its own words.

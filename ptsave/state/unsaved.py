@@ -10,17 +10,19 @@ from torch.nn.parameter import is_lazy
 from ptsave.support.torch_tensors import storage_id_of
 from ptsave.tree.containers import is_container, walk, walk_entries
 
-__all__ = ["unsaved_tensors"]
-
 _OF_TORCH = frozenset(vars(nn.Module()))  # tables of parameters, buffers, hooks
 
 
 def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module that are in no state dict, and are lost by saving one.
 
-    These are tensors that are plain attributes, or in lists, tuples and dicts that are; parameters
-    and buffers of modules in such containers (a list where an :class:`torch.nn.ModuleList` was
-    meant); buffers that are not persistent; and parameters that a hook takes out.
+    These are:
+
+    * tensors that are plain attributes, or in lists, tuples and dicts that are attributes;
+    * parameters and buffers of modules in such containers, such as a list where an
+      :class:`torch.nn.ModuleList` was meant;
+    * buffers that are not persistent;
+    * parameters that a hook takes out.
 
     Parameters
     ----------
@@ -30,9 +32,9 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
     Returns
     -------
     dict of str to torch.Tensor
-        The tensors themselves by dotted name, in the order of the modules.  One that shares memory
-        with a tensor of the state dict is not among them: its values are saved.  Each tensor is
-        there once, under its first name.
+        The tensors themselves by dotted name, in the order of the modules.  Tensors that share
+        memory with one in the state dict are left out, because their values are saved.  Each tensor
+        is there once, under its first name.
 
     Raises
     ------
@@ -41,8 +43,8 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     Notes
     -----
-    Not every tensor that is found is a mistake: a mask or a table that ``__init__`` computes again
-    does not have to be saved.  Tensors in objects of other types are not looked for.
+    Not every such tensor is a mistake: a mask or a table that ``__init__`` computes again does not
+    have to be saved.  Tensors in objects of other types are not looked for.
 
     Examples
     --------
@@ -58,7 +60,7 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
-    values = walk(module.state_dict(keep_vars=True))  # alive, so that nothing else gets their marks
+    values = walk(module.state_dict(keep_vars=True))  # kept, so that nothing else gets their marks
     saved = {mark for value in values if isinstance(value, Tensor) for mark in _marks_of(value)}
     found: dict[str, Tensor] = {}
     for name, tensor in _tensors_of(module, "", set()):
@@ -69,7 +71,7 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _marks_of(tensor: Tensor) -> set[int]:
-    """Return what tells a tensor's memory: its storage's number, and its own where it has none."""
+    """Return numbers that tell tensors apart by memory: the `id`, and that of a storage."""
     storage = None if is_lazy(tensor) else storage_id_of(tensor)
     return {id(tensor)} if storage is None else {id(tensor), storage}
 
@@ -77,7 +79,7 @@ def _marks_of(tensor: Tensor) -> set[int]:
 def _tensors_of(
     module: nn.Module, prefix: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a module and of those below it, each module once."""
+    """Yield all tensors of a module and of the modules below it, each module once."""
     for path, part in module.named_modules(seen, prefix):
         dot = f"{path}." if path else ""
         yield from part.named_parameters(path, recurse=False)
